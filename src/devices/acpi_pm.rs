@@ -1,12 +1,14 @@
-//! The sleep registers of hardware-reduced ACPI (ACPI 6.5, 4.8.3.7), as far as power-off needs them.
+//! The sleep registers of hardware-reduced ACPI (ACPI 6.5, section 4.8.3.7). Only power-off is
+//! implemented.
 
 use super::{Ending, bus::BusDevice};
 use vellum_kvm::arch::fixed::SLEEP_S5;
 
-/// SLP_EN; the type is in bits 4:2.
+/// SLP_EN. SLP_TYP is in bits 4:2.
 const ENABLE: u8 = 1 << 5;
 
-/// The registers. They keep nothing: there is no sleep to wake from.
+/// The sleep control and status registers. They hold no state: the machine never wakes from a
+/// sleep.
 pub struct AcpiPm;
 
 impl BusDevice for AcpiPm {

@@ -1,39 +1,40 @@
-//! The bus: which device an address belongs to.
+//! The bus maps addresses to devices.
 //!
-//! Built once, then never changed, so that every vCPU looks devices up without a lock. A device brings its own mutex
-//! where it has state, and holds it neither across I/O that may block nor while it takes another.
+//! The bus is built once and never changes, so vCPUs look up devices without a lock. A device with
+//! state has its own mutex. It holds that mutex neither across blocking I/O nor while it takes
+//! another mutex.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::Ending;
 
-/// What a device on a bus does. Offsets count from the device's first address; `data` has the access's length, and the
-/// bus has checked that the access lies within the device.
+/// A device on a bus. Offsets are relative to the device's first address. `data` has the length of
+/// the access. The bus has checked that the access lies within the device.
 pub trait BusDevice: Send + Sync {
-    /// The guest reads: fill `data`.
+    /// Handles a read by the guest: fills `data`.
     fn read(&self, offset: u64, data: &mut [u8]);
-    /// The guest writes `data`, by which it may end itself.
+    /// Handles a write by the guest. Returns an [`Ending`] if the write ends the machine.
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending>;
 }
 
-/// Devices by address. x86-64 has two: ports and memory.
+/// Devices by address. x86-64 has two buses: ports and memory.
 #[derive(Default)]
 pub struct Bus {
     /// Sorted, without overlaps.
     devices: Vec<(Range<u64>, Arc<dyn BusDevice>)>,
 }
 
-/// Two devices want the same addresses.
+/// Two devices claim the same addresses.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the device at {0:#x}..{1:#x} overlaps another; this is a fault of the machine's address map")]
+#[error("the device at {0:#x}..{1:#x} overlaps another; this is a bug in the machine's address map")]
 pub struct Overlap(u64, u64);
 
 impl Bus {
     /// Adds `device` at `base..base + len`.
     ///
     /// # Errors
-    /// Where that overlaps a device already there, is empty, or wraps around.
+    /// The range overlaps a device, is empty or wraps around.
     pub fn add(&mut self, base: u64, len: u64, device: Arc<dyn BusDevice>) -> Result<(), Overlap> {
         let end = base.checked_add(len).filter(|end| *end > base).ok_or(Overlap(base, base))?;
         let at = self.devices.partition_point(|(range, _)| range.end <= base);
@@ -51,7 +52,8 @@ impl Bus {
         inside.then(|| (&**device, address - range.start))
     }
 
-    /// The guest reads. Where there is no device, or the access reaches beyond one, all bits are set, as on a PC.
+    /// Handles a read by the guest. As on a PC, all bits are set if there is no device or the
+    /// access reaches beyond its end.
     pub fn read(&self, address: u64, data: &mut [u8]) {
         match self.find(address, data.len()) {
             Some((device, offset)) => device.read(offset, data),
@@ -59,7 +61,7 @@ impl Bus {
         }
     }
 
-    /// The guest writes. Where there is no device the write is lost.
+    /// Handles a write by the guest. A write without a device is dropped.
     pub fn write(&self, address: u64, data: &[u8]) -> Option<Ending> {
         let (device, offset) = self.find(address, data.len())?;
         device.write(offset, data)

@@ -1,10 +1,11 @@
-//! The host's end of the serial port: where it leads, and the event loop's part in it.
+//! The host's end of the serial port: its target, and the event loop's part.
 //!
-//! On a terminal every key goes to the guest, except after the escape key: Ctrl-a x ends the guest, Ctrl-a Ctrl-a (or
-//! Ctrl-a a) sends one Ctrl-a.
+//! On a terminal every key goes to the guest, except after the escape key: Ctrl-a x ends the guest,
+//! Ctrl-a Ctrl-a (or Ctrl-a a) sends one Ctrl-a.
 //!
-//! While the machine is about to be handed over to another process, what is typed is held here ([`Console::hold`]). It gets to the
-//! guest if that goes on here, and goes along if the guest has left ([`Console::take_held`]).
+//! While the machine is being handed over to another process, input is held here
+//! ([`Console::hold`]). The guest gets it if it continues here. If the guest has left, the input
+//! follows it ([`Console::take_held`]).
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -26,21 +27,23 @@ use vellum_sys::open::{self, Kind};
 use vellum_sys::poll::Poll;
 use vellum_sys::terminal::{self, Keys};
 
-/// How much of what is typed is held while the guest is handed over: what a terminal's line holds. More stays where it is.
+/// Bytes of input held during a hand-over: the size of a terminal's line buffer. Further input
+/// stays in the source.
 pub const MAX_HELD: usize = 4096;
 
-/// Where a serial port leads, as `--serial` names it.
+/// The target of a serial port, as `--serial` names it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Target {
-    /// Standard input and output; a terminal in raw mode.
+    /// Standard input and output. A terminal is put into raw mode.
     #[default]
     Terminal,
-    /// A file, which is truncated when the machine starts and appended to; a FIFO that somebody reads; or a character device.
+    /// A file, FIFO or character device. A file is truncated when the machine starts and then
+    /// appended to. A FIFO needs a reader.
     File(PathBuf),
-    /// A new pseudo-terminal, whose path is printed.
+    /// A new pseudo-terminal. Its path is printed.
     Pty,
-    /// Nowhere.
+    /// No input; output is discarded.
     Null,
 }
 
@@ -60,83 +63,88 @@ impl std::str::FromStr for Target {
 /// A target that has been opened.
 #[derive(Debug)]
 pub struct Opened {
-    /// What the guest writes goes here.
+    /// Takes what the guest writes.
     pub output: Option<File>,
-    /// What the guest reads comes from here.
+    /// Supplies what the guest reads.
     pub input: Option<File>,
     /// The path of a new pseudo-terminal.
     pub pty: Option<String>,
-    /// Kept open, so that the pseudo-terminal does not hang up.
+    /// Kept open so that the pseudo-terminal does not hang up.
     slave: Option<File>,
     file: Option<Untouched>,
-    /// Whether the input is a terminal that is raw already: another process has it so, and gives it back.
+    /// Whether the input is a terminal that is already raw. The process that set raw mode also
+    /// restores it.
     raw: bool,
 }
 
-/// What a serial port leads to, of a process that another one is to take it over from.
+/// The descriptors of a serial port's target, handed to the process that takes the machine over.
 pub struct HandedConsole {
-    /// Where what the guest writes goes.
+    /// Takes what the guest writes.
     pub output: Option<File>,
-    /// Where what it reads comes from.
+    /// Supplies what the guest reads.
     pub input: Option<File>,
-    /// What keeps a pseudo-terminal from hanging up.
+    /// The pseudo-terminal's slave, which keeps it from hanging up.
     pub slave: Option<File>,
-    /// Whether the input is a terminal that is raw.
+    /// Whether the input is a terminal in raw mode.
     pub raw: bool,
 }
 
 impl Opened {
-    /// What another process has opened.
+    /// A target that another process has opened.
     pub fn handed_over(output: Option<File>, input: Option<File>, slave: Option<File>) -> Self {
         Self { output, input, pty: None, slave, file: None, raw: false }
     }
 
-    /// The same, and the input is a terminal that is raw, which that process sees to.
+    /// Sets whether the input is a terminal that is already raw. The other process restores it.
     pub fn raw(self, raw: bool) -> Self {
         Self { raw, ..self }
     }
 
-    /// What keeps a pseudo-terminal from hanging up.
+    /// The pseudo-terminal's slave, which keeps it from hanging up.
     pub fn slave(&self) -> Option<&File> {
         self.slave.as_ref()
     }
 
-    /// The machine starts: a file loses what it held before.
+    /// Called when the machine starts: truncates a file.
     pub fn begin(&self) {
         self.file.iter().for_each(Untouched::begin);
     }
 
-    /// Somebody else has the output now, and what becomes of the file is theirs to say.
+    /// Called when another process has the output. That process now decides whether the file is
+    /// truncated or kept.
     pub fn hand_over(&self) {
         self.file.iter().for_each(|file| file.begun.store(true, Ordering::Relaxed));
     }
 }
 
-/// A file that is as it was found until the machine starts. One that did not exist goes away again if it never does.
+/// An output file that stays unchanged until the machine starts. If the machine never starts, a
+/// file created here is removed.
 #[derive(Debug)]
 struct Untouched {
     file: File,
     path: PathBuf,
     created: bool,
     begun: AtomicBool,
-    /// Another machine wrote to it when it was opened: the one that is to come here. What it has written stays.
+    /// Another machine was writing to the file when it was opened: the one that is about to move
+    /// here. Its output is kept.
     shared: bool,
 }
 
 impl Untouched {
-    /// Opens `path`, and locks it where it is a regular file. The lock goes along with the open file, to whoever is given that.
+    /// Opens `path`, and locks it if it is a regular file. The lock belongs to the open file
+    /// description, so it moves with the descriptor.
     fn open(path: &Path, beside: bool) -> Result<Self, OpenError> {
         let fail = |error| OpenError::Open { value: path.into(), error };
-        // Whoever makes the file shorter finds what comes next at its new end.
+        // Append mode: if another process truncates the file, output continues at the new end.
         let open = |create| open::open(path, File::options().append(true).create_new(create), Kind::Output);
         let (file, created) = match open(false) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => (open(true), true),
             found => (found, false),
         };
         let file = file.map_err(fail)?;
-        // Many machines may write to one device.
+        // Several machines may write to one device.
         let regular = file.metadata().map_err(fail)?.is_file();
-        // File systems that know no locks have no disk that is locked either.
+        // A file system without locks cannot have locked disks either.
         let locked = if regular { lock_log(&file).unwrap_or(LogLock::Mine) } else { LogLock::Mine };
         let shared = locked == LogLock::Writers;
         let untouched = Self { file, path: path.into(), created, begun: AtomicBool::new(false), shared };
@@ -153,10 +161,10 @@ impl Untouched {
             return;
         }
         if self.shared {
-            // The other machine may have ended by now. If not, each line of both is in the file yet.
+            // The other machine may have ended by now. If not, the file has the lines of both.
             let _ = lock_log(&self.file);
         } else if let Err(error) = self.file.set_len(0) {
-            tracing::warn!("{}: what it held before is still there: {error}", self.path.display());
+            tracing::warn!("{}: cannot be truncated: {error}", self.path.display());
         }
     }
 }
@@ -164,23 +172,23 @@ impl Untouched {
 impl Drop for Untouched {
     fn drop(&mut self) {
         if self.created && !self.begun.load(Ordering::Relaxed) {
-            // The sandbox may forbid it by now.
+            // The sandbox may forbid this by now.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
 impl Target {
-    /// Opens it. A file keeps what it holds until [`Opened::begin`].
+    /// Opens the target. A file keeps its content until [`Opened::begin`].
     ///
     /// # Errors
-    /// What cannot be opened, and what would work.
+    /// The target cannot be opened. The error says what would work.
     pub fn open(&self) -> Result<Opened, OpenError> {
         self.open_for(false)
     }
 
-    /// As [`Target::open`], for a machine that comes from another process: where that writes to the same file, both do, and nothing of it
-    /// is lost.
+    /// Like [`Target::open`], for a machine that arrives from another process. If that process
+    /// writes to the same file, both append to it and nothing is lost.
     ///
     /// # Errors
     /// As [`Target::open`].
@@ -216,21 +224,21 @@ impl Target {
     }
 }
 
-/// Why an open file is no target.
+/// Why a descriptor cannot be a target.
 #[derive(Debug, thiserror::Error)]
 pub enum Unfit {
-    /// It cannot be written to.
+    /// It is not open for writing.
     #[error("the descriptor was not opened for writing")]
     ReadOnly,
-    /// It is something else.
-    #[error("the descriptor is no file, pipe, socket or terminal")]
+    /// It has an unsuitable file type.
+    #[error("the descriptor is not a file, pipe, socket or terminal")]
     Kind,
-    /// The host.
+    /// The host refused to describe it.
     #[error("the descriptor: {0}")]
     Host(#[from] io::Error),
 }
 
-/// Whether output can go to `file`, which somebody else has opened.
+/// Checks that output can go to `file`, which another process has opened.
 pub fn check_output(file: &File) -> Result<(), Unfit> {
     let kind = file.metadata()?.file_type();
     if !kind.is_file() && !kind.is_fifo() && !kind.is_socket() && !kind.is_char_device() {
@@ -245,42 +253,43 @@ pub fn check_output(file: &File) -> Result<(), Unfit> {
 /// A target cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The host refuses.
+    /// The host refuses to open it.
     #[error("{}: cannot be opened: {error}; use pty, null, or file=PATH with a path that can be written", value.display())]
     Open {
-        /// What was to be opened.
+        /// The path or kind of the target.
         value: PathBuf,
-        /// What the host says.
+        /// The host's error.
         error: io::Error,
     },
-    /// It holds what a machine needs.
-    #[error("{}: is a disk, kernel or initial RAM disk of this machine or of another that runs; use another file", .0.display())]
+    /// The file is locked as an input of a machine.
+    #[error("{}: is a disk, kernel or initial RAM disk of this or another running machine; use another file", .0.display())]
     Taken(PathBuf),
-    /// Another output goes there.
-    #[error("{}: is the output of another machine that runs, or another output of this one; use another file", .0.display())]
+    /// The file is locked as another output.
+    #[error("{}: is the output of another running machine, or another output of this one; use another file", .0.display())]
     Written(PathBuf),
 }
 
-/// The event loop's part: carries keys to the guest as fast as it takes them, and output that had to wait.
+/// The event loop's part: passes keys to the guest as fast as it takes them, and writes output that
+/// had to wait.
 pub struct Console {
     serial: Arc<Serial>,
     input: Option<File>,
-    /// A second descriptor of the output, for the event loop to watch while output waits.
+    /// A second descriptor of the output. The event loop watches it while output waits.
     output: Option<File>,
-    /// What is to become of `output` when the event loop no longer watches it.
+    /// Replaces `output` once the event loop no longer watches the old descriptor.
     next: Option<File>,
     file: Option<Untouched>,
     slave: Option<File>,
     keys: Keys,
-    /// Whether another process was given its descriptors.
+    /// Whether another process was given the descriptors.
     lent: bool,
-    /// What has been read and the guest has not been given.
+    /// Input that was read but not yet given to the guest.
     held: VecDeque<u8>,
-    /// While the guest is given nothing: how much may be held.
+    /// While the guest is given nothing: how many bytes may be held.
     holds: Option<usize>,
     /// Signalled by Ctrl-a x.
     quit: Arc<EventFd>,
-    /// Regular files and /dev/null cannot be watched; they never block either.
+    /// epoll refuses regular files and /dev/null. They never block, so they are read directly.
     pollable: bool,
     watching_input: bool,
     watching_output: bool,
@@ -291,8 +300,8 @@ const OUTPUT: u32 = 1;
 const WAKE: u32 = 2;
 
 impl Console {
-    /// The console of `serial`, which must write to a duplicate of `opened.output`. A terminal becomes raw, where this process is in its
-    /// foreground or once it is; [`terminal::restore`] undoes that.
+    /// The console of `serial`, which must write to a duplicate of `opened.output`. A terminal
+    /// becomes raw as soon as this process is in its foreground. [`terminal::restore`] undoes that.
     pub fn new(serial: Arc<Serial>, opened: Opened, quit: Arc<EventFd>) -> io::Result<Self> {
         let mut keys = Keys { escape: opened.raw, pending: false };
         if let Some(input) = &opened.input
@@ -324,25 +333,26 @@ impl Console {
         })
     }
 
-    /// The machine starts: a file loses what it held before.
+    /// Called when the machine starts: truncates a file.
     pub fn begin(&self) {
         self.file.iter().for_each(Untouched::begin);
     }
 
-    /// Lets output go to `file` from now on, beginning with what waits; input comes from where it came.
+    /// Redirects output to `file`, beginning with what waits. The input does not change.
     pub fn lead_to(&mut self, file: File) -> io::Result<()> {
         self.next = Some(file.try_clone()?);
         self.serial.lead_to(file);
-        // It can only fail by overflowing, and then it is signalled anyway.
+        // The write can only fail on overflow, and then the eventfd is signalled anyway.
         let _ = self.serial.wake().write(1);
         Ok(())
     }
 
-    /// Descriptors of what it leads to. A terminal stays raw when this is taken apart: another process may have it by then, and the end of
-    /// this one gives it back.
+    /// Duplicates the target's descriptors for another process. From then on a terminal stays raw
+    /// when this console is dropped: the other process may use it by then, and the end of this
+    /// process restores it.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// A descriptor cannot be duplicated.
     pub fn lend(&mut self) -> io::Result<HandedConsole> {
         self.lent = true;
         let clone = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
@@ -354,34 +364,35 @@ impl Console {
         })
     }
 
-    /// From now on what is typed is held: the port's state has been saved, or is about to be.
+    /// Holds input from now on: the port's state has been saved, or is about to be.
     pub fn hold(&mut self) {
         self.holds = Some(MAX_HELD);
     }
 
-    /// The guest goes on here, and is given what was held.
+    /// The guest continues here and gets the held input.
     pub fn go_on(&mut self) {
         if self.holds.take().is_some() {
-            // It can only fail by overflowing, and then it is signalled anyway.
+            // The write can only fail on overflow, and then the eventfd is signalled anyway.
             let _ = self.serial.wake().write(1);
         }
     }
 
-    /// The guest goes on elsewhere: what has been typed by now, of which nothing gets to it here. Nothing more is read.
+    /// The guest continues elsewhere. Returns the input that it has not been given, and stops
+    /// reading.
     pub fn take_held(&mut self) -> Vec<u8> {
         while self.pollable && self.is_readable() && self.read() {}
         self.holds = Some(0);
         self.held.drain(..).collect()
     }
 
-    /// Gives the guest what was typed where it was before.
+    /// Gives the guest input that was typed before it moved here.
     pub fn give(&mut self, typed: &[u8]) {
         self.held.extend(typed.iter().take(MAX_HELD));
-        // As above.
+        // The write can only fail on overflow, and then the eventfd is signalled anyway.
         let _ = self.serial.wake().write(1);
     }
 
-    /// Lets the guest have as much of what is held as it takes.
+    /// Gives the guest as much of the held input as it takes.
     fn give_held(&mut self) {
         if self.holds.is_none() && !self.held.is_empty() {
             let room = self.serial.room().min(self.held.len());
@@ -390,12 +401,12 @@ impl Console {
         }
     }
 
-    /// How much is to be read now.
+    /// How many bytes to read now.
     fn room(&self) -> usize {
         match self.holds {
             Some(most) if self.pollable => most.saturating_sub(self.held.len()),
             None if self.held.is_empty() => self.serial.room(),
-            // What cannot be polled stays where it is.
+            // Input that cannot be polled stays in its source.
             _ => 0,
         }
     }
@@ -407,7 +418,7 @@ impl Console {
         poll.wait(Some(Duration::ZERO)).unwrap_or(false)
     }
 
-    /// Reads once, as much as there is room for; whether anything came.
+    /// Reads once, as much as there is room for. Returns whether anything came.
     fn read(&mut self) -> bool {
         let mut bytes = [0; 64];
         let n = self.room().min(bytes.len());
@@ -420,7 +431,7 @@ impl Console {
         true
     }
 
-    /// What was typed gets to the guest, or is held for it.
+    /// Gives typed bytes to the guest, or holds them for it.
     fn press(&mut self, bytes: &mut [u8], n: usize) {
         let (held, serial) = (&mut self.held, &self.serial);
         let quit = match self.holds {
@@ -432,7 +443,7 @@ impl Console {
         }
     }
 
-    /// Reads no more than the guest takes; what it does not take yet stays where it is.
+    /// Reads no more than the guest takes. The rest stays in the source.
     fn carry_input(&mut self, ops: &mut EventOps<'_>) {
         self.give_held();
         while self.input.is_some() {
@@ -456,7 +467,8 @@ impl Console {
                 {
                     return;
                 }
-                // The wake tells when the terminal is this process's again.
+                // The wake-up eventfd is signalled when this process is in the terminal's
+                // foreground again.
                 Err(_) if terminal::is_behind() => return self.watch_input(ops, false),
                 Err(_) => return self.close_input(ops),
             }
@@ -475,7 +487,7 @@ impl Console {
         }
     }
 
-    /// The input has ended: leave the loop before the descriptor is closed.
+    /// The input has ended. It leaves the event loop before the descriptor is closed.
     fn close_input(&mut self, ops: &mut EventOps<'_>) {
         self.watch_input(ops, false);
         self.input = None;
@@ -485,7 +497,7 @@ impl Console {
         let waiting = !self.serial.flush();
         if let Some(next) = self.next.take() {
             if let Some(output) = self.output.take().filter(|_| self.watching_output) {
-                // It was added, so it can be removed.
+                // The descriptor was added, so it can be removed.
                 let _ = ops.remove(Events::with_data(&output, OUTPUT, EventSet::OUT));
             }
             (self.output, self.watching_output) = (Some(next), false);
@@ -525,7 +537,7 @@ impl MutEventSubscriber for Console {
             }
             OUTPUT => self.carry_output(ops),
             _ if events.event_set().intersects(EventSet::IN) => self.carry_input(ops),
-            // A hang-up without anything left to read.
+            // A hang-up with nothing left to read.
             _ => self.close_input(ops),
         }
     }
@@ -586,12 +598,12 @@ mod tests {
         assert!(matches!(target.open(), Err(OpenError::Written(_))), "two machines write to it");
         opened.begin();
         io::Write::write_all(&mut opened.output.as_ref().unwrap(), b"one\n").unwrap();
-        // A machine that is to come here may have the same file, and wipes nothing.
+        // A machine that is about to move here may open the same file. It truncates nothing.
         let beside = target.open_beside().unwrap();
         beside.begin();
         io::Write::write_all(&mut beside.output.as_ref().unwrap(), b"two\n").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"one\ntwo\n");
-        // Made shorter meanwhile, it has no hole.
+        // The file was truncated meanwhile. Appending leaves no hole.
         std::fs::write(&path, "").unwrap();
         io::Write::write_all(&mut opened.output.as_ref().unwrap(), b"three\n").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"three\n");
@@ -612,7 +624,7 @@ mod tests {
         (serial.clone(), Console::new(serial, opened, quit).unwrap(), writer)
     }
 
-    /// What the guest has been given.
+    /// Reads what the guest has been given.
     fn given(serial: &Serial) -> Vec<u8> {
         let mut got = Vec::new();
         while serial.room() < 64 {
@@ -634,12 +646,12 @@ mod tests {
         console.go_on();
         let mut got = Vec::new();
         while got.len() < 100 {
-            assert_eq!(console.room(), 0, "what comes later would come first");
+            assert_eq!(console.room(), 0, "later input would overtake held input");
             console.give_held();
             got.append(&mut given(&serial));
         }
         assert_eq!(got, [b'x'; 100]);
-        // What has been typed and not been read goes along, too, and what comes then stays.
+        // Typed input that was not read yet moves too. Later input stays in the source.
         console.hold();
         io::Write::write_all(&mut writer, b"yes").unwrap();
         assert_eq!(console.take_held(), b"yes");
@@ -666,7 +678,7 @@ mod tests {
         let mut got = Vec::new();
         while got.len() < sent.len() {
             manager.run().unwrap();
-            // The guest reads all that there is: the last byte wakes the loop.
+            // The guest reads everything: the last byte wakes the loop.
             got.append(&mut given(&serial));
         }
         assert_eq!(got, sent);

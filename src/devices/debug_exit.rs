@@ -1,16 +1,16 @@
-//! The debug exit port: kvm-unit-tests end by it with a code of their own.
+//! The debug exit port, with which kvm-unit-tests end.
 //!
-//! Only multiboot guests get it. The process exits with `(code << 1) | 1`, as with QEMU's isa-debug-exit, on which
-//! the runners of those tests count: 1 is a pass.
+//! Only multiboot guests get it. The process exits with `(code << 1) | 1`, as with QEMU's
+//! isa-debug-exit. The runners of those tests rely on it: 1 is a pass.
 
 use super::{Ending, bus::BusDevice};
 
-/// The port.
+/// The port's number. kvm-unit-tests use it.
 pub const PORT: u16 = 0xf4;
 /// How many ports the device has: the tests write four bytes.
 pub const PORTS: u64 = 4;
 
-/// The device.
+/// The device. It holds no state.
 pub struct DebugExit;
 
 impl BusDevice for DebugExit {

@@ -1,15 +1,16 @@
-//! The keyboard controller, of which only the reset line is left.
+//! The keyboard controller, reduced to its reset line.
 //!
-//! vm-superio has one too, which signals through an object of its own; here a write's answer says it.
+//! vm-superio's i8042 signals a reset through an object of its own. Here the write itself returns
+//! it.
 
 use super::{Ending, bus::BusDevice};
 use vellum_kvm::arch::fixed::I8042_RESET;
 
-/// The controller: no keyboard, no mouse, its buffers always empty.
+/// The controller. It has no keyboard and no mouse, and its buffers are always empty.
 pub struct I8042;
 
 impl BusDevice for I8042 {
-    /// The status: input buffer empty, so that whoever waits for it goes on.
+    /// Status: the input buffer is empty, so a guest that polls it continues.
     fn read(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }

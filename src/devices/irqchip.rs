@@ -1,5 +1,5 @@
-//! The registers of the interrupt controller that KVM does not have, on the memory bus. What they do is the controller's
-//! ([`vellum_kvm::arch::irqchip`]).
+//! Puts the registers of the userspace interrupt controller on the memory bus.
+//! [`vellum_kvm::arch::irqchip`] implements them.
 
 use super::{Ending, bus::BusDevice};
 use vellum_kvm::arch::irqchip::Irqchip;

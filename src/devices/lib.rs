@@ -1,9 +1,9 @@
-//! What a guest finds besides memory and CPUs.
+//! Devices of a machine, besides memory and CPUs.
 //!
-//! [`bus`] leads an access to a device. A board's own devices are one short file each; those that a guest ends by
-//! ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an [`Ending`]. [`virtio`] holds the
-//! paravirtual devices and the transport that carries them, [`pci`] the bus that some of them are on, [`mod@line`] an interrupt that can be
-//! masked.
+//! [`bus`] routes an access to a device. A board's own devices are one short file each. Devices
+//! that end the guest ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an
+//! [`Ending`]. [`virtio`] holds the paravirtual devices and their transports. [`pci`] is the PCI
+//! bus. [`mod@line`] is an interrupt that can be masked.
 
 pub mod bus;
 
@@ -23,7 +23,7 @@ pub mod test_device;
 pub mod virtio;
 pub mod vmgenid;
 
-/// How a guest asks for its own end.
+/// How a guest ends itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// It switched itself off.
@@ -32,6 +32,6 @@ pub enum Ending {
     Reset,
     /// It reported a panic.
     Panic,
-    /// It ended with a code of its own, the value with which the process exits.
+    /// It ended with this exit code, which becomes the process's.
     Code(u8),
 }

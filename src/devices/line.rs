@@ -1,41 +1,44 @@
-//! An interrupt that its driver can mask: the eventfd that KVM takes for an edge or a message, and what is owed to the driver meanwhile.
+//! An interrupt that its driver can mask: the eventfd that KVM turns into an edge or a message, and
+//! a pending flag for a signal that came while it was masked.
 //!
-//! Devices signal from their own threads while a vCPU masks and unmasks; none of them takes a lock.
+//! Devices signal from their own threads while a vCPU masks and unmasks. Neither takes a lock.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// One interrupt.
+/// One interrupt line.
 pub struct Line {
     /// For KVM_IRQFD, without a resample fd.
     event: EventFd,
     masked: AtomicBool,
-    /// It was signalled while it was masked.
+    /// The line was signalled while masked.
     pending: AtomicBool,
 }
 
 impl Line {
-    /// One that nobody has signalled.
+    /// A line that is not signalled.
     ///
     /// # Errors
-    /// Where the host refuses a descriptor.
+    /// The host refuses a descriptor.
     pub fn new(masked: bool) -> io::Result<Self> {
         let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         Ok(Self { event, masked: AtomicBool::new(masked), pending: AtomicBool::new(false) })
     }
 
-    /// What it writes.
+    /// The eventfd that a signal writes.
     pub fn event(&self) -> &EventFd {
         &self.event
     }
 
-    /// Signals it, now or as soon as it is unmasked.
+    /// Signals the line: now, or when it is unmasked.
     pub fn signal(&self) {
         if self.masked.load(Ordering::SeqCst) {
             self.pending.store(true, Ordering::SeqCst);
-            // Whoever unmasks stores that first and looks for what is pending then: one of the two sees what the other has done.
+            // `set_masked` stores the mask first and then looks for a pending signal. Here the
+            // pending flag is stored first and then the mask is read again. So at least one side
+            // sees the other's store.
             if self.masked.load(Ordering::SeqCst) || !self.take_pending() {
                 return;
             }
@@ -43,7 +46,7 @@ impl Line {
         self.write();
     }
 
-    /// Masks or unmasks it; what is pending is sent then.
+    /// Masks or unmasks the line. Unmasking sends a pending signal.
     pub fn set_masked(&self, masked: bool) {
         self.masked.store(masked, Ordering::SeqCst);
         if !masked && self.take_pending() {
@@ -51,12 +54,12 @@ impl Line {
         }
     }
 
-    /// Whether it waits to be unmasked.
+    /// Whether a signal waits for the line to be unmasked.
     pub fn is_pending(&self) -> bool {
         self.pending.load(Ordering::SeqCst)
     }
 
-    /// What [`Line::is_pending`] was elsewhere.
+    /// Restores what [`Line::is_pending`] returned on save.
     pub fn set_pending(&self, pending: bool) {
         self.pending.store(pending, Ordering::SeqCst);
     }
@@ -66,7 +69,8 @@ impl Line {
     }
 
     fn write(&self) {
-        // It fails only where the counter is full, and then the interrupt is on its way already.
+        // The write fails only if the counter is full, and then the interrupt is already on its
+        // way.
         let _ = self.event.write(1);
     }
 }

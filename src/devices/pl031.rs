@@ -1,6 +1,7 @@
-//! The real-time clock of Arm's boards (PL031, Arm DDI 0224): another face of the same clock ([`super::rtc`]).
+//! The real-time clock of Arm boards (PL031, Arm DDI 0224): another register interface to
+//! [`super::rtc`].
 //!
-//! No interrupt, hence no alarm: the device tree announces none.
+//! It has no interrupt, hence no alarm. The device tree announces none.
 
 use std::sync::Arc;
 
@@ -9,15 +10,15 @@ use super::{Ending, bus::BusDevice};
 
 /// RTCDR: seconds since 1970.
 const DATA: u64 = 0x0;
-/// RTCLR: sets them.
+/// RTCLR: sets the seconds.
 const LOAD: u64 = 0x8;
-/// RTCCR: whether the clock runs, which it always does.
+/// RTCCR: clock enable. The clock always runs.
 const CONTROL: u64 = 0xc;
-/// RTCPeriphID0 to 3 and RTCPCellID0 to 3: by these drivers know a PL031.
+/// RTCPeriphID0 to 3 and RTCPCellID0 to 3. Drivers identify a PL031 by them.
 const IDENTITY: u64 = 0xfe0;
 const IDENTITIES: [u8; 8] = [0x31, 0x10, 0x04, 0x00, 0x0d, 0xf0, 0x05, 0xb1];
 
-/// The registers.
+/// The registers, backed by the shared clock.
 pub struct Pl031(pub Arc<Rtc>);
 
 impl BusDevice for Pl031 {
@@ -26,7 +27,7 @@ impl BusDevice for Pl031 {
             DATA | LOAD => self.0.seconds() as u32,
             CONTROL => 1,
             IDENTITY..0x1000 => IDENTITIES[(offset - IDENTITY) as usize / 4].into(),
-            // The match register, and what there is of interrupts.
+            // The match and interrupt registers.
             _ => 0,
         };
         data.fill(0);
@@ -59,7 +60,7 @@ mod tests {
         registers.write(LOAD, &[0xff]);
         assert!((1_000_000..1_000_060).contains(&read(DATA)), "{}", read(DATA));
         assert_eq!((read(CONTROL), read(0xfe0), read(0xffc)), (1, 0x31, 0xb1));
-        // Wide, narrow and beside every register.
+        // Wide and narrow accesses, and accesses beside every register.
         let mut wide = [0xff; 8];
         registers.read(0xffc, &mut wide);
         registers.read(0xfff, &mut [0]);

@@ -1,17 +1,17 @@
-//! pvpanic (QEMU's docs/specs/pvpanic.rst): by one port a guest says that its kernel has panicked.
+//! pvpanic (QEMU's docs/specs/pvpanic.rst): the guest reports a kernel panic through one port.
 
 use super::{Ending, bus::BusDevice};
 
 /// The kernel has panicked.
 const PANICKED: u8 = 1;
-/// The kernel has panicked and hands over to a crash kernel, which is to be left alone.
+/// The kernel has panicked and starts a crash kernel. The machine must continue.
 const CRASH_LOADED: u8 = 1 << 1;
 
-/// The device.
+/// The device. It holds no state.
 pub struct PvPanic;
 
 impl BusDevice for PvPanic {
-    /// The events that are understood.
+    /// The supported events.
     fn read(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
         data[0] = PANICKED | CRASH_LOADED;

@@ -1,6 +1,8 @@
-//! The real-time clock and its CMOS memory (MC146818), read only where the time is concerned: it is the host's, in UTC.
+//! The real-time clock and its CMOS memory (MC146818). The time registers are read-only and show
+//! the host's time in UTC.
 //!
-//! No interrupt, hence no alarm: ACPI announces none. Boards without ports have it behind other registers ([`super::pl031`]).
+//! It has no interrupt, hence no alarm. ACPI announces none. Boards without ports have the clock
+//! behind other registers ([`super::pl031`]).
 
 use std::sync::Mutex;
 
@@ -9,32 +11,32 @@ use serde::{Deserialize, Serialize};
 use super::{Ending, bus::BusDevice};
 use vellum_kvm::arch::clocks::{self, ClockPolicy};
 
-/// Register B: 24-hour clock, BCD.
+/// Register B: 24-hour mode. BCD mode is a clear bit.
 const B_24_HOUR: u8 = 1 << 1;
 /// Register D: the battery is good.
 const D_VALID: u8 = 1 << 7;
-/// Where a PC keeps the century.
+/// The cell of the century on a PC.
 const CENTURY: usize = 0x32;
 const CELLS: usize = 128;
 
-/// The clock.
+/// The clock, shared by its register interfaces.
 #[derive(Default)]
 pub struct Rtc(Mutex<State>);
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     index: u8,
-    /// The cells that are memory; those that are the time are not looked at. Always `CELLS` bytes.
+    /// The memory cells; time cells are ignored. Always `CELLS` bytes.
     cells: Vec<u8>,
-    /// Seconds by which the clock is ahead of the host's, or behind it where this is negative.
+    /// Seconds by which the clock is ahead of the host's. Negative if it is behind.
     ahead: i64,
     /// The host's real time when this was saved, in nanoseconds.
     realtime: u64,
 }
 
-/// A saved state that no clock can have had.
+/// A saved state with a wrong number of CMOS cells.
 #[derive(Debug, thiserror::Error)]
 #[error("the saved clock has {0} CMOS cells, not {CELLS}; the file is damaged or from another version")]
 pub struct RestoreError(usize);
@@ -46,15 +48,16 @@ impl Default for State {
 }
 
 impl Rtc {
-    /// What [`Rtc::restore`] needs.
+    /// Saves the state for [`Rtc::restore`].
     pub fn save(&self) -> State {
         State { realtime: clocks::now(), ..self.state().clone() }
     }
 
-    /// Takes over what [`Rtc::save`] gave. The time goes on as `meanwhile` says, and never back.
+    /// Restores what [`Rtc::save`] returned. `meanwhile` says whether the time since then counts.
+    /// The time never goes back.
     ///
     /// # Errors
-    /// Where the state is not one that `save` can have given.
+    /// The state has a wrong number of cells.
     pub fn restore(&self, state: State, meanwhile: ClockPolicy) -> Result<(), RestoreError> {
         if state.cells.len() != CELLS {
             return Err(RestoreError(state.cells.len()));
@@ -72,7 +75,7 @@ impl Rtc {
         seconds(&self.state())
     }
 
-    /// Sets it to so many.
+    /// Sets the clock, in seconds since 1970.
     pub fn set_seconds(&self, seconds: u64) {
         self.state().ahead = seconds.wrapping_sub(clocks::now() / 1_000_000_000) as i64;
     }
@@ -95,7 +98,7 @@ impl BusDevice for Rtc {
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
         let mut state = self.state();
         match offset {
-            // Bit 7 masks NMIs, of which there are none.
+            // Bit 7 masks NMIs. The machine has none.
             0 => state.index = data[0] & 0x7f,
             _ => {
                 let index = usize::from(state.index);
@@ -110,7 +113,7 @@ fn seconds(state: &State) -> u64 {
     (clocks::now() / 1_000_000_000).saturating_add_signed(state.ahead)
 }
 
-/// What cell `index` reads `unix` seconds after 1970, where it is the clock's and not memory.
+/// The value of clock cell `index` at `unix` seconds after 1970. None if the cell is memory.
 fn time_cell(index: u8, unix: u64) -> Option<u8> {
     let bcd = |n: u64| (((n / 10 % 10) << 4) | (n % 10)) as u8;
     let (days, seconds) = (unix / 86400, unix % 86400);
@@ -119,7 +122,7 @@ fn time_cell(index: u8, unix: u64) -> Option<u8> {
         0x0 => bcd(seconds % 60),
         0x2 => bcd(seconds / 60 % 60),
         0x4 => bcd(seconds / 3600),
-        // 1 January 1970 was a Thursday; Sunday is 1.
+        // 1 January 1970 was a Thursday. Sunday is 1.
         0x6 => bcd((days + 4) % 7 + 1),
         0x7 => bcd(day),
         0x8 => bcd(month),
@@ -136,8 +139,8 @@ fn time_cell(index: u8, unix: u64) -> Option<u8> {
 
 /// Year, month and day of a day after 1 January 1970 in the Gregorian calendar.
 fn civil(days: u64) -> (u64, u64, u64) {
-    // Years that start on 1 March end with the leap day; eras of 400 years are all alike. 719468 days lie between
-    // 1 March of year 0 and 1 January 1970.
+    // A year that starts on 1 March has the leap day at its end. All eras of 400 years are alike.
+    // 719468 days lie between 1 March of year 0 and 1 January 1970.
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
@@ -153,7 +156,7 @@ mod tests {
 
     #[test]
     fn the_calendar_is_gregorian() {
-        // Days as `date -u -d DATE +%s` gives them, divided by 86400.
+        // Days from `date -u -d DATE +%s`, divided by 86400.
         for (days, date) in [
             (0, (1970, 1, 1)),
             (11_016, (2000, 2, 29)),

@@ -1,12 +1,14 @@
-//! A PC's system control port B, of which only the reading is left. With the in-kernel PIT KVM answers it itself.
+//! A PC's system control port B. Only reads are implemented. With the in-kernel PIT, KVM answers
+//! the port itself.
 
 use super::{Ending, bus::BusDevice};
 
-/// Timer 2's output is high (Intel ICH9 datasheet, 13.7.1): whoever counts down by it goes on. SERR# and IOCHK#, bits 7 and 6, are clear, for
-/// a kernel looks there for the reason of a non-maskable interrupt, and this board has none to tell.
+/// Timer 2's output is high (Intel ICH9 datasheet, 13.7.1), so a guest that polls it for a
+/// countdown continues. SERR# and IOCHK#, bits 7 and 6, are clear: a kernel looks there for the
+/// cause of an NMI, and this board reports none.
 const STATUS: u8 = 1 << 5;
 
-/// The port.
+/// The port. It holds no state.
 pub struct SystemControl;
 
 impl BusDevice for SystemControl {

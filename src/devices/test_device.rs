@@ -1,28 +1,30 @@
-//! What kvm-unit-tests expect beside the [`debug_exit`](super::debug_exit) port: the parts of QEMU's pc-testdev that test
-//! interrupt controllers and the emulation of port accesses. Only multiboot guests get it.
+//! What kvm-unit-tests expect beside the [`debug_exit`](super::debug_exit) port: the parts of
+//! QEMU's pc-testdev that test interrupt controllers and the emulation of port accesses. Only
+//! multiboot guests get it.
 
 use std::sync::Mutex;
 
 use super::{Ending, bus::BusDevice};
 
-/// A register of 32 bits on ports that keeps what is written to it.
+/// The port of a 32-bit register that stores what is written.
 pub const SCRATCH: u16 = 0xe0;
-/// How many ports it has.
+/// The number of its ports.
 pub const SCRATCH_PORTS: u64 = 4;
-/// The same on the memory bus, for accesses that KVM has to emulate.
+/// The address of a similar register in memory, for accesses that KVM must emulate.
 pub const SCRATCH_MEMORY: u64 = 0xff00_0000;
-/// Its bytes.
+/// The size of that register in bytes.
 pub const SCRATCH_BYTES: u64 = 64 << 10;
-/// The interrupt lines, a port each, from GSI 0 on: what is written there asserts or deasserts the line.
+/// The first port of the interrupt lines, one port a line from GSI 0 on. A write asserts or
+/// deasserts the line.
 pub const LINES: u16 = 0x2000;
-/// How many ports they have.
+/// The number of line ports.
 pub const LINE_PORTS: u64 = 24;
 
-/// Registers that keep what is written to them, in parts of any size.
+/// Registers that store what is written to them, in accesses of any size.
 pub struct Scratch(Mutex<Vec<u8>>);
 
 impl Scratch {
-    /// So many bytes.
+    /// Zeroed registers of this many bytes.
     pub fn new(bytes: u64) -> Self {
         Self(Mutex::new(vec![0; bytes as usize]))
     }
@@ -30,18 +32,18 @@ impl Scratch {
 
 impl BusDevice for Scratch {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        let register = self.0.lock().expect("nobody panics with it");
+        let register = self.0.lock().expect("the lock is not poisoned");
         data.iter_mut().zip(&register[offset as usize..]).for_each(|(to, from)| *to = *from);
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
-        let mut register = self.0.lock().expect("nobody panics with it");
+        let mut register = self.0.lock().expect("the lock is not poisoned");
         register[offset as usize..].iter_mut().zip(data).for_each(|(to, from)| *to = *from);
         None
     }
 }
 
-/// The interrupt lines; what it holds drives one.
+/// The interrupt lines. The closure drives one.
 pub struct Lines(pub Box<dyn Fn(u32, bool) + Send + Sync>);
 
 impl BusDevice for Lines {

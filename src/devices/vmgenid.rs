@@ -1,9 +1,12 @@
-//! The Virtual Machine Generation ID (Microsoft's specification of that name; QEMU's docs/specs/vmgenid): 16 random bytes in guest memory that
-//! are replaced whenever the guest goes on from a state that others may go on from too. A guest that draws random numbers must draw
-//! others than they do: Linux mixes the bytes into its generator and reseeds it (drivers/virt/vmgenid.c).
+//! The Virtual Machine Generation ID (Microsoft's specification of that name; QEMU's
+//! docs/specs/vmgenid): 16 random bytes in guest memory. They are replaced whenever the guest
+//! continues from a state from which other guests may continue too. Such guests must draw different
+//! random numbers: Linux mixes the bytes into its generator and reseeds it
+//! (drivers/virt/vmgenid.c).
 //!
-//! The tables say where the bytes are ([`vellum_kvm::arch::acpi`]), and an interrupt, that of the generic event device, says that they are new.
-//! There are no registers, and nothing to save: what is in guest memory moves with that, and a description says where it is.
+//! The ACPI tables give the address of the bytes ([`vellum_kvm::arch::acpi`]). An interrupt of the
+//! generic event device reports new bytes. There are no registers and no state to save: the bytes
+//! move with guest memory, and the machine's description holds their address.
 
 use std::io;
 use std::sync::Arc;
@@ -18,15 +21,15 @@ use vellum_sys::random;
 
 /// Bytes of an ID.
 pub const BYTES: usize = 16;
-/// What its address is a multiple of.
+/// The alignment of the ID's address.
 const ALIGNMENT: u64 = 8;
 
 /// Why there is no ID.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The description of a machine has it where it cannot be.
+    /// The address in a machine's description is not possible.
     #[error(
-        "a VM generation ID at {0:#x}, which must be a multiple of 8 within RAM; the description of the machine is damaged"
+        "the VM generation ID is at {0:#x}; it must be 8-byte aligned and within RAM; the machine's description is damaged"
     )]
     Place(u64),
     /// The host refuses a descriptor or random numbers.
@@ -51,10 +54,10 @@ pub struct VmGenId {
 }
 
 impl VmGenId {
-    /// The ID at guest-physical address `at` of `memory`, as it is there.
+    /// The ID at guest-physical address `at` of `memory`. Its bytes do not change.
     ///
     /// # Errors
-    /// Where it cannot be there.
+    /// The address is misaligned or outside RAM.
     pub fn new(memory: Arc<GuestMemory>, at: u64) -> Result<Self, Error> {
         let start = GuestAddress(at);
         if !at.is_multiple_of(ALIGNMENT) || !memory.check_range(start, BYTES) {
@@ -64,28 +67,28 @@ impl VmGenId {
         Ok(Self { memory, at: start, renewed })
     }
 
-    /// What is signalled when the ID has been replaced.
+    /// The eventfd that is signalled when the ID has been replaced.
     pub fn renewed(&self) -> &EventFd {
         &self.renewed
     }
 
-    /// Its guest-physical address.
+    /// The ID's guest-physical address.
     pub fn at(&self) -> u64 {
         self.at.0
     }
 
-    /// Writes an ID that nobody else has, for a guest that has not run yet.
+    /// Writes a fresh random ID, for a guest that has not run yet.
     ///
     /// # Errors
-    /// Where the host has no random numbers.
+    /// The host has no random numbers.
     pub fn draw(&self) -> Result<(), Error> {
         let mut id = [0; BYTES];
         random::fill(&mut id).map_err(Error::Host)?;
-        // The log of what the VMM writes has it too.
+        // This write also goes through the log of VMM writes, so migration sees it.
         self.memory.write_slice(&id, self.at).map_err(|error| Error::Host(io::Error::other(error)))
     }
 
-    /// Replaces the ID, and tells the guest.
+    /// Replaces the ID, and signals the guest.
     ///
     /// # Errors
     /// As [`Self::draw`].

@@ -1,46 +1,48 @@
-//! The configuration space of a function: which bytes it has, and which bits of them a guest can write (PCI 3.0, section 6.1).
+//! The configuration space of a function: its bytes, and which bits of them a guest can write (PCI
+//! 3.0, section 6.1).
 //!
-//! What follows from a write is the function's affair; here it changes bits. The space has 256 bytes: no function has what would be
-//! beyond them, which reads as zero.
+//! This module only changes bits. The function handles the effects of a write. The space has 256
+//! bytes; the extended space beyond them reads as zero.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a configuration space that hold something.
+/// Bytes of a configuration space that are implemented.
 pub const SIZE: usize = 256;
 
-/// Where the header's registers are.
+/// The offset of the command register.
 pub const COMMAND: usize = 0x04;
 const STATUS: usize = 0x06;
 const CACHE_LINE: usize = 0x0c;
 const LATENCY: usize = 0x0d;
-/// The first base address register, of which the others are zero.
+/// The offset of the first base address register. The others are zero.
 pub const BAR: usize = 0x10;
 const CAPABILITIES: usize = 0x34;
 const INTERRUPT_LINE: usize = 0x3c;
-/// Where capabilities begin: behind the header.
+/// The offset of the first capability, directly after the header.
 const FIRST_CAPABILITY: usize = 0x40;
 
-/// The command register's bits that can be set: memory space, bus master, and interrupt disable, of an interrupt that there is not.
+/// Memory space enable, a bit of the command register. Writable beside it are bus master and
+/// interrupt disable; there is no legacy interrupt to disable.
 pub const MEMORY_SPACE: u16 = 1 << 1;
 const BUS_MASTER: u16 = 1 << 2;
 const INTERRUPT_DISABLE: u16 = 1 << 10;
-/// The status register's: there is a list of capabilities.
+/// Status register: there is a capability list.
 const HAS_CAPABILITIES: u16 = 1 << 4;
 
-/// What a function says that it is.
+/// The identity of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Vendor and device.
+    /// Vendor ID.
     pub vendor: u16,
-    /// Of that vendor.
+    /// Device ID, assigned by the vendor.
     pub device: u16,
-    /// Class, subclass and interface: the upper three bytes of the register.
+    /// Class, subclass and programming interface: the upper three bytes of the class register.
     pub class: u32,
-    /// Revision.
+    /// Revision ID.
     pub revision: u8,
-    /// Subsystem vendor and subsystem.
+    /// Subsystem vendor ID and subsystem ID.
     pub subsystem: [u16; 2],
 }
 
@@ -50,18 +52,19 @@ pub struct Config {
     bytes: [u8; SIZE],
     /// The bits that a guest can write.
     writable: [u8; SIZE],
-    /// The last capability, whose pointer the next one fills.
+    /// The offset of the last next-capability pointer. The next capability fills it.
     last: usize,
     end: usize,
 }
 
-/// What of it outlives a migration: all of its bytes, of which those that nobody can write are compared.
+/// The state that a migration carries: all bytes. Restoring compares those bits that the guest
+/// cannot write.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State(Vec<u8>);
 
 impl Config {
-    /// The header of a function that is `identity`, with nothing else.
+    /// The header of a function with this identity, without BARs and capabilities.
     pub fn new(identity: Identity) -> Self {
         let (bytes, writable) = ([0; SIZE], [0; SIZE]);
         let mut config = Self { bytes, writable, last: CAPABILITIES, end: FIRST_CAPABILITY };
@@ -77,17 +80,19 @@ impl Config {
         config
     }
 
-    /// Gives it a memory BAR of `size` bytes, a power of two of at least 4 KiB, below 4 GiB and not prefetchable, which is at `base`.
+    /// Adds a 32-bit, non-prefetchable memory BAR at `base`. `size` is a power of two of at least 4
+    /// KiB.
     pub fn add_bar(&mut self, size: u32, base: u32) {
         assert!(
             size.is_power_of_two() && size >= 0x1000 && base.is_multiple_of(size),
-            "a BAR as PCI wants it"
+            "a BAR's size is a power of two of at least 4 KiB, and its base is aligned"
         );
         self.put(BAR, &base.to_le_bytes());
         self.permit(BAR, &(!(size - 1)).to_le_bytes());
     }
 
-    /// Adds a capability of this id, whose `body` follows its pointer to the next; where it is.
+    /// Adds a capability with this ID. `body` follows the next pointer. Returns the capability's
+    /// offset.
     pub fn add_capability(&mut self, id: u8, body: &[u8]) -> usize {
         let at = self.end;
         self.put(self.last, &[at as u8]);
@@ -99,34 +104,34 @@ impl Config {
         at
     }
 
-    /// Lets a guest write these bits from `at` on.
+    /// Makes these bits writable for the guest, from offset `at`.
     pub fn permit(&mut self, at: usize, bits: &[u8]) {
         self.writable[at..at + bits.len()].copy_from_slice(bits);
     }
 
-    /// Puts bytes there, whoever may write them.
+    /// Stores bytes, whether or not the guest can write them.
     pub fn put(&mut self, at: usize, bytes: &[u8]) {
         self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// 16 bits.
+    /// Reads 16 bits at `at`.
     pub fn word(&self, at: usize) -> u16 {
         u16::from_le_bytes([self.bytes[at], self.bytes[at + 1]])
     }
 
-    /// 32 bits.
+    /// Reads 32 bits at `at`.
     pub fn double(&self, at: usize) -> u32 {
         u32::from(self.word(at)) | u32::from(self.word(at + 2)) << 16
     }
 
-    /// The guest reads: zeros beyond the end.
+    /// Handles a read by the guest. Bytes beyond the end are zero.
     pub fn read(&self, offset: u16, data: &mut [u8]) {
         for (at, byte) in (usize::from(offset)..).zip(data) {
             *byte = self.bytes.get(at).copied().unwrap_or(0);
         }
     }
 
-    /// The guest writes: what cannot be written stays.
+    /// Handles a write by the guest. Read-only bits keep their value.
     pub fn write(&mut self, offset: u16, data: &[u8]) {
         for (at, new) in (usize::from(offset)..).zip(data) {
             if let (Some(byte), Some(writable)) = (self.bytes.get_mut(at), self.writable.get(at)) {
@@ -135,19 +140,19 @@ impl Config {
         }
     }
 
-    /// Where the BAR is while the function decodes memory.
+    /// The BAR's address, while the function decodes memory.
     pub fn base(&self) -> Option<u64> {
-        // The low bits say what kind of BAR it is.
+        // The low four bits give the type of the BAR.
         let base = self.double(BAR) & !0xf;
         (self.word(COMMAND) & MEMORY_SPACE != 0).then_some(base.into())
     }
 
-    /// What [`Config::restore`] needs.
+    /// Saves the state for [`Config::restore`].
     pub fn save(&self) -> State {
         State(self.bytes.to_vec())
     }
 
-    /// Takes over what [`Config::save`] gave; false where it is of another function.
+    /// Restores what [`Config::save`] returned. Returns false if the state is of another function.
     pub fn restore(&mut self, state: &State) -> bool {
         let fixed = |bytes: &[u8]| -> Vec<u8> {
             bytes.iter().zip(&self.writable).map(|(byte, writable)| byte & !writable).collect()
@@ -162,7 +167,7 @@ impl Config {
     }
 }
 
-/// Whether an access at `offset` of `len` bytes touches `field`.
+/// Whether an access of `len` bytes at `offset` touches `field`.
 pub fn touches(offset: u16, len: usize, field: &Range<usize>) -> bool {
     let start = usize::from(offset);
     start < field.end && field.start < start + len

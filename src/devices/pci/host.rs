@@ -1,9 +1,11 @@
-//! The host bridge: how a guest reaches the functions of the bus.
+//! The host bridge, through which a guest reaches the functions of the bus.
 //!
-//! Configuration spaces by the ports CF8 and CFC (PCI 3.0, section 3.2.2.3.2) and by ECAM (PCI Express 5.0, section 7.2.2), of which the
-//! values are the same; BARs by a window of the guest-physical address space, beyond which nothing is forwarded to the bus. Where in
-//! it a BAR is, its function says at each access: a guest may move it at any time, so that the machine's [`Bus`](super::super::bus) has
-//! the whole window as one device.
+//! Configuration spaces are reached through ports CF8 and CFC (PCI 3.0, section 3.2.2.3.2) and
+//! through ECAM (PCI Express 5.0, section 7.2.2); both show the same values. BARs are reached
+//! through a window of the guest-physical address space. Addresses outside the window are not
+//! forwarded to the bus. A guest may move a BAR at any time. So the machine's
+//! [`Bus`](super::super::bus) has the whole window as one device, and each access asks the
+//! functions where their BARs are.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,36 +16,37 @@ use super::{DEVICES, Function};
 use crate::Ending;
 use crate::bus::BusDevice;
 
-/// How many ports there are from CF8 on.
+/// The number of ports from CF8 on.
 pub const PORTS: u64 = 8;
-/// Of them: the address register, 4 bytes, then the data.
+/// The offset of the data port. The address register is the 4 bytes before it.
 const DATA: u64 = 4;
-/// Bytes of ECAM, of one bus: 4 KiB a function, eight functions a device.
+/// Bytes of ECAM for one bus: 4 KiB a function, eight functions a device.
 pub const ECAM_SIZE: u64 = 1 << 20;
-/// Bytes of ECAM that a function has.
+/// Bytes of ECAM for one function.
 const ECAM_FUNCTION: u64 = 0x1000;
 
-/// The address register: enabled, and its fields.
+/// Enable bit of the address register.
 const ENABLE: u32 = 1 << 31;
 
-/// The bridge, with all that is on its bus.
+/// The bridge, with the functions of its bus.
 pub struct Host {
-    /// By device number; each is function 0.
+    /// Indexed by device number. Each is function 0 of its device.
     functions: Vec<Arc<dyn Function>>,
-    /// Where BARs can be.
+    /// The addresses at which BARs can be.
     window: Range<u64>,
     address: AtomicU32,
 }
 
-/// The ports of a bridge.
+/// The CF8 and CFC ports of a bridge.
 pub struct Ports(pub Arc<Host>);
-/// The configuration spaces of a bridge in memory.
+/// The ECAM region of a bridge.
 pub struct Ecam(pub Arc<Host>);
-/// The BARs of a bridge.
+/// The BAR window of a bridge.
 pub struct Window(pub Arc<Host>);
 
-/// The bridge as a function of its own bus, by which kernels that look for one see that there is PCI: what QEMU's generic one says
-/// (docs/specs/pci-ids). There is nothing that it can be told.
+/// The bridge as a function of its own bus. Kernels that look for a host bridge see by it that
+/// there is a PCI bus. The IDs are those of QEMU's generic host bridge (docs/specs/pci-ids). Writes
+/// are ignored.
 struct Bridge(Config);
 
 impl Function for Bridge {
@@ -57,7 +60,7 @@ impl Function for Bridge {
 }
 
 impl Host {
-    /// A bridge whose bus has `devices` behind it, from device 1 on, with their BARs within `window`.
+    /// A bridge with `devices` on its bus, from device 1 on. Their BARs lie within `window`.
     pub fn new(devices: impl IntoIterator<Item = Arc<dyn Function>>, window: Range<u64>) -> Self {
         let identity = Identity {
             vendor: 0x1b36,
@@ -72,30 +75,31 @@ impl Host {
         Self { functions, window, address: AtomicU32::new(0) }
     }
 
-    /// The address register, which outlives a migration.
+    /// The address register, which migration saves.
     pub fn address(&self) -> u32 {
         self.address.load(Ordering::Relaxed)
     }
 
-    /// What [`Host::address`] was elsewhere.
+    /// Restores what [`Host::address`] returned on save.
     pub fn set_address(&self, address: u32) {
         self.address.store(address & (ENABLE | 0x00ff_fffc), Ordering::Relaxed);
     }
 
-    /// The function at these numbers, if there is one.
+    /// The function with these numbers, if it exists.
     fn function(&self, bus: u32, device: u32, function: u32) -> Option<&dyn Function> {
         let found = self.functions.get(device as usize).filter(|_| bus == 0 && function == 0)?;
         Some(&**found)
     }
 
-    /// The function and the register that the address register names for an access to the data port at `offset`.
+    /// The function and register that an access at `offset` from the data port reaches through the
+    /// address register.
     fn addressed(&self, offset: u64) -> Option<(&dyn Function, u16)> {
         let address = self.address();
         let function = self.function(address >> 16 & 0xff, address >> 11 & 0x1f, address >> 8 & 7)?;
         (address & ENABLE != 0).then_some((function, (address & 0xfc) as u16 + offset as u16))
     }
 
-    /// The function and the register at `offset` of ECAM, of an access of so many bytes.
+    /// The function and register of an access of `len` bytes at `offset` of ECAM.
     fn mapped(&self, offset: u64, len: usize) -> Option<(&dyn Function, u16)> {
         let place = offset as u32;
         let register = place & 0xfff;
@@ -104,7 +108,8 @@ impl Host {
         inside.then_some((function, register as u16))
     }
 
-    /// The function whose BAR has these bytes, and where in it they are. Where two lie over each other it is the first.
+    /// The function with a BAR at these bytes, and the offset within the BAR. If two BARs overlap,
+    /// the first function wins.
     fn behind(&self, offset: u64, len: usize) -> Option<(&dyn Function, u64)> {
         let address = self.window.start + offset;
         self.functions.iter().find_map(|function| {
@@ -129,7 +134,7 @@ impl BusDevice for Ports {
 
     fn write(&self, offset: u64, data: &[u8]) -> Option<Ending> {
         if offset < DATA {
-            // Accesses of another size are not the bridge's.
+            // The bridge ignores accesses to the address register of another size.
             if let (0, Ok(address)) = (offset, <[u8; 4]>::try_from(data)) {
                 self.0.set_address(u32::from_le_bytes(address));
             }

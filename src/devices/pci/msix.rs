@@ -1,8 +1,10 @@
-//! MSI-X (PCI 3.0, section 6.8.2): the messages of a function, each with a mask, and the bits that say which wait for theirs to go.
+//! MSI-X (PCI 3.0, section 6.8.2): the message table of a function with a mask for each vector, and
+//! the pending bits.
 //!
-//! A vector is a [`Line`], whose eventfd KVM turns into the message that it was last told of. A mask is kept by the line; KVM is told
-//! of a message when it may be sent, and not that it may no longer: what is on its way when a guest masks its vector arrives, as it
-//! may on a bus.
+//! A vector is a [`Line`]. KVM turns a signal of its eventfd into the message that KVM was last
+//! told. The line holds the mask. KVM learns a message when the vector is unmasked, and is not told
+//! when it is masked again. So a message in flight when the guest masks its vector still arrives,
+//! as it may on a physical bus.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -11,31 +13,33 @@ use serde::{Deserialize, Serialize};
 use crate::line::Line;
 use vellum_sys::plant::{self, Mistake};
 
-/// The capability's id.
+/// The capability ID.
 pub const CAPABILITY: u8 = 0x11;
-/// Message control, 2 bytes behind the capability's start: all vectors masked, and enabled; the rest is the table's size less one.
+/// Function mask, a bit of message control (2 bytes after the capability's start). Other fields are
+/// [`ENABLE`] and the table size minus one.
 pub const FUNCTION_MASK: u16 = 1 << 14;
-/// See [`FUNCTION_MASK`].
+/// MSI-X enable, a bit of message control.
 pub const ENABLE: u16 = 1 << 15;
 /// Bytes of a table entry: address, data, vector control.
 pub const ENTRY: usize = 16;
-/// Vector control: masked.
+/// Mask bit of vector control.
 const MASKED: u32 = 1;
 
-/// What a vector sends.
+/// The message of a vector.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Message {
-    /// Where it is written.
+    /// The address of the write.
     pub address: u64,
-    /// What is written there.
+    /// The data of the write.
     pub data: u32,
 }
 
-/// Has KVM send this message for a signal of this vector, which it takes from then on.
+/// Tells KVM the message of a vector. From then on KVM sends it for each signal of that vector's
+/// line.
 pub type Route = Box<dyn Fn(usize, Message) + Send + Sync>;
 
-/// The table of a function.
+/// The MSI-X table of a function.
 pub struct Msix {
     lines: Arc<[Line]>,
     route: Route,
@@ -44,13 +48,12 @@ pub struct Msix {
 
 struct Table {
     entries: Vec<Entry>,
-    /// Message control, its two bits.
+    /// The enable and function mask bits of message control.
     control: u16,
-    /// What KVM sends for each, where it was told.
+    /// The message that KVM was last told for each vector.
     routed: Vec<Option<Message>>,
 }
 
-/// A table entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -58,37 +61,38 @@ struct Entry {
     control: u32,
 }
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     entries: Vec<Entry>,
     control: u16,
-    /// Of each vector.
+    /// One bit a vector.
     pending: Vec<bool>,
 }
 
 impl Msix {
-    /// The table of a function that sends by `lines`, all of which are masked. `route` tells KVM.
+    /// A table whose vectors signal `lines`, all masked. `route` tells KVM a message.
     pub fn new(lines: Arc<[Line]>, route: Route) -> Self {
         let entries = vec![Entry { message: Message::default(), control: MASKED }; lines.len()];
         let table = Table { routed: vec![None; entries.len()], entries, control: 0 };
         Self { lines, route, table: Mutex::new(table) }
     }
 
-    /// How many vectors it has.
+    /// The number of vectors.
     pub fn vectors(&self) -> usize {
         self.lines.len()
     }
 
-    /// The guest has written message control.
+    /// Handles a write to message control.
     pub fn set_control(&self, control: u16) {
         let mut table = self.lock();
         table.control = control & (ENABLE | FUNCTION_MASK);
         (0..self.lines.len()).for_each(|at| self.update(&mut table, at));
     }
 
-    /// The guest reads the table: 4 or 8 bytes of an entry (section 6.8.2); anything else is zero.
+    /// Handles a read of the table: 4 or 8 aligned bytes of entries (section 6.8.2). Other accesses
+    /// return zero.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let table = self.lock();
         for (at, part) in (0..).step_by(4).zip(data.chunks_mut(4)) {
@@ -101,7 +105,7 @@ impl Msix {
         }
     }
 
-    /// The guest writes to it, so too.
+    /// Handles a write to the table. Accesses other than 4 or 8 aligned bytes are ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let mut table = self.lock();
         let places = (0..data.len() as u64).step_by(4).map(|at| place(offset.wrapping_add(at), 4));
@@ -110,13 +114,13 @@ impl Msix {
             let Some(entry) = table.entries.get_mut(vector) else { return };
             entry.put(word, u32::from_le_bytes(part));
         }
-        // Once all of it is there.
+        // Only after the whole write is stored: KVM must not see half a message.
         for (vector, _) in places.flatten() {
             self.update(&mut table, vector);
         }
     }
 
-    /// The guest reads the array of pending bits; what is beyond it is zero.
+    /// Handles a read of the pending bit array. Bits beyond it are zero.
     pub fn read_pending(&self, offset: u64, data: &mut [u8]) {
         let bit = |at: u64| {
             let line = usize::try_from(at).ok().and_then(|at| self.lines.get(at));
@@ -129,14 +133,15 @@ impl Msix {
         }
     }
 
-    /// What [`Msix::restore`] needs.
+    /// Saves the state for [`Msix::restore`].
     pub fn save(&self) -> State {
         let table = self.lock();
         let pending = self.lines.iter().map(Line::is_pending).collect();
         State { entries: table.entries.clone(), control: table.control, pending }
     }
 
-    /// Takes over what [`Msix::save`] gave, KVM what it is to send; false where it is of another table.
+    /// Restores what [`Msix::save`] returned and tells KVM the messages of unmasked vectors.
+    /// Returns false if the state is of a table of another size.
     pub fn restore(&self, state: &State) -> bool {
         let mut table = self.lock();
         if [state.entries.len(), state.pending.len()] != [self.lines.len(); 2] {
@@ -146,7 +151,8 @@ impl Msix {
         for (at, (entry, pending)) in state.entries.iter().zip(&state.pending).enumerate() {
             let message = Message { address: entry.message.address & !3, ..entry.message };
             table.entries[at] = Entry { message, control: entry.control & MASKED };
-            // It was masked there, and must not be lost by being sent before its message is known here.
+            // Mask the line first. A pending signal must not be sent, and thereby lost, before KVM
+            // knows its message.
             self.lines[at].set_masked(true);
             self.lines[at].set_pending(*pending && !plant::is(Mistake::PendingLeftOut));
             self.update(&mut table, at);
@@ -154,7 +160,7 @@ impl Msix {
         true
     }
 
-    /// Brings a vector's line, and KVM, to what the table says.
+    /// Updates a vector's line, and KVM, from the table.
     fn update(&self, table: &mut Table, at: usize) {
         let entry = table.entries[at];
         let open = table.control & (ENABLE | FUNCTION_MASK) == ENABLE && entry.control & MASKED == 0;
@@ -166,11 +172,11 @@ impl Msix {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().expect("nobody panics with it")
+        self.table.lock().expect("the lock is not poisoned")
     }
 }
 
-/// The vector and the word of its entry that 4 bytes at `offset` are.
+/// The vector, and the word within its entry, of a 4-byte access at `offset`.
 fn place(offset: u64, len: usize) -> Option<(usize, usize)> {
     let offset = usize::try_from(offset).ok()?;
     (len == 4 && offset.is_multiple_of(4)).then_some((offset / ENTRY, offset % ENTRY / 4))
@@ -184,7 +190,7 @@ impl Entry {
     fn put(&mut self, word: usize, value: u32) {
         let message = &mut self.message;
         match word {
-            // The message is of 4 bytes: its address is a multiple of them.
+            // A message is 4 bytes long, so its address is 4-byte aligned.
             0 => message.address = message.address & !0xffff_ffff | u64::from(value & !3),
             1 => message.address = message.address & 0xffff_ffff | u64::from(value) << 32,
             2 => message.data = value,

@@ -1,9 +1,9 @@
-//! The serial port: a 16550 ([`ns16550`]) or a PL011 ([`pl011`]) on a bus, its interrupt an irqfd, its output somewhere on the host
-//! ([`output`]).
+//! The serial port: a 16550 ([`ns16550`]) or a PL011 ([`pl011`]) on a bus. Its interrupt is an
+//! irqfd, its output goes to the host ([`output`]).
 //!
-//! What the guest writes goes straight to the host while that cannot block; otherwise it waits until the event loop
-//! ([`super::console`]) finds that it can go on, so that no reader of the output can stop a vCPU. What has waited too long is
-//! lost, and counted.
+//! A guest's write goes directly to the host while that cannot block. Otherwise it waits until the
+//! event loop ([`super::console`]) finds the output writable, so a slow reader cannot stop a vCPU.
+//! Output beyond the backlog is lost and counted.
 
 pub mod ns16550;
 mod output;
@@ -22,18 +22,19 @@ use output::Output;
 use pl011::Pl011;
 use vellum_kvm::arch::fixed::Uart;
 
-/// The most chunks that a vCPU writes in a row; the event loop has time for more.
+/// The maximum number of chunks that a vCPU writes in a row. The event loop writes the rest.
 const TURN: usize = 16;
-/// What the receive FIFO holds, vm-superio's and the other; a saved state may not hold more.
+/// The size of the receive FIFO, of vm-superio's 16550 and of the PL011. A saved state may not hold
+/// more.
 const FIFO: usize = 64;
 
-/// What Linux says on its console when it panics.
+/// The start of Linux's panic message on the console.
 const PANIC: &[u8] = b"Kernel panic - not syncing";
 
 /// The serial port.
 pub struct Serial {
     registers: Mutex<Registers>,
-    /// How much of [`PANIC`] was said last; all of it stays so.
+    /// How many bytes of [`PANIC`] the output has just matched. A full match stays.
     said: AtomicUsize,
     irq: Arc<EventFd>,
     drained: Arc<EventFd>,
@@ -44,27 +45,28 @@ enum Registers {
     Pl011(Pl011),
 }
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Of a 16550.
+    /// A 16550's state.
     Ns16550(ns16550::State),
-    /// Of a PL011.
+    /// A PL011's state.
     Pl011(pl011::State),
 }
 
-/// A saved state that no port can have had.
+/// A saved state that cannot be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// Too much in it.
-    #[error("the saved serial port has received {0} bytes, more than its FIFO holds; the file is damaged")]
+    /// More received bytes than the FIFO holds, or a break outside them.
+    #[error("the saved serial port has received {0} bytes and does not fit its FIFO; the file is damaged")]
     Received(usize),
-    /// Of the other kind.
-    #[error("the saved serial port is of the other kind; use the same")]
+    /// The state is of the other kind of port.
+    #[error("the saved serial port is of the other kind; use the --uart of the saved machine")]
     Other,
 }
 
-/// How many bytes a saved port has received, if its FIFO holds them and its break is one of them.
+/// The number of bytes a saved port has received. An error if they exceed the FIFO or its break
+/// lies beyond them.
 fn fits(received: &[u8], brk: Option<usize>) -> Result<usize, RestoreError> {
     let count = received.len();
     match count > FIFO || brk.is_some_and(|at| at >= count) {
@@ -74,10 +76,10 @@ fn fits(received: &[u8], brk: Option<usize>) -> Result<usize, RestoreError> {
 }
 
 impl Serial {
-    /// A port of this kind whose output goes to `output`, or nowhere.
+    /// A port of this kind with output to `output`, or nowhere.
     ///
     /// # Errors
-    /// Where no eventfd can be had.
+    /// No eventfd can be created.
     pub fn new(kind: Uart, output: Option<File>) -> io::Result<Self> {
         let eventfd = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new);
         let (irq, drained) = (eventfd()?, eventfd()?);
@@ -89,7 +91,7 @@ impl Serial {
         Ok(Self { registers: Mutex::new(registers), said: AtomicUsize::new(0), irq, drained })
     }
 
-    /// Which it is.
+    /// The kind of port.
     pub fn kind(&self) -> Uart {
         match &*self.lock() {
             Registers::Ns16550(_) => Uart::Ns16550,
@@ -123,8 +125,9 @@ impl Serial {
         }
     }
 
-    /// Gives the guest a break, and then `key`: its kernel obeys that as one of its magic keys (Documentation/admin-guide/sysrq.rst). False
-    /// where it has no room, or the guest has not come to an earlier break yet.
+    /// Gives the guest a break followed by `key`. Linux takes that as a magic SysRq key
+    /// (Documentation/admin-guide/sysrq.rst). Returns false if the FIFO has no room or the guest
+    /// has not read an earlier break.
     pub fn send_break(&self, key: u8) -> bool {
         match &mut *self.lock() {
             Registers::Ns16550(port) => port.send_break(key),
@@ -132,12 +135,13 @@ impl Serial {
         }
     }
 
-    /// Whether the guest's kernel has said that it panicked.
+    /// Whether the guest's kernel has reported a panic on the port.
     pub fn has_panicked(&self) -> bool {
         self.said.load(Ordering::Relaxed) == PANIC.len()
     }
 
-    /// The guest writes a byte. Linux's words repeat no beginning of theirs, so that a mismatch begins anew.
+    /// Matches a byte of output against [`PANIC`]. Only the first letter of [`PANIC`] can start a
+    /// match after a mismatch, because no proper prefix recurs within it.
     fn hear(&self, byte: u8) {
         let said = self.said.load(Ordering::Relaxed);
         if said < PANIC.len() {
@@ -146,28 +150,29 @@ impl Serial {
         }
     }
 
-    /// Lets output go to `file` from now on, beginning with what waits.
+    /// Redirects output to `file`, beginning with what waits.
     pub fn lead_to(&self, file: File) {
         self.lock().output().lead_to(file);
     }
 
-    /// Writes what of the output waits, as far as that does not block; whether nothing has to wait for a reader any more.
+    /// Writes waiting output as far as that does not block. Returns whether no output waits for a
+    /// reader any more.
     pub fn flush(&self) -> bool {
         self.carry(usize::MAX);
         self.lock().output().is_carried()
     }
 
-    /// How many bytes of output nobody has read: lost, or still waiting.
+    /// Bytes of output without a reader: lost, or still waiting.
     pub fn unread(&self) -> u64 {
         self.lock().output().unread()
     }
 
-    /// How many bytes of output its file did not take.
+    /// Bytes of output that its file did not take.
     pub fn unwritten(&self) -> u64 {
         self.lock().output().unwritten()
     }
 
-    /// Writes so many chunks of output at most, with the port unlocked during each.
+    /// Writes at most this many chunks of output. The port is unlocked during each.
     fn carry(&self, most: usize) {
         for _ in 0..most {
             let Some(chunk) = self.lock().output().take_chunk() else { return };
@@ -178,7 +183,7 @@ impl Serial {
         }
     }
 
-    /// What [`Serial::restore`] needs.
+    /// Saves the state for [`Serial::restore`].
     pub fn save(&self) -> State {
         match &*self.lock() {
             Registers::Ns16550(port) => State::Ns16550(port.save()),
@@ -186,10 +191,10 @@ impl Serial {
         }
     }
 
-    /// Takes over what [`Serial::save`] gave, and raises the interrupt if one was pending.
+    /// Restores what [`Serial::save`] returned, and raises the interrupt if one was pending.
     ///
     /// # Errors
-    /// Where the state is not one that `save` can have given.
+    /// The state is of the other kind or does not fit the FIFO.
     pub fn restore(&self, state: State) -> Result<(), RestoreError> {
         let mut registers = self.lock();
         let nowhere = Output::new(None, self.drained.clone());
@@ -296,7 +301,7 @@ mod tests {
         let serial = port(Some(File::from(std::os::fd::OwnedFd::from(writer)))).unwrap();
         serial.lock().output().write_all(b"a").unwrap();
         let chunk = serial.lock().output().take_chunk().unwrap();
-        // ClockPolicy the port is free, and what comes stays in order behind the chunk.
+        // Meanwhile the port is unlocked, and later output stays in order behind the chunk.
         serial.write(0, b"b");
         assert_eq!((serial.flush(), serial.unread()), (true, 2));
         let result = chunk.write();
@@ -318,7 +323,7 @@ mod tests {
         assert_eq!(serial.unread(), 3, "every byte that nobody has read");
     }
 
-    /// A file in memory whose size is sealed stands in for one on a full disk.
+    /// A memfd with a sealed size stands in for a file on a full disk.
     #[test]
     fn output_goes_on_when_its_disk_has_room_again() {
         use std::io::{Seek, SeekFrom};

@@ -1,4 +1,4 @@
-//! The 16550 (its data sheet, PC16550D): vm-superio's registers, and a break beside them, which those do not have.
+//! The 16550 (data sheet PC16550D): vm-superio's registers, with a break added.
 
 use std::io;
 use std::sync::Arc;
@@ -11,24 +11,24 @@ use vmm_sys_util::eventfd::EventFd;
 use super::output::Output;
 use super::{FIFO, RestoreError, fits};
 
-/// The transmit register, behind DLAB the low byte of the divisor.
+/// The transmit and receive register. With DLAB set it is the low byte of the divisor.
 const DATA: u64 = 0;
-/// The line status register, and its bit of a break: the byte that is next was none, but a line that was held low.
+/// The line status register. Its break bit says that the next byte stands for a line held low.
 const LSR: u64 = 5;
 const BREAK: u8 = 1 << 4;
-/// LCR's bit by which the data register is the divisor's.
+/// LCR's divisor latch access bit: the data register becomes the divisor.
 const DLAB: u8 = 1 << 7;
-/// How many registers there are, a byte each.
+/// The number of registers, one byte each.
 const REGISTERS: u64 = 8;
 
-/// Its registers.
+/// The port's registers.
 pub struct Ns16550 {
     uart: Serial<Irq, Drained, Output>,
-    /// How many bytes the guest reads before it comes to a break, if one is on its way.
+    /// How many bytes the guest reads before the break, if one is on its way.
     brk: Option<usize>,
 }
 
-/// What of it outlives a migration. The registers are named as in the data sheet.
+/// The state that a migration carries. Registers have the data sheet's names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -42,7 +42,7 @@ pub struct State {
     msr: u8,
     scr: u8,
     received: Vec<u8>,
-    /// Which of the received bytes stands for a break.
+    /// The index of the received byte that stands for a break.
     #[serde(default, rename = "break", skip_serializing_if = "Option::is_none")]
     brk: Option<usize>,
 }
@@ -62,13 +62,13 @@ impl SerialEvents for Drained {
     fn out_byte(&self) {}
     fn tx_lost_byte(&self) {}
     fn in_buffer_empty(&self) {
-        // It can only fail by overflowing, and then it is signalled anyway.
+        // The write can only fail on overflow, and then the eventfd is signalled anyway.
         let _ = self.0.write(1);
     }
 }
 
 impl Ns16550 {
-    /// In its reset state.
+    /// A port in its reset state.
     pub(super) fn new(irq: Arc<EventFd>, drained: Arc<EventFd>, output: Output) -> Self {
         Self { uart: Serial::with_events(Irq(irq), Drained(drained), output), brk: None }
     }
@@ -82,7 +82,8 @@ impl Ns16550 {
     }
 
     pub(super) fn receive(&mut self, bytes: &[u8]) {
-        // The port refuses when it is full, which the caller has excluded, and an eventfd that overflows is signalled.
+        // The port refuses only when it is full, and the caller respects its room. If the eventfd
+        // overflows, it is signalled anyway.
         let _ = self.uart.enqueue_raw_bytes(bytes);
     }
 
@@ -91,7 +92,7 @@ impl Ns16550 {
             return false;
         }
         self.brk = Some(FIFO - self.room());
-        // A break comes as a zero.
+        // A break is received as a zero byte.
         self.receive(&[0, key]);
         true
     }
@@ -104,7 +105,7 @@ impl Ns16550 {
         data[0] = self.uart.read(offset as u8);
         match (offset, self.brk) {
             (LSR, Some(0)) => data[0] |= BREAK,
-            // The byte was read that was next.
+            // The guest has read the next byte.
             (DATA, Some(before)) if self.uart.state().line_control & DLAB == 0 => {
                 self.brk = before.checked_sub(1);
             }
@@ -112,12 +113,13 @@ impl Ns16550 {
         }
     }
 
-    /// The byte that goes out, if one does.
+    /// Returns the byte that goes out, if any.
     pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> Option<u8> {
         if offset >= REGISTERS {
             return None;
         }
-        // It fails where the interrupt's eventfd overflows, and then the interrupt is pending anyway.
+        // This fails only if the interrupt's eventfd overflows, and then the interrupt is pending
+        // anyway.
         let _ = self.uart.write(offset as u8, data[0]);
         (offset == DATA).then_some(data[0])
     }
@@ -139,7 +141,7 @@ impl Ns16550 {
         }
     }
 
-    /// One in this state, whose interrupt is raised if one was pending.
+    /// A port in this state. Its interrupt is raised if one was pending.
     pub(super) fn restored(
         s: State,
         irq: Arc<EventFd>,
@@ -194,7 +196,7 @@ mod tests {
         assert!(first.send_break(b'c'));
         assert!(!first.send_break(b'd'), "one at a time");
         assert_eq!((read(&mut first, LSR) & BREAK, read(&mut first, DATA)), (0, b'a'));
-        // It moves with its port.
+        // A break is part of the saved state.
         let state = serde_json::from_str(&serde_json::to_string(&first.save()).unwrap()).unwrap();
         let mut copy = port(Some(state)).unwrap();
         let next = |port: &mut _| (read(port, LSR) & BREAK, read(port, LSR) & BREAK, read(port, DATA));
@@ -206,7 +208,7 @@ mod tests {
         assert!(!copy.send_break(b'e'));
         assert!(port(Some(State { brk: Some(FIFO), ..copy.save() })).is_err());
         assert!(port(Some(State { received: vec![0; FIFO + 1], ..copy.save() })).is_err());
-        // A saved port without one is as it was before there were breaks.
+        // A saved port without a break has the format of versions before breaks.
         assert!(!serde_json::to_string(&port(None).unwrap().save()).unwrap().contains("break"));
     }
 

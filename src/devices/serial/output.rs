@@ -1,8 +1,8 @@
-//! What a guest writes to its serial port, on its way to the host.
+//! A guest's serial output on its way to the host.
 //!
-//! It goes into a backlog first, and from there in chunks, each as large as its target takes without blocking; the port is not
-//! locked while a chunk is written. One thread writes at a time, a vCPU's or the event loop's, and what others add meanwhile is
-//! written by that one too.
+//! Output goes into a backlog first. From there it is written in chunks, each as large as its
+//! target takes without blocking. The port is unlocked while a chunk is written. One thread writes
+//! at a time, a vCPU's or the event loop's. It also writes what others add meanwhile.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -16,32 +16,32 @@ use vmm_sys_util::eventfd::EventFd;
 use vellum_sys::file::is_nonblocking;
 use vellum_sys::terminal::{self, writable};
 
-/// How much output waits for a reader before it is lost.
+/// Bytes of output that wait for a reader. Output beyond them is lost.
 const BACKLOG: usize = 1 << 20;
-/// What a pipe that can be written to takes without blocking (PIPE_BUF).
+/// What a writable pipe takes without blocking (PIPE_BUF).
 const PIPE: usize = 4096;
-/// The most that is written to a file at once.
+/// The maximum number of bytes written to a file at once.
 const FILE: usize = 1 << 16;
 
-/// Output and where it goes.
+/// Output and its target.
 pub struct Output {
     sink: Sink,
     backlog: VecDeque<u8>,
-    /// Bytes that nobody will read.
+    /// Bytes without a reader.
     lost: u64,
     /// Bytes that the file did not take, because its disk was full or it failed.
     unwritten: u64,
-    /// How many of these there were when a write last succeeded; none where the last one did.
+    /// The value of `unwritten` at the last successful write. None while writes succeed.
     failing_since: Option<u64>,
-    /// That has been said.
+    /// The loss has been logged.
     told_of_loss: bool,
-    /// Somebody writes a chunk at the moment.
+    /// A thread is writing a chunk.
     writing: bool,
     /// The event loop knows that output waits for its reader.
     told: bool,
-    /// Where a chunk is put together: kept from one to the next.
+    /// The buffer of a chunk, reused for the next.
     spare: Vec<u8>,
-    /// Tells the event loop.
+    /// Wakes the event loop.
     waiting: Arc<EventFd>,
 }
 
@@ -49,14 +49,15 @@ enum Sink {
     Nowhere,
     To {
         file: Arc<File>,
-        /// How many bytes at once it takes without blocking when it can be written to.
+        /// How many bytes at once it takes without blocking when it is writable.
         most: usize,
-        /// It is a regular file, which may take what comes later where it does not take this.
+        /// It is a regular file. It may take later output even if it refuses this.
         is_file: bool,
-        /// Whether the log has to end a line of this output before it writes one of its own.
+        /// Whether the log goes to the same place. The log then ends an unfinished line of this
+        /// output before its own line.
         beside_stderr: bool,
     },
-    /// Its reader has gone away.
+    /// The reader has gone away.
     Gone,
 }
 
@@ -67,14 +68,15 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Writes it. The port should not be locked.
+    /// Writes the chunk. The port should not be locked.
     pub fn write(&self) -> io::Result<usize> {
         (&*self.file).write(&self.bytes)
     }
 }
 
 impl Output {
-    /// Output to `file`, or nowhere. `waiting` is written when output begins to wait for its reader.
+    /// Output to `file`, or nowhere. `waiting` is written when output begins to wait for its
+    /// reader.
     pub fn new(file: Option<File>, waiting: Arc<EventFd>) -> Self {
         let sink = file.map_or(Sink::Nowhere, Sink::new);
         Self {
@@ -91,29 +93,30 @@ impl Output {
         }
     }
 
-    /// Lets output go to `file` from now on, beginning with what waits.
+    /// Redirects output to `file`, beginning with what waits.
     pub fn lead_to(&mut self, file: File) {
         self.sink = Sink::new(file);
     }
 
-    /// How many bytes nobody has read: lost, or still waiting.
+    /// Bytes without a reader: lost, or still waiting.
     pub fn unread(&self) -> u64 {
         self.lost + self.backlog.len() as u64
     }
 
-    /// How many bytes the file did not take.
+    /// Bytes that the file did not take.
     pub fn unwritten(&self) -> u64 {
         self.unwritten
     }
 
-    /// Whether nothing has to wait for a reader. A chunk that another thread writes does not: that thread says so if it does.
+    /// Whether no output waits for a reader. A chunk in another thread does not count: that thread
+    /// reports it if it has to wait.
     pub fn is_carried(&mut self) -> bool {
         let carried = self.writing || self.backlog.is_empty();
         self.told = !carried;
         carried
     }
 
-    /// The next chunk, if one can be written now; [`Output::wrote`] takes it back.
+    /// The next chunk, if one can be written now. [`Output::wrote`] takes it back.
     pub fn take_chunk(&mut self) -> Option<Chunk> {
         let Sink::To { file, most, .. } = &self.sink else { return None };
         if self.writing || self.backlog.is_empty() || !writable(file.as_fd()) {
@@ -126,7 +129,7 @@ impl Output {
         Some(Chunk { file: file.clone(), bytes })
     }
 
-    /// What came of `chunk`; whether there is any use in another at once.
+    /// Handles the result of writing `chunk`. Returns whether the next chunk can be tried at once.
     pub fn wrote(&mut self, chunk: Chunk, result: io::Result<usize>) -> bool {
         self.writing = false;
         self.spare = chunk.bytes;
@@ -137,7 +140,7 @@ impl Output {
                 self.backlog.drain(..count);
                 if let Some(before) = self.failing_since.take() {
                     let lost = self.unwritten - before;
-                    tracing::warn!("serial output is written again: {lost} bytes of it were lost");
+                    tracing::warn!("serial output is written again; {lost} bytes were lost");
                 }
                 if matches!(self.sink, Sink::To { beside_stderr: true, .. }) {
                     terminal::wrote(self.spare[count - 1]);
@@ -146,9 +149,10 @@ impl Output {
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
-            // Output goes elsewhere by now.
+            // Output was redirected meanwhile.
             Err(_) if !matches!(&self.sink, Sink::To { file, .. } if Arc::ptr_eq(file, &chunk.file)) => true,
-            // A disk that is full may have room again, and nothing tells when: each write is tried, and what it had is gone.
+            // A full disk may have room again, and nothing signals that. So each write is tried,
+            // and the bytes of a failed one are dropped.
             Err(error) if matches!(&self.sink, Sink::To { is_file: true, .. }) => {
                 if self.failing_since.is_none() {
                     tracing::warn!("serial output is lost until its file can be written again: {error}");
@@ -170,10 +174,10 @@ impl Output {
         }
     }
 
-    /// Tells the event loop that output waits, if it does and the loop does not know.
+    /// Wakes the event loop if output waits and the loop does not know yet.
     pub fn tell(&mut self) {
         if !self.writing && !self.backlog.is_empty() && !std::mem::replace(&mut self.told, true) {
-            // It fails only where it overflows, and then it is signalled anyway.
+            // The write fails only on overflow, and then the eventfd is signalled anyway.
             let _ = self.waiting.write(1);
         }
     }
@@ -187,7 +191,7 @@ impl Sink {
             Ok(_) if is_file => FILE,
             Ok(kind) if kind.is_fifo() => PIPE,
             _ if is_nonblocking(&file) => PIPE,
-            // A terminal waits until all that it is given fits.
+            // A write to a terminal blocks until all of its bytes fit.
             _ => 1,
         };
         let beside_stderr = terminal::beside_stderr(&file);
@@ -207,7 +211,7 @@ impl Write for Output {
         if kept < bytes.len() {
             self.lost += (bytes.len() - kept) as u64;
             if !std::mem::replace(&mut self.told_of_loss, true) {
-                tracing::warn!("serial output is lost: nobody has read {BACKLOG} bytes of it");
+                tracing::warn!("serial output is lost: {BACKLOG} bytes wait for a reader");
             }
         }
         Ok(bytes.len())

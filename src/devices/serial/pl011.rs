@@ -1,7 +1,8 @@
-//! The PL011 (Arm DDI 0183): the serial port of Arm's boards.
+//! The PL011 (Arm DDI 0183), the serial port of Arm boards.
 //!
-//! What is transmitted is gone at once, so that the transmit FIFO is always empty; the line has no speed, no errors and no modem. The
-//! interrupt is an edge here: it comes when a source that is not masked asks for it, and again when one more does.
+//! A transmitted byte leaves at once, so the transmit FIFO is always empty. The line has no speed,
+//! no errors and no modem. The interrupt is an edge here. It is signalled when an unmasked source
+//! becomes active, and again for each further source.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -13,18 +14,20 @@ use vmm_sys_util::eventfd::EventFd;
 use super::output::Output;
 use super::{FIFO, RestoreError, fits};
 
-/// Data, with the errors of what is read: of them there is a break, which is a framing error too.
+/// Data register. A received break sets the break and framing error bits.
 const DR: u64 = 0x00;
 const DR_BREAK: u32 = 1 << 10 | 1 << 8;
-/// The errors of what was read last; a write clears them.
+/// Receive status: the errors of the last byte read. A write clears them.
 const RSR: u64 = 0x04;
-/// Flags: nothing received, receive FIFO full, transmit FIFO empty; and the modem's lines, which say that one is there.
+/// Flags: receive FIFO empty, receive FIFO full, transmit FIFO empty, and the modem lines, which
+/// say that a modem is present.
 const FR: u64 = 0x18;
 const FR_NOTHING: u32 = 1 << 4;
 const FR_FULL: u32 = 1 << 6;
 const FR_SENT: u32 = 1 << 7;
 const FR_MODEM: u32 = 0b111;
-/// Registers that are kept as they were written: low power, divisors, line control, control, FIFO levels, DMA.
+/// Registers that only store what is written: low power, divisors, line control, control, FIFO
+/// levels, DMA.
 const ILPR: u64 = 0x20;
 const IBRD: u64 = 0x24;
 const FBRD: u64 = 0x28;
@@ -32,43 +35,43 @@ const LCR_H: u64 = 0x2c;
 const CR: u64 = 0x30;
 const IFLS: u64 = 0x34;
 const DMACR: u64 = 0x48;
-/// The bits of them that there are.
+/// Their implemented bits.
 const KEPT: [(u64, u16); 7] =
     [(ILPR, 0xff), (IBRD, 0xffff), (FBRD, 0x3f), (LCR_H, 0xff), (CR, 0xff87), (IFLS, 0x3f), (DMACR, 0x7)];
-/// CR after a reset: to receive and to transmit, both disabled as the port is. IFLS: half full.
+/// Reset values. CR: receive and transmit enabled, UART disabled. IFLS: half full.
 const RESET: [u16; KEPT.len()] = [0, 0, 0, 0, 0x300, 0x12, 0];
-/// Interrupts: the mask (a set bit lets through), what asks, what asks and is let through, and what is taken back.
+/// Interrupt registers: mask (a set bit enables), raw status, masked status, clear.
 const IMSC: u64 = 0x38;
 const RIS: u64 = 0x3c;
 const MIS: u64 = 0x40;
 const ICR: u64 = 0x44;
-/// Sources: there is something received, something can be sent, something received waits; a break came.
+/// Interrupt sources: receive, transmit, receive timeout, break.
 const RECEIVED: u16 = 1 << 4;
 const SENT: u16 = 1 << 5;
 const WAITS: u16 = 1 << 6;
 const BROKEN: u16 = 1 << 9;
 const SOURCES: u16 = 0x7ff;
-/// UARTPeriphID0 to 3 and UARTPCellID0 to 3: by these drivers know a PL011, of revision r1p5.
+/// UARTPeriphID0 to 3 and UARTPCellID0 to 3. Drivers identify a PL011 of revision r1p5 by them.
 const IDENTITY: u64 = 0xfe0;
 const IDENTITIES: [u8; 8] = [0x11, 0x10, 0x34, 0x00, 0x0d, 0xf0, 0x05, 0xb1];
 
-/// Its registers.
+/// The port's registers.
 pub struct Pl011 {
     irq: Arc<EventFd>,
     drained: Arc<EventFd>,
     output: Output,
     received: VecDeque<u8>,
-    /// Which of the received bytes stands for a break, if one is on its way.
+    /// The index of the received byte that stands for a break, if one is on its way.
     brk: Option<usize>,
     kept: [u16; KEPT.len()],
     mask: u16,
-    /// Sources that ask.
+    /// Active sources, masked or not: the raw interrupt status.
     asking: u16,
-    /// The last byte was a break.
+    /// The last byte read was a break.
     was_break: bool,
 }
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -83,7 +86,7 @@ pub struct State {
 }
 
 impl Pl011 {
-    /// In its reset state.
+    /// A port in its reset state.
     pub(super) fn new(irq: Arc<EventFd>, drained: Arc<EventFd>, output: Output) -> Self {
         let (received, brk, kept) = (VecDeque::with_capacity(FIFO), None, RESET);
         Self { irq, drained, output, received, brk, kept, mask: 0, asking: 0, was_break: false }
@@ -112,17 +115,17 @@ impl Pl011 {
         true
     }
 
-    /// These sources ask for the interrupt.
+    /// Activates these sources.
     fn ask(&mut self, sources: u16) {
         let before = self.asking & self.mask;
         self.asking |= sources;
         self.signal(before);
     }
 
-    /// Signals the interrupt if a source asks and is let through that did not before.
+    /// Signals the interrupt if an unmasked source is active that was not in `before`.
     fn signal(&self, before: u16) {
         if self.asking & self.mask & !before != 0 {
-            // It can only fail by overflowing, and then it is signalled anyway.
+            // The write can only fail on overflow, and then the eventfd is signalled anyway.
             let _ = self.irq.write(1);
         }
     }
@@ -160,12 +163,12 @@ impl Pl011 {
         data.iter_mut().zip(value.to_le_bytes()).for_each(|(to, from)| *to = from);
     }
 
-    /// The byte that goes out, if one does. Drivers write bytes, halves and words.
+    /// Returns the byte that goes out, if any. Drivers write 8, 16 and 32 bits.
     pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> Option<u8> {
         let value = u16::from_le_bytes([data[0], data.get(1).copied().unwrap_or(0)]);
         match offset {
             DR => {
-                // It takes everything, if only to count what is lost.
+                // The output takes every byte, or counts it as lost.
                 let _ = self.output.write(&data[..1]);
                 self.ask(SENT);
                 return Some(data[0]);
@@ -197,7 +200,7 @@ impl Pl011 {
         }
     }
 
-    /// One in this state, whose interrupt is raised if one was pending.
+    /// A port in this state. Its interrupt is raised if one was pending.
     pub(super) fn restored(
         s: State,
         irq: Arc<EventFd>,
@@ -257,7 +260,7 @@ mod tests {
         assert_eq!(port.drained.read().unwrap(), 1);
         port.receive(b"d");
         assert_eq!(interrupts(&port), 1);
-        // A driver that has more to send waits for the interrupt that says so.
+        // A driver with more to send waits for the transmit interrupt.
         assert_eq!(port.write(DR, b"x"), Some(b'x'));
         port.write(IMSC, &SENT.to_le_bytes());
         assert_eq!((interrupts(&port), read(&mut port, MIS)), (1, SENT.into()));

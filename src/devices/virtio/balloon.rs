@@ -1,8 +1,9 @@
-//! Balloon (virtio 1.2, section 5.5): pages that the guest lends back to the host.
+//! Balloon (virtio 1.2, section 5.5): pages that the guest lends to the host.
 //!
-//! The host asks for a size, the driver names the pages, and they are dropped from the mapping; touched again they
-//! come back as zeros. With free page reporting the driver names pages that it does not use at the moment, unasked.
-//! Dropping a page changes what it holds, so it is marked in the memory's dirty bitmap like any other write.
+//! The host asks for a size, the driver names pages, and the device discards them from the mapping.
+//! A discarded page reads as zeros when it is touched again. With free page reporting, the driver
+//! also names pages that are currently unused. Discarding a page changes its content, so the page
+//! is marked in the memory's dirty bitmap like any other write.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -21,32 +22,32 @@ use super::{
     Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
 
-/// Feature bits and queues (section 5.5.3); virtio-bindings has no balloon.
+/// Feature bits and queues (section 5.5.3). virtio-bindings does not have them.
 const F_STATS_VQ: u32 = 1;
 const F_DEFLATE_ON_OOM: u32 = 2;
 const F_REPORTING: u32 = 5;
 const INFLATE: u16 = 0;
 const DEFLATE: u16 = 1;
 const STATS: u16 = 2;
-/// The unit of every number, whatever the guest's page size (section 5.5.6).
+/// The unit of page numbers, whatever the guest's page size (section 5.5.6).
 const PAGE: u64 = 4096;
-/// Page numbers of one request that are looked at. Linux sends 256; more would let one request, its buffers laid over
-/// each other, keep the event loop busy for minutes.
+/// The maximum number of page numbers taken from one request. Linux sends 256. Without a limit, one
+/// request with overlapping buffers could keep the event loop busy for minutes.
 const MAX_PAGES: usize = 1 << 12;
-/// Statistics of one request that are looked at; the specification knows 16.
+/// The maximum number of statistics taken from one request. The specification has 16.
 const MAX_STATS: usize = 32;
 
-/// What a balloon is.
+/// The balloon as a kind of device.
 pub static KIND: Kind = Kind {
     key: "balloon",
-    about: "A balloon: memory that the guest lends to the host, as much as the control socket asks for",
+    about: "A balloon: the guest lends memory to the host, as much as the control socket asks for",
     value: None,
     repeats: false,
     parse: |_| Ok(Arc::new(BalloonConfig)),
     read: |written| Ok(Arc::new(serde_json::from_value::<BalloonConfig>(written)?)),
 };
 
-/// A balloon, which has nothing to configure.
+/// The configuration of a balloon. It has no options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonConfig;
 
@@ -70,7 +71,7 @@ pub struct Balloon {
     active: Option<Active>,
 }
 
-/// What the control socket and the device share.
+/// State shared by the control socket and the device.
 #[derive(Default)]
 struct Shared {
     target: AtomicU32,
@@ -79,28 +80,28 @@ struct Shared {
     stats: Mutex<Vec<Stat>>,
 }
 
-/// The host's hand on a balloon.
+/// The host's handle to a balloon.
 #[derive(Clone)]
 pub struct BalloonHandle {
     shared: Arc<Shared>,
 }
 
-/// One figure that the driver reports (section 5.5.6.3): its tag and value.
+/// A statistic that the driver reports (section 5.5.6.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
     /// VIRTIO_BALLOON_S_*
     pub tag: u16,
-    /// Bytes or counts, by tag.
+    /// Bytes or a count, depending on the tag.
     pub value: u64,
 }
 
-/// What is saved of a balloon, in pages of 4 KiB.
+/// The saved state of a balloon, in pages of 4 KiB.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     target: u32,
     actual: u32,
-    /// New figures have been asked for, and the driver has not given them yet.
+    /// Statistics were requested and have not arrived yet.
     refresh: bool,
 }
 
@@ -111,8 +112,9 @@ impl Balloon {
         (Balloon { shared: shared.clone(), active: None }, BalloonHandle { shared })
     }
 
-    /// Drops the pages that the driver names as an array of little-endian page numbers: a run of neighbours at once, for
-    /// Linux names them one by one as its allocator splits a larger block.
+    /// Discards the pages that the driver names in an array of little-endian page numbers.
+    /// Neighbours are discarded as one run: Linux names pages one by one as its allocator splits
+    /// larger blocks.
     fn inflate(active: &mut Active) {
         let memory = active.memory.clone();
         active.serve(INFLATE, |chain| {
@@ -128,7 +130,8 @@ impl Balloon {
         });
     }
 
-    /// Drops the pages that the driver's buffers cover; it takes them back with their request.
+    /// Discards the pages that the driver's buffers cover. The driver reuses them when the request
+    /// completes.
     fn report(active: &mut Active, index: u16) {
         active.serve(index, |chain| {
             chain.writable.for_each(usize::MAX, vellum_kvm::memory::slices::discard);
@@ -136,14 +139,14 @@ impl Balloon {
         });
     }
 
-    /// The driver leaves one request in the queue; giving it back asks for new figures.
+    /// The driver leaves one request in the queue. Completing it asks for new statistics.
     fn stats(&mut self) {
         let Some(active) = &mut self.active else { return };
         active.serve(STATS, |chain| {
             if self.shared.refresh.swap(false, Ordering::AcqRel) {
                 return Served::Done(0);
             }
-            let mut stats = self.shared.stats.lock().expect("nobody panics with it");
+            let mut stats = self.shared.stats.lock().expect("the lock is not poisoned");
             stats.clear();
             while let Some(raw) = chain.readable.read_array::<10>().filter(|_| stats.len() < MAX_STATS) {
                 let tag = u16::from_le_bytes([raw[0], raw[1]]);
@@ -155,7 +158,7 @@ impl Balloon {
     }
 }
 
-/// The runs of consecutive numbers in `pages`, in whichever order they stand there, as first and count.
+/// The runs of consecutive numbers in `pages`, which may be unsorted, as first number and count.
 fn runs(pages: &mut Vec<u32>) -> impl Iterator<Item = (u32, usize)> {
     pages.sort_unstable();
     pages.dedup();
@@ -163,7 +166,8 @@ fn runs(pages: &mut Vec<u32>) -> impl Iterator<Item = (u32, usize)> {
 }
 
 impl BalloonHandle {
-    /// Asks the driver to lend this many bytes, rounded down to pages; `device` is the balloon's transport.
+    /// Asks the driver to lend this many bytes, rounded down to pages. `device` is the balloon's
+    /// transport.
     pub fn set_target(&self, bytes: u64, device: &Transport) {
         let pages = u32::try_from(bytes / PAGE).unwrap_or(u32::MAX);
         self.shared.target.store(pages, Ordering::Release);
@@ -175,12 +179,12 @@ impl BalloonHandle {
         u64::from(self.shared.actual.load(Ordering::Acquire)) * PAGE
     }
 
-    /// The figures that the driver reported last.
+    /// The statistics that the driver reported last.
     pub fn stats(&self) -> Vec<Stat> {
-        self.shared.stats.lock().expect("nobody panics with it").clone()
+        self.shared.stats.lock().expect("the lock is not poisoned").clone()
     }
 
-    /// Asks the driver for new figures; they are there when it has answered.
+    /// Asks the driver for new statistics. They arrive later.
     pub fn refresh_stats(&self, device: &Transport) {
         self.shared.refresh.store(true, Ordering::Release);
         device.ring(STATS.into());
@@ -232,7 +236,7 @@ impl VirtioDevice for Balloon {
 
     fn notified(&mut self, index: u16, _ops: &mut EventOps) {
         let Some(active) = &mut self.active else { return };
-        // Queues that are not negotiated are not counted (as Linux and QEMU do).
+        // Queues without a negotiated feature have no index (as in Linux and QEMU).
         let stats = active.has(F_STATS_VQ);
         match index {
             INFLATE => Self::inflate(active),

@@ -1,4 +1,5 @@
-//! Devices that another process of this host has open, and that this one is to take over: what was asked for there, and the descriptors.
+//! Devices that another process of this host has open and this one takes over: their configuration
+//! and their descriptors.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,9 +11,9 @@ use serde_json::Value;
 use super::{DeviceConfig, KINDS, Kind, OpenError, VirtioDevice};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// What was lent is no such device.
+/// What was handed over cannot be such a device.
 #[derive(Debug, thiserror::Error)]
-#[error("what was handed over is no {0}: {1}")]
+#[error("what was handed over is not a {0}: {1}")]
 pub struct Unfit(pub &'static str, pub String);
 
 impl Diagnose for Unfit {
@@ -22,13 +23,13 @@ impl Diagnose for Unfit {
 }
 
 impl Unfit {
-    /// Of this kind.
+    /// The error for a device of this kind.
     pub fn boxed(kind: &Kind, what: impl std::fmt::Display) -> OpenError {
         Box::new(Self(kind.key, what.to_string()))
     }
 }
 
-/// A device that is taken over where it is opened: once.
+/// A handed-over device. It can be opened once.
 #[derive(Debug)]
 pub struct HandedDevice {
     config: Arc<dyn DeviceConfig>,
@@ -36,13 +37,13 @@ pub struct HandedDevice {
 }
 
 impl HandedDevice {
-    /// A device of the kind `key` that was written so, with its descriptors.
+    /// A device of kind `key`, from its written configuration and its descriptors.
     ///
     /// # Errors
-    /// Where there is no such kind, or it was written by another version.
+    /// The kind is unknown, or another version wrote the configuration.
     pub fn new(key: &str, written: Value, descriptors: Vec<OwnedFd>) -> Result<Self, String> {
         let kind = KINDS.iter().find(|kind| kind.key == key);
-        let kind = kind.ok_or_else(|| format!("a device {key:?}, of which this program knows nothing"))?;
+        let kind = kind.ok_or_else(|| format!("unknown kind of device {key:?}"))?;
         let config = (kind.read)(written).map_err(|error| format!("{key}: {error}"))?;
         Ok(Self { config, descriptors: Mutex::new(descriptors) })
     }
@@ -67,18 +68,18 @@ impl DeviceConfig for HandedDevice {
     }
 }
 
-/// What is asked for, as another process reads it.
+/// Serializes a configuration for another process.
 ///
 /// # Errors
-/// Where it has a path that is no text.
+/// A path is not UTF-8.
 pub fn write(config: &impl serde::Serialize) -> io::Result<Value> {
     serde_json::to_value(config).map_err(io::Error::other)
 }
 
-/// The same path wherever a process is.
+/// An absolute path, valid in any working directory.
 ///
 /// # Errors
-/// Where this one is nowhere.
+/// This process's working directory is gone.
 pub fn absolute(path: &std::path::Path) -> io::Result<PathBuf> {
     std::path::absolute(path)
 }

@@ -1,8 +1,9 @@
-//! What a device tells its driver: that there are used buffers, that the configuration space has changed, that it waits
+//! A device's interrupts to its driver: used buffers, a changed configuration space, or the need
 //! for a reset.
 //!
-//! The registers behind it are read and written without the device's mutex, because the driver's interrupt handler reads
-//! them on every interrupt. Interrupts are edges: every call that has news signals a line.
+//! The registers behind them are accessed without the device's mutex, because the driver's
+//! interrupt handler reads them on every interrupt. Interrupts are edges: each call with news
+//! signals a line.
 
 use std::error::Error;
 use std::io;
@@ -14,22 +15,24 @@ use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING
 
 use crate::line::Line;
 
-/// No line: what a driver writes for a source that is not to interrupt (VIRTIO_MSI_NO_VECTOR, virtio 1.2, section 4.1.5.1.2).
+/// No vector: the driver's value for a source that shall not interrupt (VIRTIO_MSI_NO_VECTOR,
+/// virtio 1.2, section 4.1.5.1.2).
 pub const NO_VECTOR: u16 = 0xffff;
 
 /// A device's interrupts.
 pub struct Interrupt {
-    /// The interrupt status register: VIRTIO_MMIO_INT_*, which are PCI's ISR bits too (virtio 1.2, section 4.1.4.5).
+    /// The interrupt status register: VIRTIO_MMIO_INT_*. PCI's ISR has the same bits (virtio 1.2,
+    /// section 4.1.4.5).
     status: AtomicU32,
     generation: AtomicU32,
     broken: AtomicBool,
     lines: Arc<[Line]>,
-    /// The line of each queue, and at last that of the configuration space, where the driver chooses them; there is one line
-    /// otherwise.
+    /// The vector of each queue, and last that of the configuration space, if the driver chooses
+    /// them. Without vectors there is one line.
     vectors: Option<Box<[AtomicU16]>>,
 }
 
-/// What of it outlives a migration, beside the vectors.
+/// The state that a migration carries, without the vectors.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -39,15 +42,16 @@ pub struct State {
 }
 
 impl Interrupt {
-    /// Nothing raised yet, and one line for everything that a device says.
+    /// No interrupt pending, and one line for all sources.
     ///
     /// # Errors
-    /// Where the host refuses a descriptor.
+    /// The host refuses a descriptor.
     pub fn on_one_line() -> io::Result<Self> {
         Ok(Self::on(Arc::new([Line::new(false)?]), None))
     }
 
-    /// Nothing raised yet, for a device with so many queues whose driver has still to choose among `lines`.
+    /// No interrupt pending, for a device with this number of queues. The driver has not chosen
+    /// among `lines` yet.
     pub fn on_vectors(queues: usize, lines: Arc<[Line]>) -> Self {
         let vectors = (0..=queues).map(|_| AtomicU16::new(NO_VECTOR)).collect();
         Self::on(lines, Some(vectors))
@@ -58,18 +62,18 @@ impl Interrupt {
         Self { status, generation: AtomicU32::new(0), broken: AtomicBool::new(false), lines, vectors }
     }
 
-    /// All of its lines.
+    /// All lines.
     pub fn lines(&self) -> &Arc<[Line]> {
         &self.lines
     }
 
-    /// The vectors that the driver has chosen: of each queue, and at last of the configuration space.
+    /// The vectors that the driver has chosen: of each queue, and last of the configuration space.
     pub fn vectors(&self) -> impl Iterator<Item = u16> + '_ {
         self.vectors.iter().flatten().map(|vector| vector.load(Ordering::SeqCst))
     }
 
-    /// The driver chooses the vector of queue `source`, or of the configuration space behind the last queue. One that there is not
-    /// becomes [`NO_VECTOR`], by which the driver sees that it is refused.
+    /// Sets the driver's vector for queue `source`, or for the configuration space after the last
+    /// queue. An invalid vector becomes [`NO_VECTOR`]; the driver reads that back as a refusal.
     pub fn set_vector(&self, source: usize, vector: u16) {
         if let Some(chosen) = self.vectors.as_ref().and_then(|vectors| vectors.get(source)) {
             let there = usize::from(vector) < self.lines.len();
@@ -77,21 +81,21 @@ impl Interrupt {
         }
     }
 
-    /// Used buffers are waiting in queue `index`.
+    /// Signals used buffers in queue `index`.
     pub fn queue(&self, index: u16) {
         self.raise(VIRTIO_MMIO_INT_VRING, self.line(index.into()));
     }
 
-    /// The configuration space has changed.
+    /// Signals a changed configuration space.
     pub fn config(&self) {
         self.generation.fetch_add(1, Ordering::Release);
         self.raise(VIRTIO_MMIO_INT_CONFIG, self.config_line());
     }
 
-    /// The driver has broken the rules: the device stands still until it is reset.
+    /// The driver broke the rules: the device stops until it is reset.
     pub fn needs_reset(&self, why: &dyn Error) {
         if !self.broken.swap(true, Ordering::AcqRel) {
-            tracing::warn!("virtio: {why}; the device waits for a reset");
+            tracing::warn!("virtio: {why}; the device stops until its driver resets it");
         }
         self.raise(VIRTIO_MMIO_INT_CONFIG, self.config_line());
     }
@@ -106,17 +110,18 @@ impl Interrupt {
         self.status.load(Ordering::Acquire)
     }
 
-    /// The driver has seen these bits of the status register.
+    /// The driver acknowledges these bits of the status register.
     pub fn acknowledge(&self, bits: u32) {
         self.status.fetch_and(!bits, Ordering::AcqRel);
     }
 
-    /// The status register, which is zero then.
+    /// Reads and clears the status register.
     pub fn take_status(&self) -> u32 {
         self.status.swap(0, Ordering::AcqRel)
     }
 
-    /// How often the configuration space has changed, for drivers that read more of it than one access holds.
+    /// Counts changes of the configuration space, for drivers that need more than one access to
+    /// read it.
     pub fn config_generation(&self) -> u32 {
         self.generation.load(Ordering::Acquire)
     }
@@ -132,8 +137,9 @@ impl Interrupt {
         State { status: self.status(), config_generation: self.config_generation(), broken: self.is_broken() }
     }
 
-    /// Takes over what `save` gave. What the driver has not acknowledged is raised again, for it may have been on its way; with
-    /// vectors it acknowledges nothing, and all of those that it has chosen are raised.
+    /// Restores what `save` returned. Unacknowledged interrupts are raised again, because they may
+    /// have been in flight. With MSI-X the driver acknowledges nothing, so all chosen vectors are
+    /// raised.
     pub(super) fn restore(&self, state: &State) {
         self.generation.store(state.config_generation, Ordering::Release);
         self.broken.store(state.broken, Ordering::Release);

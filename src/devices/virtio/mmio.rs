@@ -1,5 +1,5 @@
-//! The virtio-mmio transport, version 2 (virtio 1.2, section 4.2): which offset is which register, and nothing else. What the
-//! registers do is [`Transport`]'s, PCI's among them.
+//! The virtio-mmio transport, version 2 (virtio 1.2, section 4.2). This module only maps offsets to
+//! registers. [`Transport`] implements the registers, which PCI shares.
 
 use std::io;
 use std::ops::Deref;
@@ -15,18 +15,18 @@ use crate::Ending;
 use crate::bus::BusDevice;
 use vellum_kvm::memory::GuestMemory;
 
-/// Bytes of address space that one device takes.
+/// Bytes of address space of one device.
 pub const REGION_SIZE: u64 = 0x1000;
-/// Where in it the driver rings the doorbells: KVM_IOEVENTFD, with the queue's index as 32-bit data match.
+/// The offset of the doorbells. KVM_IOEVENTFD matches the queue's index as 32-bit data.
 pub const DOORBELLS: u64 = VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
 /// "virt".
 const MAGIC: u32 = 0x7472_6976;
-/// "vllm": drivers print it and attach no meaning to it.
+/// "vllm". Drivers print it and attach no meaning to it.
 const VENDOR: u32 = 0x6d6c_6c76;
 const CONFIG: u64 = VIRTIO_MMIO_CONFIG as u64;
 
-/// One device on the memory bus. Clones are handles to the same device.
+/// A device on the memory bus. Clones are handles to the same device.
 #[derive(Clone)]
 pub struct Mmio(Transport);
 
@@ -75,7 +75,7 @@ impl BusDevice for Mmio {
         let value = u32::from_le_bytes(word);
         match offset as u32 {
             VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt().acknowledge(value),
-            // KVM takes these writes for itself; they come here only where it does not.
+            // KVM normally handles these writes through KVM_IOEVENTFD.
             VIRTIO_MMIO_QUEUE_NOTIFY => self.ring(value),
             other => {
                 if let Some(register) = writable(other) {

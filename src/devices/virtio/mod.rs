@@ -1,17 +1,18 @@
-//! Virtio 1.2 devices, and the transport that carries them.
+//! Virtio 1.2 devices, and the transports that carry them.
 //!
-//! Whoever adds a device writes its file and puts it on the list of [`KINDS`]: the command line, the machine, saved states and
-//! messages know it by that.
+//! To add a device, write its file and add it to [`KINDS`]. The command line, the machine, saved
+//! states and messages find it there.
 //!
-//! Start reading at [`VirtioDevice`], then [`transport`], which drives one, and [`mmio`] and [`pci`], the thin codecs by which a guest
-//! reaches its registers. [`queue`] takes requests off a ring, [`slices`](vellum_kvm::memory::slices) is a request's bytes, [`interrupt`] the way back
-//! to the driver. Then one file a device: [`rng`] is the shortest, [`blk`] and [`fs`] have a thread of their own ([`worker`]); the
-//! others run on the event loop. What announces the devices to a guest (ACPI, FDT) and wires their eventfds to KVM lives
-//! with the machine, not here.
+//! Start reading at [`VirtioDevice`], then [`transport`], which drives a device. [`mmio`] and
+//! [`pci`] are thin codecs through which a guest reaches its registers. [`queue`] takes requests
+//! off a ring, [`slices`](vellum_kvm::memory::slices) holds a request's bytes, [`interrupt`]
+//! signals the driver. Each device is one file or directory. [`rng`] is the shortest. [`blk`] and
+//! [`fs`] have a thread of their own ([`worker`]); the others run on the event loop. The machine
+//! announces devices to the guest (ACPI, FDT) and wires their eventfds to KVM.
 //!
-//! The driver is hostile: it may change buffers while they are read, point rings anywhere, and reset in the middle of
-//! a request. Whatever breaks the rules of a ring stops the device with DEVICE_NEEDS_RESET; whatever is merely a bad
-//! request is answered with the device's own error.
+//! The driver is hostile: it may change buffers while they are read, point rings anywhere, and
+//! reset in the middle of a request. A violation of a ring's rules stops the device with
+//! DEVICE_NEEDS_RESET. A bad request is answered with the device's own error.
 
 pub mod balloon;
 pub mod blk;
@@ -46,11 +47,11 @@ use vellum_kvm::memory::GuestMemory;
 use vellum_sandbox::ThreadKind;
 use vellum_sys::diagnose::Diagnose;
 
-/// Makes the list of all kinds of device, and the type of their saved states.
+/// Defines the list of all kinds of device, and the type of their saved states.
 macro_rules! kinds {
     ($($name:ident = $module:ident),* $(,)?) => {
-        /// All kinds of device, in the order in which a guest finds them. The last two are a disk that is made of files, and a directory
-        /// that is its guest's root.
+        /// All kinds of device, in the order in which a guest finds them. The last two are a disk
+        /// made of files, and a directory that is the guest's root.
         pub static KINDS: &[&Kind] = &[$(&$module::KIND,)* &cidata::KIND, &fs::ROOT];
 
         /// A device's own part of its saved state.
@@ -84,60 +85,61 @@ kinds! {
     Share = fs,
 }
 
-/// What a kind of device is, beside what it does: `KIND` of its file.
+/// A kind of device as users see it: `KIND` in its file.
 #[derive(Debug)]
 pub struct Kind {
-    /// What it is called by users and in messages, as `disk`.
+    /// Its name for users and in messages, such as `disk`.
     pub key: &'static str,
-    /// What it is and how its arguments are written, in a line.
+    /// A line of help: what it is, and the syntax of its arguments.
     pub about: &'static str,
-    /// What stands for its arguments in such a line; `None` where it takes none.
+    /// The placeholder for its arguments in help; `None` if it takes none.
     pub value: Option<&'static str>,
     /// Whether a machine can have several.
     pub repeats: bool,
-    /// Reads its arguments.
+    /// Parses its arguments.
     pub parse: fn(&str) -> Result<Arc<dyn DeviceConfig>, String>,
-    /// Reads what [`DeviceConfig::written`] has written.
+    /// Reads what [`DeviceConfig::written`] returned.
     pub read: fn(Value) -> Result<Arc<dyn DeviceConfig>, serde_json::Error>,
 }
 
-/// A device that is asked for.
+/// The configuration of a device.
 pub trait DeviceConfig: Any + fmt::Debug + Send + Sync {
     /// Its kind.
     fn kind(&self) -> &'static Kind;
 
-    /// What its guest knows it by, where no other device of its kind may have the same.
+    /// Its name in the guest, if that must be unique among devices of its kind.
     fn own_name(&self) -> Option<&str> {
         None
     }
 
-    /// Opens the files, taps and sockets that it needs of the host. Nothing is left behind on failure.
+    /// Opens the files, taps and sockets that the device needs. A failure leaves nothing behind.
     ///
     /// # Errors
-    /// What is wrong with them, and whose fault that is.
+    /// What cannot be opened, and whether the user or the host is at fault.
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError>;
 
-    /// What is asked for, for another process of this host, wherever that is in the file system.
+    /// The configuration for another process of this host, independent of the working directory.
     ///
     /// # Errors
-    /// Where a path is no text, or this process is nowhere.
+    /// A path is not UTF-8, or this process has no working directory.
     fn written(&self) -> io::Result<Value> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// As [`DeviceConfig::open_unlocked`], with what [`VirtioDevice::lend`] gave in the process where it runs yet.
+    /// Like [`DeviceConfig::open_unlocked`], with the descriptors from [`VirtioDevice::lend`] of
+    /// the process that still runs the device.
     ///
     /// # Errors
-    /// Where these are not what such a device has.
+    /// The descriptors do not fit the device.
     fn take_over(&self, _lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
         self.open_unlocked()
     }
 
-    /// As [`DeviceConfig::open`], for a machine that runs in another process yet: it takes no lock that the other may have, until
-    /// [`VirtioDevice::retake`].
+    /// Like [`DeviceConfig::open`], for a machine that still runs in another process. Takes no lock
+    /// that the other process may hold. [`VirtioDevice::retake`] does that later.
     ///
     /// # Errors
-    /// As there.
+    /// As [`DeviceConfig::open`].
     fn open_unlocked(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
         self.open()
     }
@@ -146,68 +148,74 @@ pub trait DeviceConfig: Any + fmt::Debug + Send + Sync {
 /// Why a device cannot be opened.
 pub type OpenError = Box<dyn Diagnose + Send + Sync>;
 
-/// The first act of a thread that a device starts: it gives up what a thread of its kind does not need.
+/// Called first by a thread that a device starts. Drops the privileges that a thread of its kind
+/// does not need.
 pub type Enter = Box<dyn FnOnce(ThreadKind) -> io::Result<()> + Send>;
 
-/// How long a device may take to finish what is in flight before it is said to hang: longer than any request to a disk
-/// that works, and short enough for whoever waits.
+/// How long a device may take to finish requests in flight before it counts as hung. Longer than
+/// any request of a working disk, short enough for users who wait.
 pub const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What keeps a device from standing still.
+/// Why a device cannot be quiesced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what} has not come back for {:.1} s", .since.as_secs_f64())]
 pub struct Hang {
-    /// A request, with the file that it goes to.
+    /// A request and its file.
     pub what: String,
-    /// How long it has been under way.
+    /// How long it has been in progress.
     pub since: Duration,
 }
 
-/// What the transport asks of a device. The transport holds the device's mutex during every call.
+/// The interface of a device to its transport. The transport holds the device's mutex during every
+/// call.
 pub trait VirtioDevice: Send {
     /// The device type (virtio 1.2, section 5).
     fn kind(&self) -> u32;
 
-    /// Feature bits that the device itself offers; the transport adds its own.
+    /// Feature bits that the device itself offers. The transport adds its own.
     fn features(&self) -> u64 {
         0
     }
 
-    /// The largest size of each queue, a power of two.
+    /// The maximum size of each queue, a power of two.
     fn queue_sizes(&self) -> &[u16];
 
-    /// Fills `data` from the device's configuration space at `offset`; what lies beyond it reads as zero.
+    /// Reads the device's configuration space from `offset` into `data`. Bytes beyond its end are
+    /// zero.
     fn read_config(&self, offset: usize, data: &mut [u8]);
 
-    /// The driver writes to the configuration space; most devices have nothing to write.
+    /// Handles a write to the configuration space. Most devices have no writable fields.
     fn write_config(&mut self, _offset: usize, _data: &[u8]) {}
 
-    /// Starts the device's own thread, if it has one, whose first act is `enter`. Before the first activation, when nothing can
-    /// be opened any more.
+    /// Starts the device's own thread, if it has one. The thread calls `enter` first. This happens
+    /// before the first activation, when nothing more can be opened.
     ///
     /// # Errors
-    /// Where the host refuses the thread, or it cannot be confined.
+    /// The host refuses the thread, or it cannot be sandboxed.
     fn start(&mut self, _enter: Enter) -> io::Result<()> {
         Ok(())
     }
 
-    /// What the host can do with it beside what the guest does, of a type that is this device's own.
+    /// A handle for the host's own operations on the device. Its type belongs to the device.
     fn handle(&self) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }
 
-    /// The driver is ready, or the machine resumes: the device owns its queues until [`VirtioDevice::quiesce`].
+    /// The driver is ready, or the machine resumes: the device owns its queues until
+    /// [`VirtioDevice::quiesce`].
     fn activate(&mut self, active: Active);
 
-    /// Finishes what is in flight and gives the queues back: nothing touches guest memory any more. A device that would
-    /// take longer than `patience` says what hangs, and goes on with its queues as if it had not been asked.
+    /// Finishes requests in flight and returns the queues. Afterwards the device does not touch
+    /// guest memory. If this would take longer than `patience`, the device reports what hangs and
+    /// continues with its queues.
     fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang>;
 
-    /// The driver has reset the device: forget everything that the next driver must not see. This runs on a vCPU's
-    /// thread, whose sandbox allows few system calls; the queues' doorbells ring afterwards, for what needs more.
+    /// The driver has reset the device: drop all state that the next driver must not see. This runs
+    /// on a vCPU thread, whose sandbox allows few system calls. The queues' doorbells ring
+    /// afterwards, for work that needs more.
     fn reset(&mut self) {}
 
-    /// Whether queue notifications are for the event loop; false for a device with a worker of its own.
+    /// Whether queue notifications go to the event loop. False for a device with a worker.
     fn on_event_loop(&self) -> bool {
         true
     }
@@ -221,48 +229,53 @@ pub trait VirtioDevice: Send {
     /// One of the device's own file descriptors is ready.
     fn ready(&mut self, _events: Events, _ops: &mut EventOps) {}
 
-    /// Gives up the locks that it has on the host's files, so that another process can have them. While it is quiesced.
+    /// Releases the device's locks on the host's files, so that another process can take them.
+    /// Called while quiesced.
     fn release(&mut self) {}
 
-    /// Takes them: where it was released, or opened to be [restored](DeviceConfig::open_unlocked).
+    /// Takes the locks again: after a release, or when opened
+    /// [unlocked](DeviceConfig::open_unlocked).
     ///
     /// # Errors
-    /// Who else has one.
+    /// Another user holds a lock.
     fn retake(&mut self) -> Result<(), OpenError> {
         Ok(())
     }
 
-    /// Descriptors of all that it has open on the host, for a process that takes it over ([`DeviceConfig::take_over`]). This one may run it
-    /// on nonetheless.
+    /// Duplicates all descriptors that the device has open on the host, for a process that takes it
+    /// over ([`DeviceConfig::take_over`]). This process may still continue to run the device.
     ///
     /// # Errors
-    /// Where there is no descriptor left.
+    /// No descriptor is left.
     fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {
         Ok(Vec::new())
     }
 
-    /// Its machine has come from another process, and runs here from now on: tells the world, where that has to know.
+    /// The machine has arrived from another process and runs here now. Announces that to the
+    /// network, if needed.
     fn arrived(&mut self) {}
 
-    /// Why its machine can be neither saved nor moved, if it cannot; with the key of its kind.
+    /// Why the machine can be neither saved nor moved because of this device, if so: the key of its
+    /// kind, and the reason.
     fn stays(&self) -> Option<(&'static str, &'static str)> {
         None
     }
 
-    /// What a new process needs to carry on, beyond the transport's registers. Called while quiesced.
+    /// The state that a new process needs, beyond the transport's registers. Called while quiesced.
     fn save(&self) -> DeviceState;
 
-    /// Takes over what `save` gave; called before the first activation.
+    /// Restores what `save` returned. Called before the first activation.
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError>;
 }
 
-/// In the event loop the data of queue `n`'s doorbell is `QUEUE_EVENTS + n`; a device's own are below it.
+/// In the event loop, queue `n`'s doorbell has the data `QUEUE_EVENTS + n`. A device's own events
+/// are below.
 pub const QUEUE_EVENTS: u32 = 1 << 31;
 
-/// A saved state that does not fit the device it is given to.
+/// A saved state does not fit its device.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// It is another device's.
+    /// It belongs to another kind of device.
     #[error(
         "the saved state is of a {found}, the device here is a {expected}: give the restored machine the same devices in the same order"
     )]
@@ -272,14 +285,14 @@ pub enum RestoreError {
         /// The device that was saved.
         found: &'static str,
     },
-    /// A field holds what no save writes.
+    /// A field has an invalid value.
     #[error("the saved state's {field} is {value}, which {reason}")]
     Field {
-        /// Which field.
+        /// The field.
         field: &'static str,
-        /// What it holds.
+        /// Its value.
         value: String,
-        /// What is wrong with it.
+        /// What is wrong with it, as a verb phrase.
         reason: &'static str,
     },
 }
@@ -294,14 +307,14 @@ impl RestoreError {
 pub struct Active {
     /// Guest memory.
     pub memory: Arc<GuestMemory>,
-    /// Feature bits that both sides have agreed on.
+    /// The negotiated feature bits.
     pub features: u64,
-    /// The queues that the driver has made ready, in order of their index.
+    /// The queues that the driver has made ready, ordered by index.
     pub queues: Vec<VirtQueue>,
 }
 
 impl Active {
-    /// EventSources what the driver has made available in queue `index`, if it has made that ready: [`VirtQueue::serve`].
+    /// Serves the available requests of queue `index`, if it is ready: [`VirtQueue::serve`].
     pub fn serve<'m>(&'m mut self, index: u16, serve: impl FnMut(&mut Chain<'m>) -> Served) {
         if let Some(queue) = self.queues.iter_mut().find(|queue| queue.index() == index) {
             queue.serve(&self.memory, serve);
@@ -321,7 +334,7 @@ impl Active {
     }
 }
 
-/// Copies the part of a configuration space that starts at `offset`; zeros follow its end.
+/// Copies the part of a configuration space from `offset` on. Bytes beyond its end are zero.
 pub(crate) fn read_space(space: &[u8], offset: usize, data: &mut [u8]) {
     let tail = space.get(offset..).unwrap_or(&[]);
     let count = tail.len().min(data.len());

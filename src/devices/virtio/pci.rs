@@ -1,5 +1,6 @@
-//! The modern virtio-pci transport (virtio 1.2, section 4.1): a function whose configuration space says where in its BAR the registers
-//! are, and which offset there is which register. What the registers do is [`Transport`]'s, those of virtio-mmio among them.
+//! The modern virtio-pci transport (virtio 1.2, section 4.1). A function's configuration space
+//! tells where in its BAR the registers are. This module maps their offsets to registers.
+//! [`Transport`] implements the registers, which virtio-mmio shares.
 //!
 //! ```text
 //! BAR 0, 32 KiB    0x0000  common configuration       0x3000  notifications, 4 bytes a queue
@@ -7,7 +8,7 @@
 //!                  0x2000  device configuration       0x5000  MSI-X pending bits
 //! ```
 //!
-//! There is no INTx: a driver that does not enable MSI-X polls.
+//! There is no INTx: a driver that does not enable MSI-X must poll.
 
 use std::io;
 use std::ops::{Deref, Range};
@@ -30,11 +31,11 @@ use vellum_kvm::memory::GuestMemory;
 
 /// Bytes of BAR 0.
 pub const BAR_SIZE: u64 = 0x8000;
-/// Where in it each part begins, and how long a page of it is.
+/// Offsets of the parts within BAR 0, and the size of a part.
 const COMMON: u64 = 0x0000;
 const ISR: u64 = 0x1000;
 const DEVICE: u64 = 0x2000;
-/// Where in it the driver rings the doorbells: [`DOORBELL_STRIDE`] bytes from one queue's to the next.
+/// The offset of the doorbells in BAR 0. They are [`DOORBELL_STRIDE`] bytes apart.
 pub const DOORBELLS: u64 = 0x3000;
 const TABLE: u64 = 0x4000;
 const PENDING: u64 = 0x5000;
@@ -42,29 +43,30 @@ const PART: u64 = 0x1000;
 /// The notification multiplier.
 pub const DOORBELL_STRIDE: u64 = 4;
 
-/// The vendor of all virtio devices, and what is added to a device type (section 4.1.2).
+/// The vendor ID of all virtio devices, and the base of their device IDs (section 4.1.2).
 const VENDOR: u16 = 0x1af4;
 const MODERN: u16 = 0x1040;
-/// A subsystem from 0x40 on tells legacy drivers to keep off.
+/// A subsystem ID of 0x40 or more keeps legacy drivers away.
 const SUBSYSTEM: u16 = 0x1100;
 
-/// The capability's id and kinds (section 4.1.4): VIRTIO_PCI_CAP_*_CFG.
+/// The capability ID, and its types (section 4.1.4): VIRTIO_PCI_CAP_*_CFG.
 const VENDOR_CAPABILITY: u8 = 9;
 const COMMON_CFG: u8 = 1;
 const NOTIFY_CFG: u8 = 2;
 const ISR_CFG: u8 = 3;
 const DEVICE_CFG: u8 = 4;
 const PCI_CFG: u8 = 5;
-/// In a capability: the BAR, the offset and the length of an access, and its data, of the window that is in the configuration space.
+/// Offsets within the PCI configuration access capability: the BAR, offset and length of an access,
+/// and its data.
 const WINDOW_BAR: usize = 4;
 const WINDOW_OFFSET: usize = 8;
 const WINDOW_LENGTH: usize = 12;
 const WINDOW_DATA: usize = 16;
 
-/// Has KVM take the doorbells where the BAR is now; `None` where nobody can reach it.
+/// Moves the KVM doorbells to a new BAR address; `None` while the BAR is unreachable.
 pub type Move = Box<dyn Fn(&[Arc<vmm_sys_util::eventfd::EventFd>], Option<u64>) + Send + Sync>;
 
-/// What a function needs of KVM.
+/// What a function needs from KVM.
 pub struct Kvm {
     /// See [`msix::Route`].
     pub route: msix::Route,
@@ -73,13 +75,14 @@ pub struct Kvm {
 }
 
 impl Kvm {
-    /// None: for those who take doorbells and messages themselves.
+    /// No KVM: the caller handles doorbells and messages itself.
     pub fn none() -> Self {
         Self { route: Box::new(|_: usize, _: Message| ()), move_doorbells: Box::new(|_, _| ()) }
     }
 }
 
-/// One device on a PCI bus. Clones of what it dereferences to are handles to the same device.
+/// A device on a PCI bus. Clones of the [`Transport`] that it dereferences to are handles to the
+/// same device.
 pub struct Pci {
     transport: Transport,
     queues: usize,
@@ -87,49 +90,49 @@ pub struct Pci {
     kvm_move: Move,
     window: Range<u64>,
     config: Mutex<Space>,
-    /// Where the BAR is; [`NOWHERE`] while it is outside of the window, or decodes nothing.
+    /// The BAR's address. [`NOWHERE`] while it is outside the window or not decoded.
     at: AtomicU64,
 }
 
-/// Not an address: it is not aligned as a BAR is.
+/// Not a BAR's address, because it is not aligned.
 const NOWHERE: u64 = u64::MAX;
 
-/// The configuration space, and where in it the two capabilities are that something follows from.
+/// The configuration space, and the offsets of the two capabilities whose writes have effects.
 struct Space {
     config: Config,
     msix: usize,
     window: usize,
 }
 
-/// What of it outlives a migration, beside the transport's.
+/// The state that a migration carries, without the transport's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     config: config::State,
     msix: msix::State,
-    /// Of each queue, and at last of the configuration space.
+    /// The vector of each queue, and last that of the configuration space.
     vectors: Vec<u16>,
 }
 
-/// How many vectors a device has: one for each queue, and one for changes of the configuration space.
+/// The number of vectors of a device: one a queue, and one for configuration changes.
 pub fn vectors(device: &dyn VirtioDevice) -> usize {
     device.queue_sizes().len() + 1
 }
 
-/// The lines of a device's vectors, which KVM is to connect.
+/// The lines of a device's vectors. KVM is connected to them.
 ///
 /// # Errors
-/// Where the host refuses descriptors.
+/// The host refuses descriptors.
 pub fn lines(device: &dyn VirtioDevice) -> io::Result<Arc<[Line]>> {
     (0..vectors(device)).map(|_| Line::new(true)).collect()
 }
 
 impl Pci {
-    /// A device in its reset state that interrupts by `lines`. Its BAR is at `base`, and can be anywhere in `window`, once a driver
-    /// has it decode memory.
+    /// A device in its reset state that interrupts through `lines`. Its BAR starts at `base` and
+    /// can be moved within `window`. It is decoded once a driver enables memory space.
     ///
     /// # Errors
-    /// Where the host refuses descriptors.
+    /// The host refuses descriptors.
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: Arc<GuestMemory>,
@@ -147,7 +150,7 @@ impl Pci {
         Ok(Self { transport, queues, msix, kvm_move: kvm.move_doorbells, window, config, at })
     }
 
-    /// What [`Pci::restore_function`] needs; the transport is saved by itself.
+    /// Saves the state for [`Pci::restore_function`]. The transport is saved separately.
     pub fn save_function(&self) -> State {
         State {
             config: self.lock().config.save(),
@@ -156,13 +159,14 @@ impl Pci {
         }
     }
 
-    /// Takes over what [`Pci::save_function`] gave, before the transport is restored, which signals vectors.
+    /// Restores what [`Pci::save_function`] returned. Call this before the transport is restored,
+    /// which signals vectors.
     ///
     /// # Errors
-    /// Where the state is of another function.
+    /// The state is of another function.
     pub fn restore_function(&self, state: &State) -> Result<(), RestoreError> {
         let bad =
-            |field, value: String| RestoreError::Field { field, value, reason: "is not this function's" };
+            |field, value: String| RestoreError::Field { field, value, reason: "does not fit this function" };
         let mut space = self.lock();
         if state.vectors.len() != self.queues + 1 {
             return Err(bad("vector count", state.vectors.len().to_string()));
@@ -181,7 +185,7 @@ impl Pci {
         Ok(())
     }
 
-    /// Brings the BAR, and the doorbells in it, to where the configuration space says.
+    /// Moves the BAR and its doorbells to the address in the configuration space.
     fn relocate(&self, space: &Space) {
         let inside = |base: &u64| self.window.contains(base) && self.window.end - base >= BAR_SIZE;
         let base = space.config.base().filter(inside);
@@ -224,7 +228,7 @@ impl Pci {
                 }
             }
             (STATUS, 1) => self.set(Register::Status, value),
-            // A queue is given up by a reset alone (section 4.1.4.3.2).
+            // Only a reset disables a queue (section 4.1.4.3.2).
             (QUEUE_ENABLE, 2) if value != 1 => {}
             (offset, len) => {
                 if let Some(register) = register(offset, len) {
@@ -234,7 +238,7 @@ impl Pci {
         }
     }
 
-    /// The queue that is selected, if there is one.
+    /// The selected queue, if it exists.
     fn selected(&self) -> Option<usize> {
         let queue = self.get(Register::QueueSelect) as usize;
         (queue < self.queues).then_some(queue)
@@ -245,7 +249,7 @@ impl Pci {
     }
 
     fn lock(&self) -> MutexGuard<'_, Space> {
-        self.config.lock().expect("nobody panics with it")
+        self.config.lock().expect("the lock is not poisoned")
     }
 }
 
@@ -263,7 +267,7 @@ impl Function for Pci {
             let space = self.lock();
             touches(offset, data.len(), &space.data()).then(|| space.windowed()).flatten()
         };
-        // The mutex is not held while registers are reached, which may wait for the device.
+        // Do not hold the mutex while registers are accessed: that may wait for the device.
         let read = window.map(|(at, len)| {
             let mut bytes = [0; 4];
             self.read_bar(at, &mut bytes[..len]);
@@ -300,7 +304,7 @@ impl Function for Pci {
         let at = offset % PART;
         match offset - at {
             COMMON => self.read_common(at, data),
-            // One byte, which is zero once it is read.
+            // One byte. Reading clears it.
             ISR if at == 0 => {
                 data.fill(0);
                 data[0] = self.interrupt().take_status() as u8;
@@ -317,7 +321,7 @@ impl Function for Pci {
         match offset - at {
             COMMON => self.write_common(at, data),
             DEVICE => self.write_config_space(at, data),
-            // KVM takes these writes for itself; they come here only where it does not.
+            // KVM normally handles these writes through KVM_IOEVENTFD.
             DOORBELLS if at.is_multiple_of(DOORBELL_STRIDE) => self.ring((at / DOORBELL_STRIDE) as u32),
             TABLE => self.msix.write(at, data),
             _ => {}
@@ -363,12 +367,13 @@ impl Space {
         Self { config, msix, window }
     }
 
-    /// Message control.
+    /// MSI-X message control.
     fn control(&self) -> u16 {
         self.config.word(self.msix + 2)
     }
 
-    /// The access to the BAR that the window in here stands for (section 4.1.4.9), if it is one.
+    /// The BAR access that the configuration access capability describes (section 4.1.4.9), if it
+    /// is valid.
     fn windowed(&self) -> Option<(u64, usize)> {
         let bar = self.config.double(self.window + WINDOW_BAR) as u8;
         let [offset, len] = [WINDOW_OFFSET, WINDOW_LENGTH].map(|at| self.config.double(self.window + at));
@@ -379,16 +384,17 @@ impl Space {
         fits.then_some((offset.into(), len as usize))
     }
 
-    /// Where the data of the window is.
+    /// The offsets of that capability's data.
     fn data(&self) -> Range<usize> {
         self.window + WINDOW_DATA..self.window + WINDOW_DATA + 4
     }
 }
 
-/// Says where in BAR 0 a part is (section 4.1.4, `struct virtio_pci_cap`); where it says so.
+/// Adds a capability that tells where a part is in BAR 0 (section 4.1.4, `struct virtio_pci_cap`).
+/// Returns its offset.
 fn part(config: &mut Config, kind: u8, offset: u64, length: u32, more: &[u8]) -> usize {
     let len = 16 + more.len() as u8;
-    // The BAR's number, an id and padding are zero.
+    // The BAR's number, the ID and the padding are zero.
     let mut body = vec![len, kind, 0, 0, 0, 0];
     body.extend((offset as u32).to_le_bytes());
     body.extend(length.to_le_bytes());
@@ -396,19 +402,19 @@ fn part(config: &mut Config, kind: u8, offset: u64, length: u32, more: &[u8]) ->
     config.add_capability(VENDOR_CAPABILITY, &body)
 }
 
-/// The class of a device type: PCI Code and ID Assignment 1.11, as far as it has a name for one.
+/// The class code of a device type, if PCI Code and ID Assignment 1.11 has one.
 fn class(kind: u32) -> u32 {
     match kind {
         VIRTIO_ID_NET => 0x02_0000,
         VIRTIO_ID_BLOCK => 0x01_8000,
         VIRTIO_ID_CONSOLE => 0x07_8000,
-        // None of those that there are.
+        // No class fits.
         _ => 0xff_0000,
     }
 }
 
-/// The common configuration (section 4.1.4.3): where those of its registers are that are no transport's but this one's, or are not
-/// of 32 bits.
+/// Offsets of the common configuration (section 4.1.4.3): registers that exist only in PCI, and
+/// those that are not 32 bits wide.
 const CONFIG_VECTOR: u64 = 0x10;
 const NUM_QUEUES: u64 = 0x12;
 const STATUS: u64 = 0x14;
@@ -416,10 +422,10 @@ const GENERATION: u64 = 0x15;
 const QUEUE_VECTOR: u64 = 0x1a;
 const QUEUE_ENABLE: u64 = 0x1c;
 const QUEUE_NOTIFY_OFF: u64 = 0x1e;
-/// Its length, to the last register of the fields that need no feature.
+/// Its length, up to the last field that needs no feature.
 const COMMON_LENGTH: u32 = 0x38;
 
-/// The register that an access of so many bytes is of.
+/// The register of an access of `len` bytes at `offset`.
 fn register(offset: u64, len: usize) -> Option<Register> {
     Some(match (offset, len) {
         (0x00, 4) => Register::DeviceFeaturesSelect,

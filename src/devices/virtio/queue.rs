@@ -1,9 +1,10 @@
-//! A split virtqueue as the devices see it: whole, checked requests come out, used lengths go back.
+//! A split virtqueue for devices: complete, checked requests come out, used lengths go back.
 //!
-//! `virtio-queue` keeps the rings; this file adds what it leaves to its users: a chain that is cut short by a loop, an
-//! index off the table or an address outside memory is an error here and not a shorter chain, buffers come as
-//! [`Slices`] that requests reuse, and no guest can keep the event loop in one queue. Whatever a driver may not do
-//! ends in DEVICE_NEEDS_RESET ([`Interrupt::needs_reset`]) and a queue that stands still until the driver resets it.
+//! `virtio-queue` implements the rings. This module adds what that leaves to its users. A chain
+//! that loops, has an index beyond the table or an address outside memory is an error, not a
+//! shorter chain. Buffers are [`Slices`], which requests reuse. No guest can keep the event loop in
+//! one queue. A violation by the driver ends in DEVICE_NEEDS_RESET ([`Interrupt::needs_reset`]),
+//! and the queue stops until the driver resets the device.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,64 +17,64 @@ use super::interrupt::Interrupt;
 use vellum_kvm::memory::GuestMemory;
 use vellum_kvm::memory::slices::Slices;
 
-/// How a driver broke the rules of the ring; all of them cost it the device until it resets it.
+/// How a driver broke the rules of a ring. Each of them stops the device until a reset.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// The rings themselves.
+    /// The ring itself is invalid.
     #[error("queue {queue}: {source}")]
     Ring {
-        /// Which queue.
+        /// The queue.
         queue: u16,
-        /// What virtio-queue found.
+        /// virtio-queue's error.
         source: RingError,
     },
-    /// A chain that loops, is longer than the queue, has no buffer, or leaves its table.
+    /// A chain loops, is longer than the queue, has no buffer, or leaves its table.
     #[error("queue {queue}: the chain at descriptor {head} loops, is too long, or leaves its table")]
     Chain {
-        /// Which queue.
+        /// The queue.
         queue: u16,
         /// The chain's first descriptor.
         head: u16,
     },
-    /// A readable buffer after a writable one.
+    /// A readable buffer follows a writable one.
     #[error("queue {queue}: the chain at descriptor {head} has a readable buffer after a writable one")]
     Order {
-        /// Which queue.
+        /// The queue.
         queue: u16,
         /// The chain's first descriptor.
         head: u16,
     },
-    /// A buffer outside guest memory.
+    /// A buffer is outside guest memory.
     #[error("queue {queue}: {len:#x} bytes at {addr:#x} are not all guest memory")]
     Address {
-        /// Which queue.
+        /// The queue.
         queue: u16,
-        /// Guest physical address of the buffer.
+        /// The buffer's guest-physical address.
         addr: u64,
         /// Its length in bytes.
         len: u32,
     },
 }
 
-/// One request: its readable buffers, then its writable ones.
+/// A request: readable buffers, then writable ones.
 #[derive(Default)]
 pub struct Chain<'m> {
     head: u16,
-    /// What the driver wrote for the device.
+    /// The driver's data for the device.
     pub readable: Slices<'m>,
-    /// Where the device answers.
+    /// Buffers for the device's answer.
     pub writable: Slices<'m>,
 }
 
-/// What became of a request.
+/// The result of serving a request.
 pub enum Served {
-    /// It is finished; the device wrote this many bytes into the writable buffers.
+    /// It is finished. The device wrote this many bytes to the writable buffers.
     Done(u32),
-    /// It cannot be served now: it stays in the ring, and so do all behind it.
+    /// It cannot be served now: it stays in the ring, with all requests behind it.
     Later,
 }
 
-/// A ready queue, its doorbell, and the interrupt that its device raises.
+/// A ready queue, its doorbell and its device's interrupt.
 pub struct VirtQueue {
     index: u16,
     queue: Queue,
@@ -90,7 +91,7 @@ impl VirtQueue {
         VirtQueue { index, queue, event, interrupt }
     }
 
-    /// Its place among the device's queues.
+    /// Its index among the device's queues.
     pub fn index(&self) -> u16 {
         self.index
     }
@@ -100,14 +101,14 @@ impl VirtQueue {
         &self.event
     }
 
-    /// Where the device stands in the rings: (next available, next used).
+    /// The device's position in the rings: (next available, next used).
     pub(super) fn position(&self) -> (u16, u16) {
         (self.queue.next_avail(), self.queue.next_used())
     }
 
-    /// EventSources what the driver has made available, one queue length at most; whatever is left then rings the
-    /// queue's own doorbell, so that a busy queue takes its turn with the others. One interrupt at the end if the
-    /// driver wants it.
+    /// Serves the available requests, at most one queue length. If more are left, it rings the
+    /// queue's own doorbell, so that other queues get their turn. Raises one interrupt at the end,
+    /// if the driver wants it.
     pub fn serve<'m>(&mut self, mem: &'m GuestMemory, serve: impl FnMut(&mut Chain<'m>) -> Served) {
         if self.interrupt.is_broken() {
             return;
@@ -146,7 +147,7 @@ impl VirtQueue {
         if used { self.signal(mem) } else { Ok(()) }
     }
 
-    /// Takes the next request into `chain`; false if there is none.
+    /// Takes the next request into `chain`. Returns false if there is none.
     fn pop<'m>(&mut self, mem: &'m GuestMemory, chain: &mut Chain<'m>) -> Result<bool, QueueError> {
         chain.readable.clear();
         chain.writable.clear();
@@ -159,8 +160,8 @@ impl VirtQueue {
         let head = descriptors.head_index();
         chain.head = head;
 
-        // The iterator ends alike at a chain's end and at anything it refuses: only the last descriptor's NEXT flag
-        // tells the two apart.
+        // The iterator ends alike at a chain's end and at an invalid descriptor. Only the last
+        // descriptor's NEXT flag tells them apart.
         let (mut count, mut complete) = (0, false);
         for descriptor in descriptors {
             count += 1;
@@ -186,7 +187,8 @@ impl VirtQueue {
         if complete { Ok(true) } else { Err(QueueError::Chain { queue, head }) }
     }
 
-    /// EventSources one request, with its interrupt; false if there is none, or the device waits for a reset.
+    /// Serves one request and raises its interrupt. Returns false if there is none, or the device
+    /// waits for a reset.
     pub fn serve_one<'m>(
         &mut self,
         mem: &'m GuestMemory,
@@ -209,7 +211,7 @@ impl VirtQueue {
         })
     }
 
-    /// Asks the driver to notify of new requests; true if some have come meanwhile.
+    /// Asks the driver to notify of new requests. Returns true if some have arrived meanwhile.
     pub fn listen(&mut self, mem: &GuestMemory) -> bool {
         !self.interrupt.is_broken()
             && self.queue.enable_notification(mem).unwrap_or_else(|error| {
@@ -218,11 +220,11 @@ impl VirtQueue {
             })
     }
 
-    /// Asks the driver to notify once it has made more than `offered` requests available, of which some may not be served yet; true if
-    /// it has already.
+    /// Asks the driver to notify once it has made more than `offered` requests available, even if
+    /// some of them are not served yet. Returns true if it already has.
     pub fn listen_beyond(&mut self, mem: &GuestMemory, offered: u16) -> bool {
-        // Where notifications go by numbers (VIRTIO_F_EVENT_IDX), the number asked for is that of the next request to be served: the
-        // driver has passed that one, and would say nothing of the one that is waited for.
+        // With VIRTIO_F_EVENT_IDX, the event index normally is that of the next request to serve.
+        // The driver has already passed that one and would not notify of the awaited request.
         let next = self.queue.next_avail();
         self.queue.set_next_avail(offered);
         let more = self.listen(mem);
@@ -230,12 +232,13 @@ impl VirtQueue {
         more
     }
 
-    /// How many requests the driver has ever made available, modulo 2^16; none where its ring cannot be read.
+    /// How many requests the driver has made available since the queue was set up, modulo 2^16.
+    /// None if its ring cannot be read.
     pub fn offered(&self, mem: &GuestMemory) -> Option<u16> {
         self.queue.avail_idx(mem, Ordering::Acquire).ok().map(|index| index.0)
     }
 
-    /// Makes the device look at this queue again as if the driver had notified it.
+    /// Makes the device look at this queue again, as if the driver had notified it.
     pub fn ring_doorbell(&self) {
         // A full counter means that the doorbell is already ringing.
         let _ = self.event.write(1);

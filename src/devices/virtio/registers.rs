@@ -1,38 +1,39 @@
-//! The registers that every virtio transport has, and what a driver has written into them. What they do is
-//! [`super::transport`]'s.
+//! The registers common to all virtio transports, and what a driver has written to them.
+//! [`super::transport`] implements their effects.
 
 use serde::{Deserialize, Serialize};
 
-/// A register that every transport has, wherever it has it. Those of a queue are of the one that is selected.
+/// A register of every transport, independent of its offset. Queue registers belong to the selected
+/// queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Register {
     /// The device type (section 5).
     DeviceId,
-    /// Which word of the offered features can be read.
+    /// Selects the readable word of the offered features.
     DeviceFeaturesSelect,
-    /// That word.
+    /// The selected word of the offered features.
     DeviceFeatures,
-    /// Which word of the accepted features can be written.
+    /// Selects the writable word of the accepted features.
     DriverFeaturesSelect,
-    /// That word.
+    /// The selected word of the accepted features.
     DriverFeatures,
-    /// Which queue is selected.
+    /// Selects a queue.
     QueueSelect,
-    /// The most entries that it can have; 0 where there is no such queue.
+    /// The maximum number of entries; 0 if the queue does not exist.
     QueueSizeMax,
-    /// The entries that it has.
+    /// The number of entries.
     QueueSize,
-    /// Whether the driver has made it ready.
+    /// Whether the driver has made the queue ready.
     QueueReady,
-    /// The address of its descriptor table.
+    /// The address of the descriptor table.
     QueueDescriptors(Half),
-    /// The address of its available ring.
+    /// The address of the available ring.
     QueueAvailable(Half),
-    /// The address of its used ring.
+    /// The address of the used ring.
     QueueUsed(Half),
     /// The device status (section 2.1).
     Status,
-    /// How often the configuration space has changed.
+    /// Counts changes of the configuration space.
     ConfigGeneration,
 }
 
@@ -45,7 +46,7 @@ pub enum Half {
     High,
 }
 
-/// What the driver has written, as it is saved.
+/// What the driver has written, in the saved format.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Registers {
@@ -57,7 +58,7 @@ pub(super) struct Registers {
     pub queues: Vec<QueueRegisters>,
 }
 
-/// One queue's registers and, while the device is quiesced, its place in the rings.
+/// A queue's registers and, while the device is quiesced, its position in the rings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct QueueRegisters {
@@ -71,7 +72,7 @@ pub(super) struct QueueRegisters {
 }
 
 impl Registers {
-    /// After a reset, of a device with queues of these sizes at most.
+    /// The reset values, for a device with queues of these maximum sizes.
     pub fn new(sizes: &[u16]) -> Self {
         let queues = sizes.iter().map(|&size| QueueRegisters { size, ..Default::default() });
         Registers { queues: queues.collect(), ..Default::default() }
@@ -86,7 +87,7 @@ impl Registers {
         self.queues.get_mut(self.queue_select as usize)
     }
 
-    /// What the driver has written; 0 for registers that it has no part in.
+    /// What the driver has written; 0 for registers that it does not write.
     pub fn get(&self, register: Register) -> u32 {
         match register {
             Register::DeviceFeaturesSelect => return self.device_features_select,
@@ -106,7 +107,8 @@ impl Registers {
         }
     }
 
-    /// The driver writes a register that does nothing by itself. `running` is a device that has its queues.
+    /// Handles a write to a register without side effects. `running` means that the device has its
+    /// queues.
     pub fn set(&mut self, register: Register, value: u32, running: bool) {
         match register {
             Register::DeviceFeaturesSelect => self.device_features_select = value,
@@ -124,7 +126,7 @@ impl Registers {
     fn set_queue(&mut self, register: Register, value: u32, running: bool) {
         let Some(queue) = self.selected() else { return };
         match register {
-            // A queue in use changes only by a reset: its device has it.
+            // Only a reset changes a queue in use: the device owns it.
             Register::QueueReady if !running => queue.ready = value == 1,
             _ if queue.ready => {}
             Register::QueueSize => queue.size = u16::try_from(value).unwrap_or(0),
@@ -136,7 +138,7 @@ impl Registers {
     }
 }
 
-/// Word `select` of a feature set; all but the first two are empty.
+/// Word `select` of a feature set. Words from the third on are zero.
 fn word(features: u64, select: u32) -> u32 {
     match select {
         0 => Half::Low.of(features),

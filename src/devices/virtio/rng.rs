@@ -1,4 +1,4 @@
-//! Entropy (virtio 1.2, section 5.4): the guest's buffers filled from /dev/urandom.
+//! Entropy (virtio 1.2, section 5.4): fills the guest's buffers from /dev/urandom.
 
 use std::fs::File;
 use std::io;
@@ -14,10 +14,11 @@ use super::queue::Served;
 use super::{Active, DeviceConfig, DeviceState, Hang, Kind, OpenError, RestoreError, VirtioDevice};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// A request gets at most this many bytes, so that a driver that asks for gigabytes does not hold up the event loop.
+/// The maximum number of bytes for one request, so that a request for gigabytes does not hold up
+/// the event loop.
 const MAX_BYTES: usize = 1 << 16;
 
-/// What an entropy source is.
+/// The entropy source as a kind of device.
 pub static KIND: Kind = Kind {
     key: "rng",
     about: "An entropy source",
@@ -27,11 +28,11 @@ pub static KIND: Kind = Kind {
     read: |written| Ok(Arc::new(serde_json::from_value::<RngConfig>(written)?)),
 };
 
-/// An entropy source, which has nothing to configure.
+/// The configuration of an entropy source. It has no options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngConfig;
 
-/// The host has no entropy to give.
+/// The host's /dev/urandom cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("/dev/urandom: {0}")]
 pub struct RngError(#[from] io::Error);
@@ -63,13 +64,13 @@ pub struct Rng {
     active: Option<Active>,
 }
 
-/// An entropy source has no past worth saving.
+/// An entropy source has no state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {}
 
 impl Rng {
-    /// Opens the host's source, once: later the sandbox would forbid it.
+    /// Opens the host's source now. The sandbox would forbid it later.
     pub fn new() -> io::Result<Self> {
         Ok(Rng { source: File::open("/dev/urandom")?, active: None })
     }
@@ -101,7 +102,7 @@ impl VirtioDevice for Rng {
         active.serve(index, |chain| {
             let read = chain.writable.readv(&self.source, MAX_BYTES).unwrap_or_else(|error| {
                 tracing::warn!("virtio rng: /dev/urandom: {error}");
-                // The request stays empty, which is what the driver then sees.
+                // The driver gets an empty buffer back.
                 0
             });
             Served::Done(read as u32)

@@ -1,10 +1,12 @@
-//! What every virtio transport does, however a driver reaches its registers: feature negotiation, the status machine,
-//! queues, reset, quiescing, saved state (virtio 1.2, sections 2 and 3). [`super::mmio`] and [`super::pci`] are the codecs in front of it.
+//! The part common to all virtio transports: feature negotiation, the status machine, queues,
+//! reset, quiescing, saved state (virtio 1.2, sections 2 and 3). [`super::mmio`] and [`super::pci`]
+//! are the codecs in front of it.
 //!
-//! A guest's accesses arrive on vCPU threads, the device runs on the event loop, and one mutex a device lies between
-//! them. Doorbells, interrupt status and acknowledgement, which every request needs, are outside that mutex. Only a
-//! driver's reset waits for the device: Linux's driver reuses the buffers of a request in flight as soon as the write
-//! of 0 to the status register has returned, so that write returns when the request has.
+//! A guest's accesses arrive on vCPU threads, and the device runs on the event loop. One mutex a
+//! device separates them. Doorbells, interrupt status and acknowledgement, which every request
+//! needs, are outside that mutex. Only a driver's reset waits for the device: Linux reuses the
+//! buffers of a request in flight as soon as its write of 0 to the status register returns. So that
+//! write returns only when the request has finished.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -29,35 +31,35 @@ use super::{Active, DeviceState, Hang, OpenError, PAUSE_TIMEOUT, QUEUE_EVENTS, R
 use vellum_kvm::memory::GuestMemory;
 use vellum_sys::plant::{self, Mistake};
 
-/// What the transport offers for every device.
+/// Features that the transport offers for every device.
 const TRANSPORT_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
 /// No device has a longer configuration space.
 const CONFIG_SPACE: usize = 256;
 
-/// Which codec a guest reaches its devices by, as `--transport` names it.
+/// The virtio transport, as `--transport` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Codec {
-    /// A page of registers each, which the tables name.
+    /// A page of registers for each device, announced by the tables.
     #[default]
     Mmio,
-    /// Functions on a PCI bus, which a guest enumerates.
+    /// Functions on a PCI bus, which the guest enumerates.
     Pci,
 }
 
 impl Codec {
-    /// Whether it is what machines had before there was a choice.
+    /// Whether this is MMIO, the default and the only transport of old saved states.
     pub fn is_mmio(&self) -> bool {
         *self == Self::Mmio
     }
 }
 
-/// How often a vCPU that waits for a reset looks whether the machine is over.
+/// How often a vCPU that waits for a reset checks whether the machine has ended.
 const GLANCE: Duration = Duration::from_millis(100);
 
-/// One device behind its registers. Clones are handles to the same device.
+/// A device behind its registers. Clones are handles to the same device.
 #[derive(Clone)]
 pub struct Transport {
     interrupt: Arc<Interrupt>,
@@ -66,22 +68,23 @@ pub struct Transport {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A vCPU that resets the device has to wait, with the mutex, for what is in flight. This is for those without the mutex.
+/// A vCPU that resets the device waits, with the mutex held, for requests in flight. This state is
+/// accessible without the mutex.
 #[derive(Default)]
 struct Waiting {
-    /// The machine is over: nobody needs to wait for the device any more.
+    /// The machine has ended: no vCPU needs to wait for the device.
     abandoned: AtomicBool,
-    /// What it has been waiting for longer than [`PAUSE_TIMEOUT`].
+    /// What the vCPU has waited for longer than [`PAUSE_TIMEOUT`].
     hang: Mutex<Option<Hang>>,
 }
 
 impl Waiting {
     fn hang(&self) -> MutexGuard<'_, Option<Hang>> {
-        self.hang.lock().expect("nobody panics with it")
+        self.hang.lock().expect("the lock is not poisoned")
     }
 }
 
-/// What the mutex guards.
+/// The state that the mutex guards.
 struct Inner {
     device: Box<dyn VirtioDevice>,
     memory: Arc<GuestMemory>,
@@ -89,11 +92,11 @@ struct Inner {
     doorbells: Arc<[Arc<EventFd>]>,
     waiting: Arc<Waiting>,
     registers: Registers,
-    /// The device has its queues (the driver is ready and the machine is not quiesced).
+    /// The device has its queues: the driver is ready and the machine is not quiesced.
     running: bool,
 }
 
-/// A device as it is saved: registers, interrupts, and the device's own part.
+/// A saved device: registers, interrupts, and the device's own state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -102,23 +105,23 @@ pub struct State {
     device: DeviceState,
 }
 
-/// What a device is, whatever its driver has made of it.
+/// A device's identity, independent of its driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
     /// The device type (section 5).
     pub kind: u32,
-    /// The features that it offers.
+    /// The offered features.
     pub features: u64,
-    /// The most entries of each queue.
+    /// The maximum number of entries of each queue.
     pub queues: Vec<u16>,
-    /// Its configuration space up to the last byte that is not zero.
+    /// The configuration space, up to its last non-zero byte.
     pub config: Vec<u8>,
 }
 
-/// A queue whose registers make no queue.
+/// The registers do not describe a valid queue.
 #[derive(Debug, thiserror::Error)]
-#[error("queue {0} is not a valid queue: size or alignment is wrong, or its rings are not all guest memory")]
+#[error("queue {0} is invalid: its size or alignment is wrong, or its rings are not all guest memory")]
 struct InvalidQueue(u16);
 
 impl Transport {
@@ -146,7 +149,7 @@ impl Transport {
         Ok(Transport { interrupt, doorbells, waiting, inner: Arc::new(Mutex::new(inner)) })
     }
 
-    /// How the device reaches its driver.
+    /// The device's interrupts to its driver.
     pub fn interrupt(&self) -> &Arc<Interrupt> {
         &self.interrupt
     }
@@ -161,10 +164,11 @@ impl Transport {
         self.inner.clone()
     }
 
-    /// Stops the device: what was in flight is finished, and nothing touches guest memory until [`Transport::resume`].
+    /// Stops the device: requests in flight are finished, and guest memory is not touched until
+    /// [`Transport::resume`].
     ///
     /// # Errors
-    /// What hangs, where that takes longer than `patience`. The device goes on then as if it had not been asked.
+    /// Requests take longer than `patience`. The device then continues.
     pub fn quiesce(&self, patience: Duration) -> Result<(), Hang> {
         if plant::is(Mistake::NoQuiesce) {
             return Ok(());
@@ -172,30 +176,31 @@ impl Transport {
         self.lock().quiesce(patience)
     }
 
-    /// Starts a quiesced device where it stopped.
+    /// Resumes a quiesced device.
     pub fn resume(&self) {
         self.lock().start();
     }
 
-    /// The machine is over, its guest forgotten: a vCPU that waits for the device to be reset need not wait any longer.
+    /// The machine has ended: a vCPU that waits for a reset of the device may stop waiting.
     pub fn abandon(&self) {
         self.waiting.abandoned.store(true, Ordering::Release);
     }
 
-    /// What a vCPU that resets the device has been waiting for longer than [`PAUSE_TIMEOUT`]: such a vCPU cannot pause.
+    /// What a vCPU that resets the device has waited for longer than [`PAUSE_TIMEOUT`]. Such a vCPU
+    /// cannot pause.
     pub fn hang(&self) -> Option<Hang> {
         self.waiting.hang().clone()
     }
 
-    /// Gives up the locks that the device has on the host's files; while it is quiesced.
+    /// Releases the device's locks on the host's files. Called while quiesced.
     pub fn release(&self) {
         self.lock().device.release();
     }
 
-    /// Takes them.
+    /// Takes the locks again.
     ///
     /// # Errors
-    /// Who else has one.
+    /// Another user holds a lock.
     pub fn retake(&self) -> Result<(), OpenError> {
         self.lock().device.retake()
     }
@@ -205,20 +210,20 @@ impl Transport {
         self.lock().device.stays()
     }
 
-    /// Descriptors of all that the device has open on the host.
+    /// Duplicates all descriptors that the device has open on the host.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// No descriptor is left.
     pub fn lend(&self) -> io::Result<Vec<OwnedFd>> {
         self.lock().device.lend()
     }
 
-    /// The machine has come from another process.
+    /// The machine has arrived from another process.
     pub fn arrived(&self) {
         self.lock().device.arrived();
     }
 
-    /// What the device is, so that the like of it can be told from others.
+    /// Describes the device, to compare it with another.
     pub fn describe(&self) -> Description {
         let inner = self.lock();
         let mut config = vec![0; CONFIG_SPACE];
@@ -233,7 +238,7 @@ impl Transport {
         }
     }
 
-    /// What a new process needs to carry on with this device, which must be quiesced.
+    /// Saves the device, which must be quiesced.
     pub fn save(&self) -> State {
         let inner = self.lock();
         State {
@@ -243,10 +248,11 @@ impl Transport {
         }
     }
 
-    /// Takes over what [`Transport::save`] gave; the device stays quiesced until [`Transport::resume`].
+    /// Restores what [`Transport::save`] returned. The device stays quiesced until
+    /// [`Transport::resume`].
     ///
     /// # Errors
-    /// Where the state is of another device, or of none that can be.
+    /// The state is of another device, or invalid.
     pub fn restore(&self, state: State) -> Result<(), RestoreError> {
         let mut inner = self.lock();
         inner.check(&state.registers)?;
@@ -256,7 +262,7 @@ impl Transport {
         Ok(())
     }
 
-    /// The driver reads a register.
+    /// Handles a read of a register.
     pub fn get(&self, register: Register) -> u32 {
         match register {
             Register::ConfigGeneration => self.interrupt.config_generation(),
@@ -264,7 +270,7 @@ impl Transport {
         }
     }
 
-    /// The driver writes a register; those that can only be read stay as they are.
+    /// Handles a write to a register. Read-only registers do not change.
     pub fn set(&self, register: Register, value: u32) {
         self.lock().set(register, value);
     }
@@ -276,12 +282,12 @@ impl Transport {
         }
     }
 
-    /// The driver reads the device's configuration space.
+    /// Handles a read of the device's configuration space.
     pub fn read_config(&self, offset: usize, data: &mut [u8]) {
         self.lock().device.read_config(offset, data);
     }
 
-    /// The driver writes to it, which it may when it is ready.
+    /// Handles a write to it. The driver must be ready.
     pub fn write_config(&self, offset: usize, data: &[u8]) {
         let mut inner = self.lock();
         if inner.registers.status & VIRTIO_CONFIG_S_DRIVER_OK != 0 {
@@ -319,13 +325,13 @@ impl Inner {
         match register {
             Register::Status if value == 0 => self.reset(),
             Register::Status => self.set_status(value),
-            // They are agreed upon.
+            // The features are already negotiated.
             Register::DriverFeatures if self.registers.status & VIRTIO_CONFIG_S_FEATURES_OK != 0 => {}
             other => self.registers.set(other, value, self.running),
         }
     }
 
-    /// The status machine (section 3.1.1): bits are only ever added, and each needs the one before it.
+    /// The status machine (section 3.1.1): bits are only added, and each needs the one before it.
     fn set_status(&mut self, value: u32) {
         let old = self.registers.status;
         let mut new = old | value & !VIRTIO_CONFIG_S_NEEDS_RESET;
@@ -344,7 +350,7 @@ impl Inner {
         }
     }
 
-    /// Gives the device its queues, if its driver is ready and it has not got them.
+    /// Gives the device its queues, if the driver is ready and the device does not have them.
     fn start(&mut self) {
         let ready = self.registers.status & VIRTIO_CONFIG_S_DRIVER_OK != 0;
         if self.running || !ready || self.interrupt.is_broken() {
@@ -367,7 +373,7 @@ impl Inner {
             features: self.registers.driver_features,
             queues,
         });
-        // What the driver made available before the device ran, or while it was quiesced.
+        // Ring for buffers made available before the device ran, or while it was quiesced.
         self.ring_all();
     }
 
@@ -390,7 +396,7 @@ impl Inner {
             used_ring: registers.used,
         });
         let queue = queue.map_err(|_| InvalidQueue(index))?;
-        // An address of 0 is what virtio-queue takes for "not set"; it also checks the rings without the two event
+        // virtio-queue takes an address of 0 as "not set". It checks the rings without the event
         // fields at their ends.
         let size = usize::from(registers.size);
         let rings = [
@@ -419,8 +425,9 @@ impl Inner {
         self.doorbells.iter().for_each(|doorbell| ring(doorbell));
     }
 
-    /// The driver resets the device. It may reuse its buffers as soon as this returns, so a request that hangs keeps the
-    /// vCPU here: to let it go would let the host write into memory, or read from it, that belongs to others by then.
+    /// The driver resets the device. It may reuse its buffers as soon as this returns. So a hung
+    /// request keeps the vCPU here: otherwise the host could still access memory that has other
+    /// uses by then.
     fn reset(&mut self) {
         while let Err(hang) = self.quiesce(GLANCE) {
             if self.waiting.abandoned.load(Ordering::Acquire) {
@@ -440,11 +447,11 @@ impl Inner {
         self.interrupt.reset();
     }
 
-    /// Refuses registers that no driver could have brought about.
+    /// Refuses registers that no driver could have produced.
     fn check(&self, registers: &Registers) -> Result<(), RestoreError> {
         let bad = |field, value: String, reason| Err(RestoreError::Field { field, value, reason });
         if registers.queues.len() != self.device.queue_sizes().len() {
-            return bad("queue count", registers.queues.len().to_string(), "is not this device's");
+            return bad("queue count", registers.queues.len().to_string(), "does not fit this device");
         }
         if registers.status & VIRTIO_CONFIG_S_FEATURES_OK != 0
             && registers.driver_features & !self.features() != 0
@@ -473,7 +480,8 @@ impl MutEventSubscriber for Inner {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data().checked_sub(QUEUE_EVENTS) {
             Some(index) => {
-                // Rung again while it is served, it comes back; a quiesced device rings all bells when it resumes.
+                // If it rings again while it is served, another event follows. A quiesced device
+                // rings all doorbells when it resumes.
                 let _ = self.doorbells[index as usize].read();
                 self.device.notified(index as u16, ops);
             }
@@ -483,6 +491,6 @@ impl MutEventSubscriber for Inner {
 }
 
 fn ring(doorbell: &EventFd) {
-    // It fails only where the counter is full, and then the doorbell is ringing already.
+    // The write fails only if the counter is full, and then the doorbell is already ringing.
     let _ = doorbell.write(1);
 }

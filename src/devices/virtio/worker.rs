@@ -1,8 +1,8 @@
-//! A thread that does a device's work, and how the queues pass between it and the device: for devices whose requests go to files, which
-//! may take long.
+//! A thread that serves a device's requests, and the hand-over of queues between it and the device.
+//! For devices whose requests go to files, which may take long.
 //!
-//! A request may hang for ever (a hard-mounted NFS server that is gone): whoever asks for the queues waits only as long as
-//! it wants to, and takes its word back if it has waited in vain.
+//! A request may hang for ever, for example on a hard-mounted NFS server that is gone. So a caller
+//! that wants the queues back gives a time limit, and withdraws its request when that passes.
 
 use std::fmt;
 use std::io;
@@ -18,32 +18,33 @@ use super::queue::Chain;
 use super::{Active, Hang, PAUSE_TIMEOUT};
 use vellum_sys::poll::Poll;
 
-/// What the thread does.
+/// The work of the thread.
 pub trait Work: Send + 'static {
-    /// What it is told with the queues.
+    /// Data passed to it along with the queues.
     type Notice: Send;
-    /// A request, for whoever asks what the thread is at.
+    /// A request in progress, for status messages.
     type Request: fmt::Display + Send;
 
-    /// What requests go to, in messages.
+    /// The target of requests, for messages.
     fn target(&self) -> String;
 
-    /// It has `active`'s queues from now on.
+    /// The thread owns `active`'s queues from now on.
     fn begin(&mut self, active: &Active, told: Self::Notice);
 
-    /// Answers one request, which it says before it begins; the number of bytes written to the guest is the result.
+    /// Answers one request. Calls `begins` before it starts. Returns the number of bytes written to
+    /// the guest.
     fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Self::Request)) -> u32;
 }
 
-/// A handle on the thread. Dropping it ends the thread, unless that hangs.
+/// A handle to the thread. Dropping it ends the thread, unless that hangs.
 pub struct Worker<W: Work> {
     shared: Arc<Shared<W>>,
     thread: Option<JoinHandle<()>>,
-    /// It did not answer when it was last asked: nobody waits for it again at the end.
+    /// It did not answer the last request to stop. Dropping the handle does not wait again.
     hangs: bool,
 }
 
-/// Who has the queues.
+/// The owner of the queues.
 enum Queues<T> {
     Nobody,
     /// On their way to the worker.
@@ -56,31 +57,32 @@ enum Queues<T> {
 struct Shared<W: Work> {
     queues: Mutex<Queues<W::Notice>>,
     changed: Condvar,
-    /// The worker is to return them: looked at between requests. Written under the lock of `queues`.
+    /// Asks the worker to return the queues. It checks this between requests. Written with `queues`
+    /// locked.
     stop: AtomicBool,
-    /// The machine is over.
+    /// The machine has ended.
     over: AtomicBool,
     /// Wakes a worker that waits for requests.
     wake: EventFd,
-    /// The request that is being served.
+    /// The request in progress.
     busy: Mutex<Option<(W::Request, Instant)>>,
-    /// What it goes to.
+    /// The target of requests.
     target: String,
 }
 
 impl<W: Work> Shared<W> {
     fn lock(&self) -> MutexGuard<'_, Queues<W::Notice>> {
-        self.queues.lock().expect("nobody panics with the queues")
+        self.queues.lock().expect("the lock is not poisoned")
     }
 
-    /// Whether the worker is to return its queues.
+    /// Whether the worker shall return its queues.
     fn is_asked(&self) -> bool {
         self.stop.load(Ordering::Acquire) || self.over.load(Ordering::Acquire)
     }
 
-    /// What the worker is at, since it was `asked` to stop at the latest.
+    /// What the worker is doing. Without a request in progress, the time counts from `asked`.
     fn hang(&self, asked: Instant) -> Hang {
-        let busy = self.busy.lock().expect("nobody panics with it");
+        let busy = self.busy.lock().expect("the lock is not poisoned");
         let (what, since) = match &*busy {
             Some((request, since)) => (format!("{request} of {}", self.target), *since),
             None => (format!("the thread of {}", self.target), asked),
@@ -90,11 +92,11 @@ impl<W: Work> Shared<W> {
 }
 
 impl<W: Work> Worker<W> {
-    /// Starts the thread, `name`. Its first act is `enter`, where it gives up what it does not need; it is there when that has
-    /// succeeded.
+    /// Starts the thread called `name`. It calls `enter` first, to drop privileges. This returns
+    /// when that has succeeded.
     ///
     /// # Errors
-    /// Where the host refuses the thread, or what it is to give up.
+    /// The host refuses the thread, or `enter` fails.
     pub fn start(
         name: &str,
         mut work: W,
@@ -123,16 +125,16 @@ impl<W: Work> Worker<W> {
         Ok(Worker { shared, thread: Some(thread), hangs: false })
     }
 
-    /// Gives it the queues.
+    /// Gives the thread the queues.
     pub fn give(&self, active: Active, told: W::Notice) {
         *self.shared.lock() = Queues::Given(active, told);
         self.shared.changed.notify_all();
     }
 
-    /// Takes the queues back when the request in flight is finished; `None` where it has none.
+    /// Takes the queues back when the request in flight is finished. `None` if the thread has none.
     ///
     /// # Errors
-    /// Where that takes longer than `patience`: then it goes on as if it had not been asked.
+    /// That takes longer than `patience`. The thread then continues.
     pub fn take(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
         let shared = &*self.shared;
         let asked = Instant::now();
@@ -141,11 +143,8 @@ impl<W: Work> Worker<W> {
         shared.changed.notify_all();
         let _ = shared.wake.write(1);
         let at_work = |queues: &mut Queues<W::Notice>| matches!(queues, Queues::Worker);
-        queues = shared
-            .changed
-            .wait_timeout_while(queues, patience, at_work)
-            .expect("nobody panics with the queues")
-            .0;
+        queues =
+            shared.changed.wait_timeout_while(queues, patience, at_work).expect("the lock is not poisoned").0;
         shared.stop.store(false, Ordering::Release);
         self.hangs = at_work(&mut queues);
         if self.hangs {
@@ -161,33 +160,33 @@ impl<W: Work> Worker<W> {
 impl<W: Work> Drop for Worker<W> {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Release);
-        // Whoever has been told of a hang once need not wait for it again.
+        // A caller that was already told of the hang does not wait again.
         let patience = if self.hangs { Duration::ZERO } else { PAUSE_TIMEOUT };
         let taken = self.take(patience);
         self.shared.changed.notify_all();
         match (taken, self.thread.take()) {
-            // A worker that panicked has said so already.
+            // A worker that panicked has already logged it.
             (Ok(_), Some(thread)) => drop(thread.join()),
-            // The kernel ends the thread with the process, or when the request comes back. Until then it holds the guest's
-            // memory that the request is about.
-            (Err(hang), _) => tracing::error!("virtio: {hang}; it is left behind"),
+            // The kernel ends the thread with the process, or when the request returns. Until then
+            // it keeps the guest memory of the request.
+            (Err(hang), _) => tracing::error!("virtio: {hang}; its thread is abandoned"),
             (Ok(_), None) => {}
         }
     }
 }
 
-/// The thread's own part.
+/// The thread's main function.
 fn run<W: Work>(shared: &Shared<W>, work: &mut W) {
     while let Some((mut active, told)) = wait_for_queues(shared) {
         work.begin(&active, told);
         loop {
             if let Err(error) = serve(shared, work, &mut active) {
-                tracing::error!("{} serves no more requests: {error}", shared.target);
-                // Until it is reset, or the machine pauses and resumes.
+                tracing::error!("{} no longer serves requests: {error}", shared.target);
+                // Wait until the device is reset, or the machine pauses and resumes.
                 drop(shared.changed.wait_while(shared.lock(), |_| !shared.is_asked()));
             }
             let mut queues = shared.lock();
-            // Whoever asked may have lost patience meanwhile.
+            // The caller may have withdrawn its request meanwhile.
             if shared.is_asked() {
                 *queues = Queues::Returned(active);
                 shared.changed.notify_all();
@@ -201,8 +200,7 @@ fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Notice)> {
     let nothing = |queues: &mut Queues<W::Notice>| {
         !matches!(queues, Queues::Given(..)) && !shared.over.load(Ordering::Acquire)
     };
-    let mut queues =
-        shared.changed.wait_while(shared.lock(), nothing).expect("nobody panics with the queues");
+    let mut queues = shared.changed.wait_while(shared.lock(), nothing).expect("the lock is not poisoned");
     match std::mem::replace(&mut *queues, Queues::Worker) {
         Queues::Given(active, told) => Some((active, told)),
         other => {
@@ -212,7 +210,7 @@ fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Notice)> {
     }
 }
 
-/// EventSources all queues in turn until it is asked to stop.
+/// Serves all queues in turn until asked to stop.
 fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::Result<()> {
     let Active { memory, queues, .. } = active;
     let mut doorbells = Poll::default();
@@ -230,7 +228,8 @@ fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::
             }
             busy |= queue.serve_one(memory, &mut chain, |chain| answer(shared, work, chain));
         }
-        // Every queue must listen before the worker sleeps, so no `any` here.
+        // Every queue must enable notifications before the worker sleeps, so `any` would be wrong
+        // here.
         if busy || queues.iter_mut().fold(false, |news, queue| news | queue.listen(memory)) {
             continue;
         }
@@ -242,9 +241,9 @@ fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::
     }
 }
 
-/// Answers one request, and lets others see meanwhile which it is.
+/// Answers one request, and publishes it while it is in progress.
 fn answer<W: Work>(shared: &Shared<W>, work: &mut W, chain: &mut Chain<'_>) -> u32 {
-    let busy = |request| *shared.busy.lock().expect("nobody panics with it") = request;
+    let busy = |request| *shared.busy.lock().expect("the lock is not poisoned") = request;
     let written = work.answer(chain, |request| busy(Some((request, Instant::now()))));
     busy(None);
     written

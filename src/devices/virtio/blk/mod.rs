@@ -1,8 +1,9 @@
-//! Disk: raw images and block devices (virtio 1.2, section 5.2).
+//! Disk: raw and qcow2 images, and block devices (virtio 1.2, section 5.2).
 //!
-//! One worker thread a disk takes requests from all its queues in turn and answers each before it takes the next, with
-//! preadv and pwritev straight between file and guest memory. That is what a reset waits for: one request. The image
-//! is locked while it is open (open file description locks, as QEMU does), so that two writers cannot share it.
+//! Each disk has one worker thread. It takes requests from all queues in turn, and completes each
+//! before it takes the next. preadv and pwritev move data directly between file and guest memory.
+//! So a reset waits for one request at most. The image is locked while it is open (open file
+//! description locks, as in QEMU), so two writers cannot share it.
 
 mod requests;
 
@@ -40,29 +41,30 @@ use vellum_sys::open;
 /// The unit of a disk's capacity, whatever its block size.
 const SECTOR: u64 = 512;
 const QUEUE_SIZE: u16 = 256;
-/// More queues than this are of no use to one worker.
+/// One worker gains nothing from more queues.
 const MAX_QUEUES: u16 = 16;
-/// The most that one discard or write-zeroes segment covers (32 MiB): it bounds the time of a request.
+/// The maximum size of a discard or write-zeroes segment (32 MiB). It bounds the duration of a
+/// request.
 const MAX_ZERO_SECTORS: u32 = 1 << 16;
-/// Segments of one discard or write-zeroes request.
+/// The maximum number of segments of a discard or write-zeroes request.
 const MAX_ZERO_SEGMENTS: u32 = 16;
 
 /// Why a disk with an overlay cannot move to another process.
-const OVERLAY_STAYS: &str = "of what its guest has written beside the image this process alone has the map";
-/// Why a disk on a qcow2 image cannot.
-const QCOW2_STAYS: &str = "this process alone has the newest tables of its qcow2 image; a raw image can move";
+const OVERLAY_STAYS: &str = "only this process has the map of its overlay";
+/// Why a disk on a qcow2 image cannot move to another process.
+const QCOW2_STAYS: &str = "only this process has the latest tables of its qcow2 image; a raw image can move";
 
-/// How an image has its disk's bytes.
+/// The format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ImageFormat {
-    /// One after the other.
+    /// The disk's bytes, one after the other.
     Raw,
-    /// As QEMU's qcow2 has them.
+    /// QEMU's qcow2.
     Qcow2,
 }
 
-/// What a disk is.
+/// The disk as a kind of device.
 pub static KIND: Kind = Kind {
     key: "disk",
     about: "A disk, raw or qcow2: `PATH[,readonly][,overlay=FILE|discard][,format=raw|qcow2][,backing=FILE][,data-file=FILE][,serial=TEXT][,queues=N][,force]`",
@@ -75,21 +77,21 @@ pub static KIND: Kind = Kind {
     read: |written| Ok(Arc::new(serde_json::from_value::<BlkConfig>(written)?)),
 };
 
-/// A disk as it is asked for.
+/// The configuration of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BlkConfig {
     /// The image or block device.
     pub path: PathBuf,
-    /// The guest may not write; several read-only users may share the image.
+    /// The guest may not write. Several read-only users may share the image.
     pub readonly: bool,
-    /// Where what the guest writes goes, if not to the image.
+    /// Where the guest's writes go, if not to the image.
     pub overlay: Option<Place>,
-    /// What the guest reads as the disk's serial number; at most 20 bytes.
+    /// The serial number that the guest reads, at most 20 bytes.
     pub serial: Option<String>,
-    /// Request queues, 1 to 16.
+    /// The number of request queues, 1 to 16.
     pub queues: u16,
-    /// The image's format, if it is not told by how it begins.
+    /// The image's format. By default it is detected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<ImageFormat>,
     /// The backing file of a qcow2 image.
@@ -98,7 +100,8 @@ pub struct BlkConfig {
     /// The external data file of a qcow2 image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_file: Option<PathBuf>,
-    /// It is taken whoever else has it, and as raw however it begins.
+    /// Use the disk even if another user has it. Without `format` it is used as raw, whatever it
+    /// contains.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
 }
@@ -143,7 +146,7 @@ impl DeviceConfig for BlkConfig {
     }
 }
 
-/// What [`KIND`] says; `ro` is kvmtool's word.
+/// Parses the syntax in [`KIND`]. `ro` is kvmtool's spelling.
 fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     let keys =
         ["path", "readonly", "ro", "overlay", "serial", "queues", "format", "backing", "data-file", "force"];
@@ -174,85 +177,85 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
 /// Why a disk cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum BlkError {
-    /// It cannot be opened or measured.
+    /// The image cannot be opened or measured.
     #[error("disk {path}: {source}; use an image or a block device that exists and that this user can {}", if *.readonly { "read" } else { "write, or add `readonly`" })]
     Open {
-        /// How it was to be opened.
+        /// Whether it was to be opened read-only.
         readonly: bool,
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
-        /// What the kernel says.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Somebody else has it.
-    #[error("disk {path} is in use already, by another process or another disk of this machine{}", if *.readonly { ", for writing" } else { "; add `readonly` to share it with readers" })]
+    /// The image is locked by another user.
+    #[error("disk {path} is in use by another process or another disk of this machine{}", if *.readonly { ", for writing" } else { "; add `readonly` to share it with readers" })]
     Locked {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
-        /// How it was to be opened.
+        /// Whether it was to be opened read-only.
         readonly: bool,
     },
-    /// What was to be written beside it.
+    /// The overlay cannot be used.
     #[error("disk {path}: overlay {over}: {source}")]
     Overlay {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
-        /// Where that was to go.
+        /// The overlay's path.
         over: PathBuf,
-        /// Why it cannot.
+        /// What is wrong with the overlay.
         source: overlay::Error,
     },
-    /// The host itself has it, or another program, and the guest would write to it.
+    /// The host or another program uses the block device, and the guest would write to it.
     #[error(
-        "disk {path} is {user}: to write to it twice destroys it; add `readonly`, or `force` to do that all the same"
+        "disk {path} is {user}: two writers would destroy it; add `readonly`, or `force` to write to it anyway"
     )]
     Used {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
-        /// Who has it, in words.
+        /// The user of the device, in words.
         user: String,
     },
-    /// It is a qcow2 image, and cannot be used.
+    /// The image is qcow2 and cannot be used.
     #[error("disk {path}: {source}")]
     Qcow2 {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
-        /// Why.
+        /// What is wrong with the image.
         source: qcow2::Error,
     },
-    /// It is neither raw nor qcow2.
+    /// The image is neither raw nor qcow2.
     #[error(
-        "disk {path} is a {} image, and a disk here is raw or qcow2: `{}` makes it one; `force` takes it as it is",
+        "disk {path} is a {} image; a disk must be raw or qcow2: convert it with `{}`, or add `force` to use it as raw",
         format.name(),
         format.conversion(path)
     )]
     Format {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
-        /// What it is instead.
+        /// The format that was found.
         format: Format,
     },
-    /// It is a directory, a pipe or the like.
+    /// The path is a directory, a pipe or the like.
     #[error("disk {path} is neither a file nor a block device")]
     Kind {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
     },
-    /// It is empty or has half a sector at its end.
+    /// The image is empty or ends with a partial sector.
     #[error(
         "disk {path} has {size} bytes, which is not a positive multiple of 512: {}",
         if *.size == 0 { "`truncate -s 1g` makes it larger" } else { "`truncate -s %512` pads it" }
     )]
     Size {
-        /// Which disk.
+        /// The disk's image.
         path: PathBuf,
         /// Its size in bytes.
         size: u64,
     },
-    /// The serial number does not fit.
+    /// The serial number is too long.
     #[error("disk serial `{0}` is longer than 20 bytes")]
     Serial(String),
-    /// No such number of queues.
+    /// The number of queues is out of range.
     #[error("a disk has 1 to {MAX_QUEUES} queues, not {0}")]
     Queues(u16),
 }
@@ -269,24 +272,24 @@ impl Diagnose for BlkError {
     }
 }
 
-/// The device: what its vCPUs see, and the way to the worker.
+/// The device as its driver sees it, and the handle to its worker.
 pub struct Blk {
     config: [u8; 60],
     features: u64,
     state: State,
     queue_sizes: Vec<u16>,
-    /// Open and sound, and not yet at work.
+    /// Opened and checked, until the worker starts.
     disk: Option<Disk>,
-    /// The same open file, whose lock this device has.
+    /// The same open file. It holds this device's lock.
     image: Arc<DiskImage>,
     worker: Option<Worker<Disk>>,
-    /// Why another process cannot go on with it, if that is so.
+    /// Why the disk cannot move to another process, if so.
     stays: Option<&'static str>,
-    /// It is no disk of the user's, who knows nothing of it.
+    /// The disk is Vellum's own and unknown to the user, not one of the user's disks.
     own: bool,
 }
 
-/// What is saved of a disk: enough to refuse a different one, and its name.
+/// The saved state of a disk: enough to refuse a different one, and the serial number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -296,10 +299,10 @@ pub struct State {
 }
 
 impl Blk {
-    /// Opens, locks and measures the image. Its worker is started by [`VirtioDevice::start`].
+    /// Opens, locks and measures the image. [`VirtioDevice::start`] starts the worker.
     ///
     /// # Errors
-    /// Why it is no disk.
+    /// The image cannot be used as a disk.
     pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
         let (file, format) = open_image(config, true)?;
         let disk = Self::on(config, file, format)?;
@@ -318,10 +321,11 @@ impl Blk {
         }
     }
 
-    /// A read-only disk of the `bytes` of `file`, which is this machine's alone: no disk of the user's.
+    /// A read-only disk of the first `bytes` bytes of `file`. The file belongs to this machine, and
+    /// the disk is not one of the user's.
     ///
     /// # Errors
-    /// Where there is no descriptor left.
+    /// No descriptor is left.
     pub fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
         let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true };
         let (sectors, id) = (bytes / SECTOR, Id::default());
@@ -337,16 +341,16 @@ impl Blk {
         Ok(Self { own: true, ..Self::new(disk, image, state, 1) })
     }
 
-    /// As [`Blk::open`], but locks nothing before [`VirtioDevice::retake`].
+    /// Like [`Blk::open`], but without a lock until [`VirtioDevice::retake`].
     ///
     /// # Errors
-    /// Why it is no disk.
+    /// The image cannot be used as a disk.
     pub fn open_unlocked(config: &BlkConfig) -> Result<Self, BlkError> {
         let (file, format) = open_image(config, false)?;
         Self::on(config, file, format)
     }
 
-    /// A disk on an image that is open.
+    /// A disk on an open image.
     fn on(config: &BlkConfig, mut file: File, format: ImageFormat) -> Result<Self, BlkError> {
         let (queues, readonly) = (config.queues, config.readonly);
         if queues == 0 || queues > MAX_QUEUES {
@@ -361,13 +365,14 @@ impl Blk {
         };
         let size = match &qcow2 {
             Some(image) => image.size(),
-            // Unlike its metadata this is right for block devices too.
+            // Unlike the metadata's size, this is right for block devices too.
             None => file.seek(SeekFrom::End(0)).map_err(open_error)?,
         };
         if size == 0 || !size.is_multiple_of(SECTOR) {
             return Err(BlkError::Size { path: config.path.clone(), size });
         }
-        // Where this process is cannot be asked once it is confined, nor in whose snapshots the path stands.
+        // Resolve the path now: a sandboxed process cannot ask for its working directory, and the
+        // path is stored in snapshots.
         let path = std::path::absolute(&config.path).map_err(open_error)?;
         let sectors = size / SECTOR;
         let stays = match (&config.overlay, &qcow2) {
@@ -457,8 +462,8 @@ impl VirtioDevice for Blk {
     }
 
     fn activate(&mut self, active: Active) {
-        let id = id(&self.state.serial).expect("it was checked when it was taken over");
-        self.worker.as_ref().expect("it is started before its driver runs").give(active, id);
+        let id = id(&self.state.serial).expect("restore checked its length");
+        self.worker.as_ref().expect("the worker starts before the driver runs").give(active, id);
     }
 
     fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
@@ -467,7 +472,7 @@ impl VirtioDevice for Blk {
 
     fn release(&mut self) {
         if let Err(error) = unlock(&self.image.file) {
-            tracing::warn!("disk {}: it stays locked: {error}", self.image.path.display());
+            tracing::warn!("disk {}: cannot be unlocked: {error}", self.image.path.display());
         }
     }
 
@@ -507,7 +512,7 @@ fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
     let mut space = [0; 60];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &sectors.to_le_bytes());
-    // A request takes two more descriptors, for its header and its status.
+    // A request needs two more descriptors, for its header and its status.
     put(12, &u32::from(QUEUE_SIZE - 2).to_le_bytes());
     put(20, &(SECTOR as u32).to_le_bytes());
     put(34, &queues.to_le_bytes());
@@ -520,7 +525,7 @@ fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
     space
 }
 
-/// The image of a disk whose guest writes beside `base`, which nobody may write to meanwhile.
+/// An image with an overlay over `base`. A shared lock keeps writers away from `base`.
 fn over(
     config: &BlkConfig,
     base: Base,
@@ -539,7 +544,8 @@ fn over(
         return Err(BlkError::Locked { path: disk.clone(), readonly: true });
     }
     let work = |file: File| {
-        // Before it is read: whoever has it may be writing to its map. The machine's own lock is of the same open file.
+        // Lock before reading: another user may be writing the map. The machine's own lock is on
+        // the same open file.
         if !lock(&file, Lock::Exclusive).map_err(io)? {
             return Err(BlkError::Locked { path: over.clone(), readonly: false });
         }
@@ -551,8 +557,9 @@ fn over(
     if lasts { overlay::with_file(&over, io, work) } else { work(overlay::unnamed().map_err(io)?) }
 }
 
-/// Opens the image of a disk. A block device that the guest writes to is this process's alone where `exclusive`: file systems cannot be
-/// mounted from it meanwhile. Not where another Vellum has it still, of which the machine is to come here.
+/// Opens the image of a disk. With `exclusive`, a block device that the guest writes to is opened
+/// with O_EXCL: no file system can be mounted from it meanwhile. That is not possible for a machine
+/// that arrives from another Vellum, which still has the device open.
 fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, ImageFormat), BlkError> {
     let (path, readonly) = (config.path.clone(), config.readonly || config.overlay.is_some());
     let open_error = |source| BlkError::Open { path: path.clone(), readonly, source };
@@ -595,7 +602,7 @@ fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, ImageFormat)
     Ok((file, format))
 }
 
-/// The qcow2 image in `file`, with the files beside it that the user has named.
+/// The qcow2 image in `file`, with the backing and data files of `config`.
 fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkError> {
     let writable = !config.readonly && config.overlay.is_none();
     let beside = |path: &Option<PathBuf>, write: bool| {
@@ -616,7 +623,7 @@ fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkError> {
     Qcow2::open(file, writable, named).map_err(failed)
 }
 
-/// Whether a machine has this block device, by its lock.
+/// Whether a machine has this block device, judged by its lock.
 fn is_another_machines(path: &Path) -> bool {
     open::for_reading(path, open::Kind::Disk).and_then(|file| is_locked(&file)).unwrap_or(false)
 }

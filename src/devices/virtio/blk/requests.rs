@@ -1,4 +1,4 @@
-//! What a request does to a disk's file (virtio 1.2, section 5.2.6).
+//! Executes requests on a disk's file (virtio 1.2, section 5.2.6).
 
 use std::fmt;
 use std::io;
@@ -13,26 +13,26 @@ use crate::virtio::queue::Chain;
 use crate::virtio::worker::Work;
 use vellum_kvm::memory::slices::Slices;
 
-/// The image, and what a request does to it.
+/// The image, and the state that requests need.
 pub struct Disk {
-    /// What the guest's requests go to.
+    /// The target of the guest's requests.
     pub image: Image,
-    /// Its name, for messages.
+    /// The path, for messages.
     pub path: PathBuf,
-    /// Its size.
+    /// The size.
     pub sectors: u64,
     /// The guest may not write.
     pub readonly: bool,
-    /// The driver knows no flush: a write is finished when it is on the medium.
+    /// The driver did not negotiate flush: a write completes when it is on the medium.
     pub write_through: bool,
-    /// What the guest reads as its serial number.
+    /// The serial number that the guest reads.
     pub id: Id,
 }
 
-/// A serial number as the guest reads it, ended by a zero where it is shorter.
+/// A serial number as the guest reads it, with a zero after it if it is shorter.
 pub type Id = [u8; VIRTIO_BLK_ID_BYTES as usize];
 
-/// A request, for whoever asks what a disk is at.
+/// A request in progress, for status and error messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     kind: u32,
@@ -54,13 +54,13 @@ impl fmt::Display for Request {
     }
 }
 
-/// Why a request is not carried out.
+/// Why a request fails.
 enum Refusal {
-    /// It asks for what cannot be: VIRTIO_BLK_S_IOERR.
+    /// The request is invalid: VIRTIO_BLK_S_IOERR.
     Malformed,
-    /// No such request here, or not on this file system: VIRTIO_BLK_S_UNSUPP.
+    /// The request is not supported, here or on this file system: VIRTIO_BLK_S_UNSUPP.
     Unsupported,
-    /// The host's file: VIRTIO_BLK_S_IOERR.
+    /// The host's file failed: VIRTIO_BLK_S_IOERR.
     Host(io::Error),
 }
 
@@ -84,7 +84,7 @@ impl Work for Disk {
     }
 
     fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> u32 {
-        // Without a status byte there is nobody to answer.
+        // Without a status byte there is no way to answer.
         let Some(status) = chain.writable.take_last_byte() else { return 0 };
         let code = match self.execute(chain, begins) {
             Ok(()) => VIRTIO_BLK_S_OK,
@@ -151,7 +151,7 @@ impl Disk {
         if self.write_through { self.image.flush() } else { Ok(()) }
     }
 
-    /// Where `len` bytes at `sector` begin in the file, if they are whole sectors inside the disk.
+    /// The file offset of `len` bytes at `sector`, if they are whole sectors within the disk.
     fn extent(&self, sector: u64, len: u64) -> Result<u64, Refusal> {
         let end = sector.checked_add(len / SECTOR).ok_or(Refusal::Malformed)?;
         if !len.is_multiple_of(SECTOR) || end > self.sectors {
@@ -195,7 +195,7 @@ impl Disk {
     }
 }
 
-/// A transfer that makes no progress is one past the end of a file that somebody has truncated.
+/// A transfer without progress is past the end of a file that was truncated.
 fn moved(result: io::Result<usize>) -> io::Result<u64> {
     match result {
         Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),

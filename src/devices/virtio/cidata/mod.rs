@@ -1,6 +1,7 @@
-//! What a cloud image is told when it boots for the first time: files on a small disk labelled CIDATA, as cloud-init's NoCloud source
-//! and its like look for. The disk is made in memory, as ISO 9660 (ECMA-119) with Rock Ridge names (SUSP, RRIP), which every such image
-//! reads: user-data, meta-data and network-config have names that plain ISO 9660 has no room for.
+//! First-boot configuration of a cloud image: files on a small disk labelled CIDATA, which
+//! cloud-init's NoCloud source and similar tools look for. The disk is made in memory as ISO 9660
+//! (ECMA-119) with Rock Ridge names (SUSP, RRIP), which every such image can read. Plain ISO 9660
+//! names are too short for user-data, meta-data and network-config.
 
 mod user_data;
 
@@ -21,10 +22,10 @@ use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::keyvalue::{self, KeyValues, path};
 use vellum_sys::{mmap, open};
 
-/// What a seed is.
+/// The seed disk as a kind of device.
 pub static KIND: Kind = Kind {
     key: "cloud-init",
-    about: "A disk labelled CIDATA that tells a cloud image what to do when it boots for the first time: \
+    about: "A disk labelled CIDATA that configures a cloud image at its first boot: \
         `user-data=FILE[,meta-data=FILE][,network-config=FILE]`",
     value: Some("user-data=FILE"),
     repeats: false,
@@ -37,52 +38,52 @@ pub static KIND: Kind = Kind {
 
 /// Bytes of a sector.
 const SECTOR: usize = 2048;
-/// Bytes of one file at most: what is typed by hand is far below it.
+/// The maximum size of one file in bytes. Files written by hand are far smaller.
 const MAX_FILE: u64 = 16 << 20;
-/// Where the volume's descriptors begin, its path tables, its directory, and its files (in sectors).
+/// The sectors of the volume descriptors, the path tables, the directory and the files.
 const DESCRIPTORS: usize = 16;
 const PATHS: [usize; 2] = [18, 19];
 const DIRECTORY: usize = 20;
 const FILES: usize = 21;
 
-/// The files.
+/// The files of a seed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Seed {
-    /// What is to be done.
+    /// What cloud-init does.
     pub user_data: PathBuf,
-    /// What instance it is; without a file, one that has the machine's name for it.
+    /// The instance's identity. Without a file, the ID is derived from the user data.
     pub meta_data: Option<PathBuf>,
-    /// How its network is set up.
+    /// The network configuration.
     pub network_config: Option<PathBuf>,
 }
 
-/// Why there is no such disk.
+/// Why the disk cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file that cannot be read.
+    /// A file cannot be read.
     #[error("{}: {source}", .path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// What the kernel says.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Larger than any that makes sense.
-    #[error("{}: it has more than {} MiB", .0.display(), MAX_FILE >> 20)]
+    /// A file is larger than [`MAX_FILE`].
+    #[error("{} is larger than {} MiB", .0.display(), MAX_FILE >> 20)]
     Large(PathBuf),
-    /// Nothing would come of it, without a word.
+    /// cloud-init would silently ignore the user data.
     #[error("{}: cloud-init ignores user data that {found}; {remedy}", .path.display())]
     Ignored {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// What it is, in words.
         found: String,
         /// What would work.
         remedy: String,
     },
-    /// No memory for it.
-    #[error("memory for it: {0}")]
+    /// No memory for the disk.
+    #[error("memory for the disk: {0}")]
     Memory(io::Error),
 }
 
@@ -113,7 +114,7 @@ impl DeviceConfig for Seed {
         handoff::write(self)
     }
 
-    /// The files may be others by now: the disk that was made of them goes along.
+    /// The files may have changed, so the finished disk is handed over.
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
         let disk = lent.into_iter().next().ok_or_else(|| Unfit::boxed(&KIND, "no descriptor"))?;
         let disk = File::from(disk);
@@ -136,10 +137,10 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
     if bytes.len() as u64 > MAX_FILE { Err(Error::Large(path.into())) } else { Ok(bytes) }
 }
 
-/// The disk, as a file in memory: how many bytes it has.
+/// Makes the disk, as a file in memory. Returns the file and its size in bytes.
 ///
 /// # Errors
-/// Which file cannot be read, or would be ignored.
+/// A file cannot be read, or cloud-init would ignore it.
 pub fn make(seed: &Seed) -> Result<(File, u64), Error> {
     let user_data = read(&seed.user_data)?;
     user_data::check(&user_data).map_err(|ignored| Error::Ignored {
@@ -149,7 +150,8 @@ pub fn make(seed: &Seed) -> Result<(File, u64), Error> {
     })?;
     let meta_data = match &seed.meta_data {
         Some(path) => read(path)?,
-        // An instance that cloud-init has not seen yet is set up; so one that it has seen in this form is not, again.
+        // cloud-init sets up an instance whose ID it has not seen. With a checksum as the ID,
+        // changed user data is applied and unchanged user data is not applied again.
         None => {
             let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &user_data);
             format!("instance-id: vellum-{sum:08x}\n").into_bytes()
@@ -165,7 +167,7 @@ pub fn make(seed: &Seed) -> Result<(File, u64), Error> {
     Ok((memory, image.len() as u64))
 }
 
-/// A number in both orders of bytes (ECMA-119, 7.3.3).
+/// A number in both byte orders (ECMA-119, 7.3.3).
 fn both32(number: u32) -> [u8; 8] {
     let mut bytes = [0; 8];
     bytes[..4].copy_from_slice(&number.to_le_bytes());
@@ -173,7 +175,7 @@ fn both32(number: u32) -> [u8; 8] {
     bytes
 }
 
-/// As [`both32`] (7.2.3).
+/// A number in both byte orders (7.2.3).
 fn both16(number: u16) -> [u8; 4] {
     let mut bytes = [0; 4];
     bytes[..2].copy_from_slice(&number.to_le_bytes());
@@ -181,10 +183,10 @@ fn both16(number: u16) -> [u8; 4] {
     bytes
 }
 
-/// When all of it was made: 2000, since nobody asks (9.1.5).
+/// The recording time of all files: 2000, because it does not matter (9.1.5).
 const WHEN: [u8; 7] = [100, 1, 1, 0, 0, 0, 0];
 
-/// An entry of a directory (9.1), with `system`, a multiple of two bytes of system use fields, behind it.
+/// A directory record (9.1), followed by `system`, an even number of bytes of system use fields.
 fn record(at: usize, len: usize, flags: u8, name: &[u8], system: &[u8]) -> Vec<u8> {
     let mut record = vec![0, 0];
     record.extend(both32(at as u32));
@@ -229,7 +231,8 @@ fn padded(text: &str, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A volume with `files`: their names, those that ISO 9660 has room for, and what is in them, in the order of the latter.
+/// A volume with `files`: their names, their ISO 9660 names and their contents, sorted by ISO 9660
+/// name.
 fn image(files: &[(&str, &str, Vec<u8>)]) -> Vec<u8> {
     let directory = || -> Vec<u8> {
         let itself = [sp_and_er(), px(0o40555, 2)].concat();
@@ -244,12 +247,12 @@ fn image(files: &[(&str, &str, Vec<u8>)]) -> Vec<u8> {
         entries
     };
     let sectors = FILES + files.iter().map(|(.., data)| data.len().div_ceil(SECTOR)).sum::<usize>();
-    // A disk of some more is not cut at its end by who reads ahead.
+    // Pad the disk, so that read-ahead does not hit its end.
     let mut image = vec![0; sectors.next_multiple_of(32) * SECTOR];
     let mut put =
         |sector: usize, bytes: &[u8]| image[sector * SECTOR..][..bytes.len()].copy_from_slice(bytes);
 
-    // The primary volume descriptor (8.4), then the one that ends them (8.3).
+    // The primary volume descriptor (8.4), then the set terminator (8.3).
     let mut volume = b"\x01CD001\x01\x00".to_vec();
     volume.extend(padded("LINUX", 32));
     volume.extend(padded("CIDATA", 32));
@@ -264,14 +267,14 @@ fn image(files: &[(&str, &str, Vec<u8>)]) -> Vec<u8> {
     volume.extend([0; 4]);
     volume.extend(record(DIRECTORY, SECTOR, 2, &[0], &[]));
     volume.extend(padded("", 128 * 4 + 37 * 3));
-    // Four times that are not given (8.4.26.1).
+    // Four times that are not specified (8.4.26.1).
     for _ in 0..4 {
         volume.extend(*b"0000000000000000\0");
     }
     volume.push(1);
     put(DESCRIPTORS, &volume);
     put(DESCRIPTORS + 1, b"\xffCD001\x01");
-    // Path tables with the root alone (9.4), in each order of bytes.
+    // Path tables with only the root (9.4), one in each byte order.
     let root = |at: [u8; 4], number: [u8; 2]| [&[1, 0][..], &at, &number, &[0, 0]].concat();
     put(PATHS[0], &root((DIRECTORY as u32).to_le_bytes(), 1u16.to_le_bytes()));
     put(PATHS[1], &root((DIRECTORY as u32).to_be_bytes(), 1u16.to_be_bytes()));
@@ -296,7 +299,7 @@ mod tests {
         ]);
         let volume = &image[16 * SECTOR..17 * SECTOR];
         assert_eq!((&volume[..6], &volume[40..46]), (&b"\x01CD001"[..], &b"CIDATA"[..]));
-        // The root's record lies at byte 157 (counted from 1), the version of the structure at 882.
+        // The root's record is at byte 157 (counted from 1), the file structure version at 882.
         assert_eq!((volume[156], volume[881]), (34, 1));
         assert_eq!(u32::from_le_bytes(volume[80..84].try_into().unwrap()) as usize * SECTOR, image.len());
         assert_eq!(image[22 * SECTOR..][..5000], vec![7; 5000]);

@@ -1,20 +1,22 @@
-//! What cloud-init makes of user data, as it decides it (cloudinit/user_data.py, cloudinit/handlers/, cloudinit/templater.py): it unpacks
-//! gzip, takes for a MIME message what has `MIME-Version:` near its start, and tells anything else by how it begins, whose case and leading
-//! blanks do not matter. It ignores what it does not know, with a line in a log that nobody reads.
+//! Predicts what cloud-init does with user data, by its own rules (cloudinit/user_data.py,
+//! cloudinit/handlers/, cloudinit/templater.py). cloud-init unpacks gzip. Data with `MIME-Version:`
+//! near its start is a MIME message. Other data is classified by how it begins, ignoring case and
+//! leading blanks. Unknown data is ignored, with only a line in the guest's log.
 
 use std::io::Read;
 
-/// How many bytes of unpacked data are looked at.
+/// How many bytes of unpacked data are examined.
 const MAX_FILE: u64 = 64 << 20;
-/// Within how many bytes a MIME message has its version.
+/// A MIME message has its version within this many bytes.
 const MIME_WITHIN: usize = 4096;
 
-/// How user data begins (INCLUSION_TYPES_MAP), all in lower case. Each stands for those that begin like it, too.
+/// The beginnings of user data (INCLUSION_TYPES_MAP), in lower case. A beginning also covers longer
+/// ones that start with it.
 const BEGINNINGS: [&str; 6] =
     ["#cloud-config", "#!", "#include", "#cloud-boothook", "#part-handler", "## template: jinja"];
-/// How what a template yields begins: other kinds are no template's.
+/// The beginnings that a template's result may have. A template cannot be of another kind.
 const YIELDS: [&str; 2] = ["#cloud-config", "#!"];
-/// What somebody may have meant by a line that is like it.
+/// Spellings to suggest for a line that is similar to one of them.
 const MEANT: [&str; 8] = [
     "#cloud-config",
     "#include",
@@ -29,16 +31,16 @@ const MEANT: [&str; 8] = [
 /// Why cloud-init would ignore user data.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ignored {
-    /// What there is, in words.
+    /// What was found, in words.
     pub found: String,
     /// What would work.
     pub remedy: String,
 }
 
-/// Whether cloud-init does something with `data`, or there is nothing to do.
+/// Checks that cloud-init uses `data`, or that `data` is empty.
 ///
 /// # Errors
-/// Why it does not.
+/// Why cloud-init would ignore it.
 pub fn check(data: &[u8]) -> Result<(), Ignored> {
     if !data.starts_with(&[0x1f, 0x8b]) {
         return check_plain(data);
@@ -95,7 +97,7 @@ fn check_plain(data: &[u8]) -> Result<(), Ignored> {
     Err(Ignored { found: format!("begins with '{}'", first.escape_debug()), remedy })
 }
 
-/// What Python's str.lstrip() takes away.
+/// The characters that Python's str.lstrip() strips.
 fn is_blank(one: char) -> bool {
     one.is_whitespace() || ('\x1c'..='\x1f').contains(&one)
 }
@@ -104,7 +106,8 @@ fn begins(text: &str) -> String {
     text.chars().take(64).collect::<String>().to_lowercase()
 }
 
-/// A template is told by its first line, which has no blanks before it, and is of what it yields.
+/// A template is recognised by its first line, which has no blanks before it. Its kind is that of
+/// its result.
 fn check_template(text: &str) -> Result<(), Ignored> {
     let ignored = |found: String, remedy: &str| Err(Ignored { found, remedy: remedy.into() });
     if text.starts_with(is_blank) {
@@ -120,10 +123,10 @@ fn check_template(text: &str) -> Result<(), Ignored> {
         );
     }
     let rest = rest.trim_start_matches(is_blank);
-    // What a tag yields is known when it is rendered.
+    // A tag's result is only known when it is rendered.
     if rest.is_empty() || rest.starts_with('{') || YIELDS.iter().any(|known| begins(rest).starts_with(known))
     {
-        // An archive has the longer name.
+        // `#cloud-config` is a prefix of the archive's name.
         return match begins(rest).starts_with("#cloud-config-archive") {
             true => ignored(
                 "is a template of an archive".into(),
@@ -151,7 +154,7 @@ mod tests {
         writer.finish().unwrap()
     }
 
-    /// What cloud-init takes, and what it ignores, with a word of the refusal.
+    /// What cloud-init accepts, and what it ignores with a part of the remedy.
     #[test]
     fn user_data_is_taken_as_cloud_init_takes_it() {
         let far = |bytes: usize| {

@@ -1,25 +1,27 @@
-//! What a console with several ports and its driver tell each other about these (virtio 1.2, section 5.3.6.2): a message each, of a port's
-//! number, an event and its value.
+//! The control messages of a multiport console and its driver (virtio 1.2, section 5.3.6.2). A
+//! message has a port's number, an event and its value.
 //!
-//! The device keeps no queue of messages, which a driver that takes none could make long: each port has a bit for each message that is owed,
-//! and what it says is looked up when there is a buffer for it.
+//! The device keeps no queue of messages, because a driver that takes none could make it grow.
+//! Instead each port has one bit for each owed message. The message is composed when there is a
+//! buffer for it.
 
 use super::port::Port;
 
-/// From the driver: it is there, if the value is 1.
+/// From the driver: it is ready, if the value is 1.
 const DEVICE_READY: u16 = 0;
-/// There is such a port.
+/// The port exists.
 const DEVICE_ADD: u16 = 1;
-/// From the driver: it can use that port, if the value is 1.
+/// From the driver: it can use the port, if the value is 1.
 const PORT_READY: u16 = 3;
-/// The port is for a console.
+/// The port is a console.
 const CONSOLE_PORT: u16 = 4;
-/// The port has somebody at this end, with 1, or nobody. From the driver: the same of its end.
+/// The host's end of the port is open (1) or closed (0). From the driver: the same of the guest's
+/// end.
 const PORT_OPEN: u16 = 6;
-/// What the port is called: text behind the message.
+/// The port's name: text after the message.
 const PORT_NAME: u16 = 7;
 
-/// The messages that a port may be owed, in the order in which they are told.
+/// The messages that a port may be owed, in the order of sending.
 const OWED: [u16; 4] = [DEVICE_ADD, CONSOLE_PORT, PORT_NAME, PORT_OPEN];
 /// The length of a message without a name.
 const BYTES: usize = 8;
@@ -29,12 +31,13 @@ fn owe(port: &mut Port, event: u16) {
     port.state.owed |= OWED.iter().position(|owed| *owed == event).map_or(0, |at| 1 << at);
 }
 
-/// Somebody, or nobody any more, is at the host's end of `port`: its driver is to hear of it.
+/// The host's end of `port` was opened or closed: owes the driver a message.
 pub fn owe_connection(port: &mut Port) {
     owe(port, PORT_OPEN);
 }
 
-/// Takes in a message of the driver's. What names no port, says nothing or is cut short changes nothing.
+/// Handles a message of the driver. Messages with an unknown port or event, and short ones, change
+/// nothing.
 pub fn hear(message: [u8; BYTES], ports: &mut [Option<Port>]) {
     let [a, b, c, d, e, f, g, h] = message;
     let (id, event, is_so) =
@@ -56,7 +59,7 @@ pub fn hear(message: [u8; BYTES], ports: &mut [Option<Port>]) {
     }
 }
 
-/// The next message that is owed. A port with a name is for no console, and others have none.
+/// The next owed message. A named port is not a console; an unnamed port is.
 pub fn next(ports: &mut [Option<Port>]) -> Option<Vec<u8>> {
     for (id, port) in ports.iter_mut().enumerate() {
         let Some(port) = port else { continue };

@@ -1,10 +1,12 @@
-//! Console (virtio 1.2, section 5.3): bytes in and bytes out, by one port; or by two, of which the second has a name and is no console
-//! (VIRTIO_CONSOLE_F_MULTIPORT), and the first is there only where it is asked for.
+//! Console (virtio 1.2, section 5.3): bytes in and bytes out, through one or two ports. The second
+//! port has a name and is not a console (VIRTIO_CONSOLE_F_MULTIPORT). Then the first port exists
+//! only if it is configured.
 //!
-//! Both ends of a [`port`] are file descriptors that somebody else opened. Input is armed for one event at a time: it may be a
-//! blocking terminal, which is read once when it says that it can be, and only while the guest has a buffer for it. What is told of ports is
-//! in [`control`]. When either direction of a named port has ended at the host, its guest is told that nobody is there any more: who reads it
-//! in the guest comes to the end behind all that was sent.
+//! Both ends of a [`port`] are file descriptors opened elsewhere. Input is armed one-shot, because
+//! it may be a blocking terminal: it is read once when it is readable, and only if the guest has a
+//! buffer. [`control`] has the messages about ports. When either direction of a named port ends at
+//! the host, the guest is told that the port is closed. A reader in the guest then gets EOF after
+//! all data that was sent.
 
 mod control;
 mod port;
@@ -31,19 +33,19 @@ use crate::console::{self as host, Target};
 use port::{Numbers, Port};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// The device has several ports, and a queue each way to tell of them.
+/// The device has several ports, and a pair of control queues.
 const F_MULTIPORT: u32 = 1;
-/// The console, its queues and events.
+/// Queues and event data of the console port.
 const CONSOLE: Numbers = Numbers { receive: 0, transmit: 1, input: 0, output: 1 };
-/// What the driver is told of ports, and what it tells.
+/// The control queues: to the driver, and from it.
 const CONTROL_RECEIVE: u16 = 2;
 const CONTROL_TRANSMIT: u16 = 3;
-/// The port with a name.
+/// Queues and event data of the named port.
 const NAMED: Numbers = Numbers { receive: 4, transmit: 5, input: 2, output: 3 };
-/// Queues of a console, with the named port's and without.
+/// The queue sizes. Without the named port only the first two are used.
 const QUEUES: [u16; 6] = [64; 6];
 
-/// What a virtio console is.
+/// The virtio console as a kind of device.
 pub static KIND: Kind = Kind {
     key: "console",
     about: "A virtio console beside the serial port: file=PATH, pty or null",
@@ -58,17 +60,17 @@ pub static KIND: Kind = Kind {
     read: |written| Ok(Arc::new(serde_json::from_value::<ConsoleConfig>(written)?)),
 };
 
-/// A console, and where it leads.
+/// The configuration of a console: its target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConsoleConfig(pub Target);
 
-/// Why there is no console.
+/// Why a console cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
-    /// Where it leads cannot be opened.
+    /// The target cannot be opened.
     #[error(transparent)]
     Open(#[from] host::OpenError),
-    /// Nowhere is not there.
+    /// /dev/null cannot be opened.
     #[error("/dev/null: {0}")]
     Null(#[source] io::Error),
     /// The host refuses a descriptor.
@@ -130,13 +132,13 @@ impl ConsoleConfig {
     }
 }
 
-/// A port with a name, which leads to a socket of this process's, beside a console where that is asked for too. Whoever has the other end
-/// has to have it open by the time that the guest looks.
+/// A named port that leads to a socket of this process, with or without a console beside it. The
+/// other end must be open before the guest looks at the port.
 #[derive(Debug)]
 pub struct PortConfig {
-    /// What the guest knows the port by.
+    /// The port's name in the guest.
     pub name: String,
-    /// Where it leads.
+    /// The port's socket.
     pub end: UnixStream,
     /// The console beside it.
     pub console: Option<ConsoleConfig>,
@@ -161,36 +163,36 @@ impl DeviceConfig for PortConfig {
 
 /// The device.
 pub struct Console {
-    /// The console, and the port with a name.
+    /// The console port, and the named port.
     ports: [Option<Port>; 2],
-    /// Where the console leads, kept open: the handle on the device.
+    /// The console's opened target, kept open. It is also the device's handle.
     opened: Option<Arc<host::Opened>>,
     active: Option<Active>,
 }
 
-/// What is saved of a console.
+/// The saved state of a console.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
-    /// Of the console's own port.
+    /// `sent` of the console port.
     sent: usize,
-    /// Of each port, where one has a name.
+    /// Both ports, if there is a named port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ports: Option<[port::State; 2]>,
 }
 
 impl Console {
-    /// A console between the guest and these files. The output should not block (a file does not; a pipe, a socket or
-    /// a terminal should have O_NONBLOCK), for it is written on the event loop.
+    /// A console between the guest and these files. The event loop writes the output, so it must
+    /// not block: a pipe, socket or terminal needs O_NONBLOCK, a regular file does not.
     pub fn new(input: Option<File>, output: File) -> Self {
         let console = Port::new(CONSOLE, None, input, output);
         Console { ports: [Some(console), None], opened: None, active: None }
     }
 
-    /// `console`, if there is one, and a port called `name` between the guest and `end`.
+    /// `console`, if given, and a port called `name` between the guest and `end`.
     ///
     /// # Errors
-    /// Where the host has no descriptor left.
+    /// The host has no descriptor left.
     pub fn with_port(console: Option<Self>, name: &str, end: &UnixStream) -> io::Result<Self> {
         let file = || -> io::Result<File> { Ok(OwnedFd::from(end.try_clone()?).into()) };
         let named = Port::new(NAMED, Some(name), Some(file()?), file()?);
@@ -204,7 +206,7 @@ impl Console {
         self.ports[1].is_some()
     }
 
-    /// Has `act` done with each port and its queues, and the driver told of ends that came of it.
+    /// Calls `act` for each port and its queues. If that ends a connection, the driver is told.
     fn with_ports(&mut self, ops: &mut EventOps, mut act: impl FnMut(&mut Port, &mut Active, &mut EventOps)) {
         let Some(active) = &mut self.active else { return };
         let several = active.has(F_MULTIPORT);
@@ -220,17 +222,17 @@ impl Console {
         }
     }
 
-    /// Tells the driver what it is owed, as far as it has buffers.
+    /// Sends owed messages while the driver has buffers.
     fn tell(&mut self) {
         let (Some(active), ports) = (&mut self.active, &mut self.ports) else { return };
         active.serve(CONTROL_RECEIVE, |chain| match control::next(ports) {
-            // A driver whose buffer is too short for it has the rest cut off.
+            // If the driver's buffer is too short, the rest is cut off.
             Some(message) => Served::Done(chain.writable.write(&message) as u32),
             None => Served::Later,
         });
     }
 
-    /// Takes in what the driver tells.
+    /// Handles messages of the driver.
     fn hear(&mut self, ops: &mut EventOps) {
         let (Some(active), ports) = (&mut self.active, &mut self.ports) else { return };
         if !active.has(F_MULTIPORT) {
@@ -259,7 +261,7 @@ impl VirtioDevice for Console {
         &QUEUES[..if self.has_named() { 6 } else { 2 }]
     }
 
-    /// Columns and rows, 2 bytes each, which are not offered; how many ports there can be.
+    /// Columns and rows, 2 bytes each, are not offered. Then the maximum number of ports.
     fn read_config(&self, offset: usize, data: &mut [u8]) {
         let ports = if self.has_named() { self.ports.len() as u8 } else { 0 };
         read_space(&[0, 0, 0, 0, ports, 0, 0, 0], offset, data);
@@ -288,7 +290,7 @@ impl VirtioDevice for Console {
     fn notified(&mut self, index: u16, ops: &mut EventOps) {
         match index {
             CONTROL_TRANSMIT => self.hear(ops),
-            // Whoever is owed something is told at every turn.
+            // Owed messages are sent each time.
             _ => self.with_ports(ops, |port, active, ops| {
                 if port.has(index) {
                     port.notified(index, active, ops);
@@ -312,8 +314,7 @@ impl VirtioDevice for Console {
     }
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
-        self.has_named()
-            .then_some((KIND.key, "who is at the other end of its named port is with this process"))
+        self.has_named().then_some((KIND.key, "the peer of its named port is tied to this process"))
     }
 
     fn save(&self) -> DeviceState {
@@ -329,13 +330,13 @@ impl VirtioDevice for Console {
             return Err(RestoreError::Field {
                 field: "ports",
                 value: if self.has_named() { "missing" } else { "there" }.into(),
-                reason: "is a console's whose ports are others",
+                reason: "belongs to a console with other ports",
             });
         }
         for (port, state) in self.ports.iter_mut().zip(state.ports.unwrap_or(alone)) {
             port.iter_mut().for_each(|port| port.state = state.clone());
         }
-        // Who is there may have changed.
+        // The host's end may have changed.
         self.ports.iter_mut().flatten().filter(|port| port.name.is_some()).for_each(control::owe_connection);
         Ok(())
     }

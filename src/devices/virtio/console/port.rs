@@ -1,4 +1,5 @@
-//! One port of a console: bytes between a guest's two queues and two file descriptors of the host's.
+//! A port of a console: moves bytes between two queues of the guest and two file descriptors of the
+//! host.
 
 use std::fs::File;
 use std::io;
@@ -10,10 +11,10 @@ use super::F_MULTIPORT;
 use crate::virtio::Active;
 use crate::virtio::queue::Served;
 
-/// The most that one request moves; what is left of it follows.
+/// The maximum number of bytes moved at once. The rest follows.
 const MAX_BYTES: usize = 1 << 16;
 
-/// Its own numbers: its two queues, and the event data of its two descriptors.
+/// A port's two queues, and the event data of its two descriptors.
 #[derive(Clone, Copy, Debug)]
 pub struct Numbers {
     pub receive: u16,
@@ -25,42 +26,44 @@ pub struct Numbers {
 /// A port.
 pub struct Port {
     numbers: Numbers,
-    /// What its driver knows it by; none for a console.
+    /// Its name in the guest. A console has none.
     pub name: Option<String>,
     pub input: Option<Input>,
     pub output: File,
     /// The output is watched for room.
     output_watched: bool,
-    /// Nobody reads the output any more, and that has been said.
+    /// The output has no reader any more, and that was logged.
     lost: bool,
-    /// Bytes that the file did not take since a write last succeeded, because its disk was full or it failed.
+    /// Bytes that the file did not take since a write last succeeded, because its disk was full or
+    /// it failed.
     unwritten: u64,
-    /// What its guest has made of it.
+    /// The state that the guest controls.
     pub state: State,
 }
 
-/// Where what its guest reads comes from.
+/// The source of what the guest reads.
 pub struct Input {
     pub file: File,
-    /// There is something to read. A regular file and /dev/null cannot be polled and are always so.
+    /// There is something to read. Always true for a regular file and /dev/null, which cannot be
+    /// polled.
     ready: bool,
     polled: bool,
 }
 
-/// What is saved of a port.
+/// The saved state of a port.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
-    /// What of the first request in the transmit queue is already out.
+    /// How many bytes of the first request in the transmit queue are already written.
     pub sent: usize,
-    /// Somebody in the guest has it open.
+    /// The port is open in the guest.
     pub open: bool,
-    /// The messages that the driver is to be told yet ([`super::control`]).
+    /// The messages that the driver is owed, a bit each ([`super::control`]).
     pub owed: u8,
 }
 
 impl Port {
-    /// Between the guest and these files.
+    /// A port between the guest and these files.
     pub fn new(numbers: Numbers, name: Option<&str>, input: Option<File>, output: File) -> Self {
         let input = input.map(|file| Input { file, ready: false, polled: false });
         let state = State::default();
@@ -76,17 +79,17 @@ impl Port {
         }
     }
 
-    /// Whether there is somebody at the host's end.
+    /// Whether the host's end is connected.
     pub fn is_connected(&self) -> bool {
         self.input.is_some() && !self.lost
     }
 
-    /// Whether the queue `index` is one of its own.
+    /// Whether queue `index` belongs to this port.
     pub fn has(&self, index: u16) -> bool {
         [self.numbers.receive, self.numbers.transmit].contains(&index)
     }
 
-    /// The driver has made buffers available in queue `index`, one of its own.
+    /// The driver has made buffers available in queue `index` of this port.
     pub fn notified(&mut self, index: u16, active: &mut Active, ops: &mut EventOps) {
         match index == self.numbers.receive {
             true => self.receive(active, ops),
@@ -94,14 +97,14 @@ impl Port {
         }
     }
 
-    /// There has been an event with this data: there may be something to read.
+    /// Notes an event with this data: input may be readable.
     pub fn note(&mut self, data: u32) {
         if let Some(input) = self.input.as_mut().filter(|_| data == self.numbers.input) {
             input.ready = true;
         }
     }
 
-    /// One of its descriptors is ready, where the data is of one of these.
+    /// Handles an event with this data, if it belongs to one of the port's descriptors.
     pub fn ready(&mut self, data: u32, active: &mut Active, ops: &mut EventOps) {
         if data == self.numbers.input {
             self.receive(active, ops);
@@ -110,8 +113,8 @@ impl Port {
         }
     }
 
-    /// Gives the guest what has come, as far as it has buffers. A driver of several ports throws away what comes to one that nobody has
-    /// open.
+    /// Passes input to the guest while it has buffers. A multiport driver drops input for a port
+    /// that is not open, so that input waits.
     pub fn receive(&mut self, active: &mut Active, ops: &mut EventOps) {
         let is_open = self.state.open || !active.has(F_MULTIPORT);
         let Some(input) = self.input.as_mut().filter(|_| is_open) else { return };
@@ -123,12 +126,12 @@ impl Port {
             if chain.writable.left() == 0 {
                 return Served::Done(0);
             }
-            // Another read of a file that can be polled might block.
+            // A second read of a pollable file might block.
             input.ready = !input.polled;
             match chain.writable.readv(&input.file, MAX_BYTES) {
                 Ok(count @ 1..) => return Served::Done(count as u32),
                 Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
-                // The end, or a terminal whose other side has gone.
+                // EOF, or a terminal whose other side has closed.
                 _ => ended = true,
             }
             Served::Later
@@ -145,7 +148,7 @@ impl Port {
         }
     }
 
-    /// Lets out what the guest has written, as far as there is room.
+    /// Writes the guest's output while there is room.
     fn transmit(&mut self, active: &mut Active, ops: &mut EventOps) {
         let (sent, output, lost) = (&mut self.state.sent, &self.output, &mut self.lost);
         let unwritten = &mut self.unwritten;
@@ -159,7 +162,7 @@ impl Port {
                         match std::mem::take(unwritten) {
                             0 => {}
                             lost => tracing::warn!(
-                                "virtio console: output is written again: {lost} bytes of it were lost"
+                                "virtio console: output is written again; {lost} bytes were lost"
                             ),
                         }
                     }
@@ -168,7 +171,8 @@ impl Port {
                         full = true;
                         return Served::Later;
                     }
-                    // A disk that is full may have room again: each write is tried, and what it had is gone.
+                    // A full disk may have room again. So each write is tried, and the bytes of a
+                    // failed one are dropped.
                     Err(error) if output.metadata().is_ok_and(|about| about.is_file()) => {
                         if *unwritten == 0 {
                             tracing::warn!(
@@ -178,7 +182,7 @@ impl Port {
                         *unwritten += chain.readable.left() as u64;
                         break;
                     }
-                    // Nobody reads any more: the guest's words go nowhere, as with a cable pulled out.
+                    // The reader is gone: output is dropped, as with an unplugged cable.
                     gone => {
                         if !std::mem::replace(lost, true) {
                             let why =
@@ -200,7 +204,7 @@ impl Port {
         }
     }
 
-    /// Adds its input to the event loop.
+    /// Adds the input to the event loop.
     pub fn watch(&mut self, ops: &mut EventOps) {
         if let Some(input) = &mut self.input {
             let events =

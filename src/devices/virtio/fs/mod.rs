@@ -1,7 +1,9 @@
-//! A directory of the host's (virtio 1.2, section 5.11): its guest mounts it by its tag, with the file system `virtiofs`.
+//! A shared directory of the host (virtio 1.2, section 5.11). The guest mounts it by its tag, with
+//! the file system `virtiofs`.
 //!
-//! What requests do is [`vellum_share`]'s, in a process of its own. Here they are carried there and back by a worker thread, which reads
-//! and writes the files that are open itself (`requests`). There is no DAX window.
+//! [`vellum_share`] executes the requests in a process of its own. A worker thread here carries
+//! requests to it and answers back. The worker itself reads and writes files that are already open
+//! (`requests`). There is no DAX window.
 
 mod requests;
 
@@ -30,13 +32,13 @@ use vellum_sys::keyvalue::{self, KeyValues, path};
 const VIRTIO_ID_FS: u32 = 26;
 /// Bytes of a tag in configuration space, padded with zeroes.
 const TAG: usize = 36;
-/// The queue for what must not wait (FORGET), and the one for all else.
+/// The high-priority queue (FORGET), and the queue for all other requests.
 const QUEUE_SIZES: [u16; 2] = [64, 256];
 
-/// What a shared directory is.
+/// The shared directory as a kind of device.
 pub static KIND: Kind = Kind {
     key: "share",
-    about: "A directory of the host's, which the guest mounts by its tag, as in `mount -t virtiofs TAG /mnt`: \
+    about: "A directory of the host. The guest mounts it by its tag, as in `mount -t virtiofs TAG /mnt`: \
         `DIR[:TAG][,ro|rw|overlay][,cache=auto|always|none][,user=UID:GID][,as-root][,setid][,devices][,privileged-xattrs]`",
     value: Some("DIR"),
     repeats: true,
@@ -44,15 +46,15 @@ pub static KIND: Kind = Kind {
         Ok(config) => Ok(Arc::new(config)),
         Err(error) => Err(error.to_string()),
     },
-    // A machine that has one stays in its process.
-    read: |_| Err(serde::de::Error::custom("no share goes from one process to another")),
+    // A machine with a share stays in its process.
+    read: |_| Err(serde::de::Error::custom("a share cannot be handed to another process")),
 };
 
-/// What a shared directory is that is the root of a guest which is there for a command.
+/// The shared directory that is the root of a command's guest, as a kind of device.
 pub static ROOT: Kind = Kind {
     key: "root",
-    about: "The root of a COMMAND's guest: a directory of this host's, or `host`, this host's own root. What the guest changes stays in \
-        its memory. Whoever started Vellum reads it, or where that is root the directory's owner, UID:GID, or with as-root root: \
+    about: "The root of a COMMAND's guest: a directory of this host, or `host` for this host's own root. The guest's changes stay in \
+        its memory. Files are read as the user who started Vellum. If that is root: as the directory's owner, UID:GID, or root (as-root): \
         `DIR|host[,overlay][,cache=auto|always|none][,user=UID:GID][,as-root]`",
     value: Some("DIR|host"),
     repeats: false,
@@ -63,10 +65,10 @@ pub static ROOT: Kind = Kind {
     read: KIND.read,
 };
 
-/// What the root is mounted by. No other directory of such a guest has a tag with a slash.
+/// The root's tag. Other directories of such a guest have no slash in their tag.
 const ROOT_TAG: &str = "/dev/root";
 
-/// What may be done with a directory.
+/// The guest's access to a directory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// The guest reads it.
@@ -74,24 +76,25 @@ pub enum Mode {
     ReadOnly,
     /// The guest changes it.
     ReadWrite,
-    /// The guest reads it, and what it changes stays in its own memory.
+    /// The guest reads it. Its changes stay in its own memory.
     Overlay,
 }
 
-/// A shared directory as it is asked for.
+/// The configuration of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FsConfig {
     /// The directory.
     pub path: PathBuf,
-    /// What its guest mounts it by: 1 to 36 bytes.
+    /// The tag by which the guest mounts it: 1 to 36 bytes.
     pub tag: String,
-    /// What may be done with it.
+    /// The guest's access.
     pub mode: Mode,
-    /// What its guest may keep.
+    /// What the guest may cache.
     pub cache: Cache,
-    /// Whom its server acts as; where this process is root and nobody is named, the owner of the directory.
+    /// The user as whom the server acts. By default it is this process's user, or the directory's
+    /// owner if that is root.
     pub user: Option<User>,
-    /// Its server may act as root.
+    /// The server may act as root.
     pub as_root: bool,
     /// The guest may set setuid and setgid bits.
     pub setid: bool,
@@ -99,14 +102,14 @@ pub struct FsConfig {
     pub devices: bool,
     /// The guest may set attributes in `security.` and `trusted.`.
     pub privileged_xattrs: bool,
-    /// Whether its server is confined.
+    /// Whether the server is sandboxed.
     pub sandbox: sandbox::Mode,
-    /// Its guest has it for its root.
+    /// The directory is the guest's root.
     pub root: bool,
 }
 
 impl FsConfig {
-    /// `path`, read-only, by its own name.
+    /// `path`, read-only, with its file name as the tag.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         let path = path.into();
         let tag = path.file_name().map_or("root".into(), |name| name.to_string_lossy().into_owned());
@@ -140,11 +143,11 @@ const KEYS: [&str; 11] = [
     "tag",
 ];
 
-/// `--share`.
+/// Parses `--share`.
 fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
     let kv = KeyValues::parse(text, Some("path"), &KEYS)?;
     let whole = kv.required("path", path)?;
-    // A directory whose own name has a colon in it is told from its tag by tag=.
+    // A directory with a colon in its name needs tag=.
     let mut config = match whole.to_str().and_then(|text| text.rsplit_once(':')) {
         Some((path, tag)) if kv.text("tag").is_none() && !path.is_empty() && !tag.contains('/') => {
             FsConfig { tag: tag.into(), ..FsConfig::new(path) }
@@ -178,7 +181,8 @@ fn parse(text: &str) -> Result<FsConfig, keyvalue::Error> {
     Ok(config)
 }
 
-/// A root: a directory, or `host`, which is this host's own root where there is no directory of that name.
+/// Parses a root: a directory, or `host`. That is this host's own root, unless a directory has that
+/// name.
 fn root(text: &str) -> Result<FsConfig, keyvalue::Error> {
     let kv = KeyValues::parse(text, Some("path"), &["path", "overlay", "cache", "user", "as-root"])?;
     let path = kv.required("path", path)?;
@@ -209,29 +213,29 @@ pub enum FsError {
     /// It cannot be opened.
     #[error("directory {path}: {source}; share one that exists and that this user can read")]
     Open {
-        /// Which.
+        /// The directory.
         path: PathBuf,
-        /// What the kernel says.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Its server does not start.
     #[error("directory {path}: {source}")]
     Serve {
-        /// Which.
+        /// The directory.
         path: PathBuf,
-        /// Why.
+        /// What went wrong.
         source: io::Error,
     },
-    /// A tag that no guest could name.
+    /// The tag is empty, too long, or has a zero byte.
     #[error("tag '{0}' has {len} bytes: 1 to {TAG} fit, as in DIR:data", len = .0.len())]
     Tag(String),
-    /// Whoever serves it would be root.
+    /// The server would act as root.
     #[error(
-        "directory {0} belongs to root, and so its server would act as root: user=UID:GID names somebody else, as-root allows it"
+        "directory {0} belongs to root, so its server would act as root: name another user with user=UID:GID, or allow it with as-root"
     )]
     Root(PathBuf),
-    /// Somebody else is asked for by who may not become that.
-    #[error("directory {0}: user=: only root may act as somebody else; leave it out")]
+    /// `user=` was given by a user who cannot change to another.
+    #[error("directory {0}: user=: only root may act as another user; leave it out")]
     User(PathBuf),
 }
 
@@ -263,7 +267,7 @@ impl DeviceConfig for FsConfig {
     }
 }
 
-/// The device: what its vCPUs see, and the way to the worker.
+/// The device as its driver sees it, and the handle to its worker.
 pub struct Fs {
     config: [u8; TAG + 4],
     key: &'static str,
@@ -271,16 +275,16 @@ pub struct Fs {
     worker: Option<Worker<Requests>>,
 }
 
-/// What its guest has open is the server's, which does not move.
+/// Nothing is saved: open files belong to the server, which does not move.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {}
 
 impl Fs {
-    /// Opens the directory, and starts its server.
+    /// Opens the directory and starts its server.
     ///
     /// # Errors
-    /// Why it cannot be shared.
+    /// The directory cannot be shared.
     pub fn open(config: &FsConfig) -> Result<Self, FsError> {
         let tag = config.tag.as_bytes();
         if tag.is_empty() || tag.len() > TAG || tag.contains(&0) {
@@ -313,7 +317,8 @@ impl Fs {
     }
 }
 
-/// Whom the server acts as: `None` for whoever this process is. `uid` and `gid` own the directory.
+/// The user as whom the server acts; `None` for this process's own. `uid` and `gid` own the
+/// directory.
 fn whom(config: &FsConfig, uid: u32, gid: u32) -> Result<Option<User>, FsError> {
     let (me, _) = identity::effective();
     match config.user {
@@ -351,7 +356,7 @@ impl VirtioDevice for Fs {
     }
 
     fn activate(&mut self, active: Active) {
-        self.worker.as_ref().expect("it is started before its driver runs").give(active, ());
+        self.worker.as_ref().expect("the worker starts before the driver runs").give(active, ());
     }
 
     fn quiesce(&mut self, patience: Duration) -> Result<Option<Active>, Hang> {
@@ -359,7 +364,7 @@ impl VirtioDevice for Fs {
     }
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
-        Some((self.key, "what its guest has open of a directory is here alone"))
+        Some((self.key, "files that the guest has open in it are open only in this process"))
     }
 
     fn save(&self) -> DeviceState {
@@ -414,7 +419,7 @@ mod tests {
         }
     }
 
-    /// Nobody serves as root without having been asked to.
+    /// Root serves a directory only on request.
     #[test]
     fn a_directory_of_roots_is_not_served_by_root() {
         if identity::effective().0 != 0 {

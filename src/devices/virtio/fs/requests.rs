@@ -1,4 +1,5 @@
-//! How a request comes to the server of a directory, and what is done without it: reading and writing files that are open.
+//! Passes requests to the server of a directory. Reads and writes of open files are done here,
+//! without the server.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,19 +15,19 @@ use vellum_share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer
 use vellum_share::process::Client;
 use vellum_share::server::{MAX_ANSWER, MAX_REQUEST};
 
-/// What the worker has.
+/// The worker's state.
 pub struct Requests {
     client: Client,
     path: PathBuf,
-    /// The files that are open, by the server's numbers.
+    /// Open files, by the server's handles.
     files: HashMap<u64, File>,
     request: Vec<u8>,
     answer: Vec<u8>,
-    /// The server has ended, and that has been said.
+    /// The server has ended, and that was logged.
     over: bool,
 }
 
-/// A request, for whoever asks what a directory's thread is at: its opcode.
+/// A request in progress, for status messages: its opcode.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked(u32);
 
@@ -41,7 +42,7 @@ impl fmt::Display for Asked {
 }
 
 impl Requests {
-    /// By way of `client`, of the directory `path`.
+    /// Requests for the directory `path`, served by `client`.
     pub fn new(client: Client, path: &Path) -> Self {
         Self {
             client,
@@ -53,7 +54,7 @@ impl Requests {
         }
     }
 
-    /// Bytes of the file of `transfer`, into `data`: how many.
+    /// Reads bytes of `transfer`'s file into `data`. Returns how many.
     fn read(&self, transfer: Transfer, data: &mut Slices<'_>) -> Result<usize, i32> {
         let file = self.files.get(&transfer.fh).ok_or(libc::EBADF)?;
         let most = (transfer.size as usize).min(data.left());
@@ -69,7 +70,7 @@ impl Requests {
         moved(most, |done| data.pwritev(file, at(transfer, done)?, most - done))
     }
 
-    /// Has the server answer: how many bytes [`Requests::answer`] has then.
+    /// Has the server answer. Returns the length of the answer in `self.answer`.
     fn ask(&mut self, opcode: u32, len: usize) -> Result<usize, i32> {
         let asked = self.client.ask(&self.request[..len], &mut self.answer);
         let (len, descriptor) = asked.map_err(|error| {
@@ -85,13 +86,13 @@ impl Requests {
     }
 }
 
-/// Where the next bytes of `transfer` lie in their file.
+/// The file offset of the next bytes of `transfer`.
 fn at(transfer: Transfer, done: usize) -> io::Result<u64> {
     let at = transfer.offset.checked_add(done as u64).filter(|&at| i64::try_from(at).is_ok());
     at.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))
 }
 
-/// Goes on until `most` bytes are moved, or no more are to be had.
+/// Continues until `most` bytes are moved, or no more are available.
 fn moved(most: usize, mut part: impl FnMut(usize) -> io::Result<usize>) -> Result<usize, i32> {
     let mut done = 0;
     while done < most {
@@ -99,7 +100,7 @@ fn moved(most: usize, mut part: impl FnMut(usize) -> io::Result<usize>) -> Resul
             Ok(0) => break,
             Ok(count) => done += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // What has been moved counts; the next request comes upon the error.
+            // Return what was moved. The next request meets the error.
             Err(_) if done > 0 => break,
             Err(error) => return Err(error.raw_os_error().unwrap_or(libc::EIO)),
         }
@@ -121,7 +122,7 @@ impl Work for Requests {
         let Chain { readable, writable, .. } = chain;
         let total = readable.left();
         let Some(bytes) = readable.read_array::<IN_HEADER>() else { return 0 };
-        // Without a header there is nobody to answer.
+        // Without a header there is no ID to answer.
         let Some(header) = Header::parse(&bytes, total) else { return 0 };
         begins(Asked(header.opcode));
         let fail =

@@ -1,8 +1,10 @@
-//! Network interface (virtio 1.2, section 5.1) on a tap device of the host, or on [passt's stream](user).
+//! Network interface (virtio 1.2, section 5.1) on a tap device of the host, or on [passt's
+//! stream](user).
 //!
-//! Packets move between tap and guest memory without a copy in between, each with the header that both sides share
-//! (IFF_VNET_HDR), so checksums and segmentation go through undone; passt takes and gives whole frames, so that there a guest is offered
-//! neither. One receive and one transmit queue.
+//! Packets move between tap and guest memory without a copy. Both sides use the same header
+//! (IFF_VNET_HDR), so checksum and segmentation offloads pass through. passt takes and sends
+//! complete frames, so the guest is offered no offloads there. There is one receive and one
+//! transmit queue.
 
 pub mod user;
 
@@ -32,14 +34,14 @@ use vellum_sys::tap::{self, Tap};
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;
 const QUEUE_SIZE: u16 = 256;
-/// struct virtio_net_hdr_v1.
+/// The size of struct virtio_net_hdr_v1.
 const HEADER: usize = 12;
-/// num_buffers in it, which the tap leaves alone.
+/// The offset of its num_buffers, which the tap does not set.
 const NUM_BUFFERS: usize = 10;
 /// The longest packet with its headers: a full IP packet, Ethernet and a VLAN tag.
 const MAX_PACKET: usize = HEADER + 65535 + 18;
 
-/// The guest's feature bits, and what each lets the tap hand over unfinished.
+/// Guest feature bits, and the tap offload that each allows.
 const OFFLOADS: [(u32, u32); 5] = [
     (VIRTIO_NET_F_GUEST_CSUM, tap::CSUM),
     (VIRTIO_NET_F_GUEST_TSO4, tap::TSO4),
@@ -48,7 +50,7 @@ const OFFLOADS: [(u32, u32); 5] = [
     (VIRTIO_NET_F_GUEST_UFO, tap::UFO),
 ];
 
-/// What a network interface is.
+/// The network interface as a kind of device.
 pub static KIND: Kind = Kind {
     key: "net",
     about: "A network interface. On a tap: tap=NAME[,mac=ADDRESS]; with create[,host=ADDRESS/LENGTH] the tap is made. Without \
@@ -63,19 +65,19 @@ pub static KIND: Kind = Kind {
     read: |written| Ok(Arc::new(serde_json::from_value::<NetConfig>(written)?)),
 };
 
-/// A network interface as it is asked for.
+/// The configuration of a network interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetConfig {
     /// The tap device's name; empty without one.
     pub tap: String,
-    /// Make the tap, and bring it up; it goes away with the machine. Otherwise it must be there.
+    /// Create the tap and bring it up. It goes away with the machine. Otherwise the tap must exist.
     pub create: bool,
-    /// The host's address and prefix length on a tap that is made.
+    /// The host's address and prefix length on a created tap.
     pub host: Option<(Ipv4Addr, u8)>,
-    /// The guest's hardware address; a random one by default.
+    /// The guest's MAC address; random by default.
     pub mac: Option<[u8; 6]>,
-    /// What there is in the place of a tap.
+    /// The passt network, in place of a tap.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<User>,
 }
@@ -83,13 +85,13 @@ pub struct NetConfig {
 /// Why there is no network.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
-    /// The tap device.
+    /// The tap device cannot be used.
     #[error(transparent)]
     Tap(#[from] tap::TapError),
-    /// passt.
+    /// passt cannot be used.
     #[error(transparent)]
     User(#[from] user::Error),
-    /// No random hardware address.
+    /// No random MAC address.
     #[error("/dev/urandom: {0}")]
     Random(io::Error),
 }
@@ -115,12 +117,12 @@ impl DeviceConfig for NetConfig {
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
         let mac = self.mac.unwrap_or_default();
         let mut lent = lent.into_iter();
-        // The guest's address comes with its state.
+        // The guest's address comes with the saved state.
         let net = match (&self.user, lent.next()) {
             (None, None) => return Err(Unfit::boxed(&KIND, "no descriptor")),
             (None, Some(tap)) => Net::on(Tap::from_fd(&self.tap, tap), mac),
             (Some(user), Some(socket)) => Net::on_stream(Stream::on(socket, user.host_loopback), mac),
-            // Its passt had ended there already.
+            // Its passt had already ended in the other process.
             (Some(user), None) => {
                 Net::on_stream(Stream::open(user).map_err(NetError::from).map_err(boxed)?, mac)
             }
@@ -140,7 +142,8 @@ fn boxed(error: NetError) -> OpenError {
     Box::new(error)
 }
 
-/// `tap=NAME[,mac=ADDRESS][,create][,host=ADDRESS/LENGTH]`, or `user[,host-loopback][,forward=LIST][,socket=PATH][,mac=ADDRESS]`.
+/// `tap=NAME[,mac=ADDRESS][,create][,host=ADDRESS/LENGTH]`, or
+/// `user[,host-loopback][,forward=LIST][,socket=PATH][,mac=ADDRESS]`.
 pub fn parse(text: &str) -> Result<NetConfig, keyvalue::Error> {
     if text == "user" || text.starts_with("user,") {
         let kv = KeyValues::parse(text, None, &["user", "host-loopback", "forward", "socket", "mac"])?;
@@ -167,7 +170,7 @@ fn forwards(text: &str) -> Result<Vec<Forward>, &'static str> {
     text.split(',').map(str::parse).collect()
 }
 
-/// A hardware address of one interface.
+/// Parses a unicast MAC address.
 pub fn mac(text: &str) -> Result<[u8; 6], &'static str> {
     const EXPECTED: &str = "an address as in 02:00:00:00:00:01, of one interface (the first byte even)";
     let mut bytes = [0; 6];
@@ -186,7 +189,7 @@ fn host(text: &str) -> Result<(Ipv4Addr, u8), &'static str> {
     Ok((address.parse().map_err(|_| EXPECTED)?, length))
 }
 
-/// What is at the other end of the wire.
+/// The host's end of the interface.
 enum Side {
     Tap(Tap),
     User(Stream),
@@ -196,16 +199,16 @@ enum Side {
 pub struct Net {
     side: Side,
     mac: [u8; 6],
-    /// There may be packets: the other end is edge-triggered, and is read until it says that it has none.
+    /// There may be packets. The host's end is edge-triggered, so it is read until it has none.
     readable: bool,
-    /// The tap's offloads follow the driver's features from the first event on.
+    /// The tap's offloads match the driver's features. They are set at the first event.
     configured: bool,
     /// The link is down, and the driver has not been told.
     untold: bool,
     active: Option<Active>,
 }
 
-/// What is saved of a network interface.
+/// The saved state of a network interface.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -213,7 +216,7 @@ pub struct State {
 }
 
 impl Net {
-    /// Attaches to the tap device, or makes it; or starts passt.
+    /// Attaches to the tap device or creates it, or starts passt.
     pub fn open(config: &NetConfig) -> Result<Self, NetError> {
         let mac = config.mac.map_or_else(random_mac, Ok).map_err(NetError::Random)?;
         if let Some(user) = &config.user {
@@ -227,7 +230,7 @@ impl Net {
         Ok(Net::on(tap, mac))
     }
 
-    /// A device on a tap that is open: non-blocking, and every packet with a header of 12 bytes.
+    /// A device on an open tap. The tap must be non-blocking and use a 12-byte header.
     pub fn on(tap: Tap, mac: [u8; 6]) -> Self {
         Self::with(Side::Tap(tap), mac)
     }
@@ -241,7 +244,7 @@ impl Net {
         Net { side, mac, readable: true, configured: false, untold: false, active: None }
     }
 
-    /// False where there is nobody at the other end any more.
+    /// Passes packets to the guest. Returns false if the peer is gone.
     fn receive(&mut self) -> bool {
         let Some(active) = &mut self.active else { return true };
         let (mut there, mut head) = (true, Slices::default());
@@ -249,7 +252,7 @@ impl Net {
             if !self.readable {
                 return Served::Later;
             }
-            // A buffer that cannot hold a header comes back empty: the packet waits for a better one.
+            // A buffer too small for a header is returned empty. The packet waits for a larger one.
             if chain.writable.left() < HEADER {
                 return Served::Done(0);
             }
@@ -277,8 +280,8 @@ impl Net {
                 Ok(count) => Served::Done(count as u32),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => Served::Later,
                 Err(error) => {
-                    // Where there is another reason the interface is down or gone: nothing to read until it tells of
-                    // something new.
+                    // For any other reason the interface is down or gone: nothing to read until the
+                    // next event.
                     if error.kind() != io::ErrorKind::WouldBlock {
                         tracing::warn!("{}: {error}", tap.name());
                     }
@@ -290,7 +293,7 @@ impl Net {
         there
     }
 
-    /// False where there is nobody at the other end any more.
+    /// Passes the guest's packets to the host. Returns false if the peer is gone.
     fn transmit(&mut self) -> bool {
         let Some(active) = &mut self.active else { return true };
         let mut there = true;
@@ -308,18 +311,18 @@ impl Net {
                     };
                 }
             };
-            // A packet that the tap does not take is lost, as on any wire.
+            // A packet that the tap refuses is lost, as on any network.
             if (HEADER..=MAX_PACKET).contains(&chain.readable.left())
                 && let Err(error) = chain.readable.writev(tap, MAX_PACKET)
             {
-                tracing::debug!("{}: a packet of the guest is lost: {error}", tap.name());
+                tracing::debug!("{}: a guest packet was lost: {error}", tap.name());
             }
             Served::Done(0)
         });
         there
     }
 
-    /// Runs on the event loop, where the tap's ioctl is allowed.
+    /// Runs on the event loop, whose sandbox allows the tap's ioctl.
     fn configure(&mut self) {
         let (Some(active), Side::Tap(tap)) = (&self.active, &self.side) else { return };
         if !std::mem::replace(&mut self.configured, true) {
@@ -331,7 +334,7 @@ impl Net {
         }
     }
 
-    /// passt has ended: the link is down, and the guest goes on without.
+    /// passt has ended: the link goes down, and the guest continues without network.
     fn hang_up(&mut self, ops: &mut EventOps) {
         let Side::User(stream) = &mut self.side else { return };
         let Some(socket) = stream.socket() else { return };
@@ -342,7 +345,7 @@ impl Net {
         self.tell();
     }
 
-    /// Tells the driver that the link is not what it was.
+    /// Tells the driver that the link state has changed.
     fn tell(&mut self) {
         if let Some(active) = self.active.as_ref().filter(|_| self.untold) {
             active.config_changed();
@@ -358,7 +361,7 @@ impl Net {
     }
 }
 
-/// What the event loop wants of a descriptor.
+/// Wraps a descriptor for the event loop.
 struct Raw<'a>(&'a OwnedFd);
 
 impl AsRawFd for Raw<'_> {
@@ -367,14 +370,14 @@ impl AsRawFd for Raw<'_> {
     }
 }
 
-/// A packet that asks which protocol address `mac` has (RARP, RFC 903), to all: nobody answers, and every switch on its way sees
-/// where it came from.
+/// A broadcast RARP request for the address of `mac` (RFC 903). It needs no answer. Every switch on
+/// its way learns where it came from.
 fn announcement(mac: [u8; 6]) -> [u8; HEADER + 60] {
     let mut packet = [0; HEADER + 60];
     let mut put = |at: usize, bytes: &[u8]| packet[HEADER + at..][..bytes.len()].copy_from_slice(bytes);
     put(0, &[0xff; 6]);
     put(6, &mac);
-    // The protocol; Ethernet, IPv4, their lengths; the request.
+    // EtherType; Ethernet, IPv4 and their address lengths; the request.
     put(12, &[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
     put(22, &mac);
     put(32, &mac);
@@ -411,7 +414,7 @@ impl VirtioDevice for Net {
     fn read_config(&self, offset: usize, data: &mut [u8]) {
         let mut space = [0; 8];
         space[..6].copy_from_slice(&self.mac);
-        // The status, which a driver on a tap does not look at.
+        // The status. A tap's driver does not negotiate it.
         if matches!(self.side, Side::User(_)) && self.is_up() {
             space[6] = VIRTIO_NET_S_LINK_UP as u8;
         }
@@ -434,7 +437,7 @@ impl VirtioDevice for Net {
         let events = match &self.side {
             Side::Tap(tap) => Events::with_data(tap, 0, edges),
             Side::User(stream) => match stream.socket() {
-                // What waits to be sent goes on when there is room.
+                // Waiting packets continue when there is room.
                 Some(socket) => Events::with_data(&Raw(socket), 0, edges | EventSet::OUT),
                 None => return,
             },
@@ -458,24 +461,27 @@ impl VirtioDevice for Net {
         self.configure();
         let ends = EventSet::HANG_UP | EventSet::ERROR;
         let there = self.receive() && (!matches!(self.side, Side::User(_)) || self.transmit());
-        // Whoever is not active yet reads nothing, and would not see the end.
+        // An inactive device reads nothing, and so would not notice the end.
         if !there || self.active.is_none() && events.event_set().intersects(ends) {
             self.hang_up(ops);
         }
     }
 
-    /// Switches learn from any packet behind which port an address is.
+    /// Switches learn from any packet which port an address is behind.
     fn arrived(&mut self) {
         let packet = announcement(self.mac);
         match &mut self.side {
             Side::Tap(tap) => {
                 if let Err(error) = tap.send(&packet) {
-                    tracing::warn!("{}: the network is not told that the guest is here: {error}", tap.name());
+                    tracing::warn!(
+                        "{}: cannot announce the guest's arrival to the network: {error}",
+                        tap.name()
+                    );
                 }
             }
             Side::User(stream) => {
                 let _ = stream.send_own(&packet[HEADER..]);
-                // The link may have been down where it came from, or be down here.
+                // The link may have been down at the source, or be down here.
                 self.untold = true;
             }
         }

@@ -1,11 +1,12 @@
-//! The host's side of a network interface without a tap: passt, a process that turns the guest's connections into sockets of this user's.
-//! It needs no privileges and confines itself (passt(1)).
+//! A network interface without a tap: passt, a process that turns the guest's connections into
+//! sockets of this user. It needs no privileges and sandboxes itself (passt(1)).
 //!
-//! Frames go over a stream socket, each behind its length in four bytes, most significant first (passt(1), `--fd`; QEMU's `-netdev stream`).
-//! They are whole: neither checksums nor segmentation are left to this side, and there is no header of virtio's.
+//! Frames go over a stream socket, each after its length in four big-endian bytes (passt(1),
+//! `--fd`; QEMU's `-netdev stream`). They are complete: this side has no checksum or segmentation
+//! offloads, and there is no virtio header.
 //!
-//! A frame that has come in part stays in the socket, so that this side holds none of it. One that the socket took in part is sent to its
-//! end before the next.
+//! A partly received frame stays in the socket, so this side buffers none of it. A partly sent
+//! frame is completed before the next one.
 
 use std::fs;
 use std::io;
@@ -24,40 +25,40 @@ use super::HEADER;
 use vellum_kvm::memory::slices::Slices;
 use vellum_sys::{program, socket};
 
-/// What stands before each frame.
+/// The size of the length before each frame.
 const LENGTH: usize = 4;
 /// The longest frame: a full IP packet, Ethernet and a VLAN tag.
 pub(super) const MAX_FRAME: usize = 65535 + 18;
-/// An Ethernet header is the least that can be sent.
+/// The shortest frame is an Ethernet header.
 const MIN_FRAME: usize = 14;
-/// What the guest is told by DHCP: buffers of drivers without offloads hold frames of that.
+/// The MTU announced by DHCP. Drivers without offloads have buffers for frames of this size.
 const MTU: &str = "1500";
-/// The resolver that a guest can ask, which passt leads to the host's own, wherever that listens.
+/// The guest's DNS resolver. passt forwards its queries to the host's own, wherever that listens.
 pub const RESOLVER: Ipv4Addr = Ipv4Addr::new(169, 254, 1, 1);
 
-/// A network without a tap as it is asked for.
+/// The configuration of a network without a tap.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct User {
-    /// Whether the guest reaches what listens on the host's loopback, by the gateway's address.
+    /// Whether the guest reaches services on the host's loopback, through the gateway's address.
     pub host_loopback: bool,
-    /// Ports of the host that lead to the guest's.
+    /// Ports of the host forwarded to the guest.
     pub forwards: Vec<Forward>,
-    /// A passt that runs already, by its socket.
+    /// The socket of a running passt.
     pub socket: Option<PathBuf>,
 }
 
-/// A port of the host that leads to one of the guest's.
+/// A port of the host that is forwarded to the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Forward {
-    /// Whether it is of UDP.
+    /// UDP instead of TCP.
     pub udp: bool,
-    /// Where on the host.
+    /// The host's address.
     pub address: IpAddr,
-    /// Which of the host's.
+    /// The host's port.
     pub host: u16,
-    /// Which of the guest's.
+    /// The guest's port.
     pub guest: u16,
 }
 
@@ -95,38 +96,38 @@ pub enum Error {
     /// passt is not installed.
     #[error("passt is not installed: on Debian and Ubuntu it is in the package passt (apt install passt)")]
     Missing,
-    /// passt has nothing to take the guest's addresses from.
+    /// passt has no source for the guest's addresses.
     #[error(
-        "this host has no default route, from whose interface passt takes the guest's addresses: `ip route` shows none that begins with `default`"
+        "this host has no default route: `ip route` shows no line that begins with `default`; passt takes the guest's addresses from its interface"
     )]
     NoRoute,
     /// It does not start.
     #[error("passt does not start: {0}")]
     Refused(String),
-    /// A port that is to lead to the guest.
+    /// A forwarded port cannot be bound.
     #[error("{0}: a port in use? `ss -lntu` lists them; ports below 1024 are root's")]
     Port(String),
-    /// A socket that was named.
+    /// The named socket cannot be used.
     #[error("{}: {source}; `passt --socket PATH` listens at one", path.display())]
     Socket {
-        /// Which.
+        /// The path.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// The host.
+    /// The host refuses a socket pair.
     #[error("a pair of sockets: {0}")]
     Host(#[from] io::Error),
 }
 
-/// What came of a frame.
+/// The result of moving a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Moved {
-    /// It went; how many bytes of the guest's were written.
+    /// It was moved. Holds the number of bytes written to the guest.
     Whole(usize),
-    /// It does not go now.
+    /// It cannot be moved now.
     Later,
-    /// There is nobody at the other end any more.
+    /// The peer is gone.
     Gone,
 }
 
@@ -135,13 +136,13 @@ pub struct Stream {
     socket: Option<OwnedFd>,
     /// Whether the guest may send to the host's loopback.
     host_loopback: bool,
-    /// The frame that was sent last, and how much of it the socket has taken.
+    /// The last frame, and how many of its bytes the socket has taken.
     frame: Vec<u8>,
     taken: usize,
 }
 
 impl Stream {
-    /// Starts passt, or connects to one.
+    /// Starts passt, or connects to a running one.
     ///
     /// # Errors
     /// What is missing, and what would help.
@@ -155,33 +156,33 @@ impl Stream {
         Ok(Self::on(socket.into(), user.host_loopback))
     }
 
-    /// One on a connected stream socket that does not block.
+    /// A stream on a connected, non-blocking socket.
     pub fn on(socket: OwnedFd, host_loopback: bool) -> Self {
         Self { socket: Some(socket), host_loopback, frame: Vec::new(), taken: 0 }
     }
 
-    /// The socket, while somebody is at its other end.
+    /// The socket, unless the peer is gone.
     pub fn socket(&self) -> Option<&OwnedFd> {
         self.socket.as_ref()
     }
 
-    /// Forgets the socket; where that is watched it is watched no more before.
+    /// Closes the socket. The event loop must no longer watch it.
     pub(super) fn close(&mut self) {
         self.socket = None;
     }
 
-    /// Another descriptor of the socket, for a process that takes it over.
+    /// Duplicates the socket for a process that takes it over.
     ///
     /// # Errors
-    /// Where a frame is half sent, of which that process would know nothing.
+    /// A frame is half sent: the other process would not know its rest.
     pub(super) fn lend(&mut self) -> io::Result<Option<OwnedFd>> {
         if self.flush() != Moved::Whole(0) && self.socket.is_some() {
-            return Err(io::Error::other("passt has not taken a frame to its end; try again"));
+            return Err(io::Error::other("passt has taken only part of a frame; try again"));
         }
         self.socket.as_ref().map(OwnedFd::try_clone).transpose()
     }
 
-    /// Sends what is left of the last frame.
+    /// Sends the rest of the last frame.
     fn flush(&mut self) -> Moved {
         let Some(socket) = &self.socket else { return Moved::Gone };
         while self.taken < self.frame.len() {
@@ -193,8 +194,8 @@ impl Stream {
         Moved::Whole(0)
     }
 
-    /// Sends a guest's packet, whose header of virtio's is left out. One of no sensible length is dropped, and one to the host's loopback
-    /// where that is out of the guest's reach.
+    /// Sends a guest's packet without its virtio header. A packet of an invalid length is dropped.
+    /// So is one to the host's loopback, if the guest may not reach that.
     pub(super) fn send(&mut self, packet: &mut Slices<'_>) -> Moved {
         match self.flush() {
             Moved::Whole(_) => {}
@@ -215,7 +216,7 @@ impl Stream {
         self.begin()
     }
 
-    /// Sends a frame of this side's own.
+    /// Sends a frame made by this side.
     pub(super) fn send_own(&mut self, frame: &[u8]) -> Moved {
         match self.flush() {
             Moved::Whole(_) => {
@@ -228,7 +229,8 @@ impl Stream {
         }
     }
 
-    /// Sends the frame that has been made, to its end as soon as the socket takes that, or nothing of it.
+    /// Starts to send the composed frame. It is sent to its end as the socket takes it, or not at
+    /// all.
     fn begin(&mut self) -> Moved {
         self.taken = self.frame.len();
         let Some(socket) = &self.socket else { return Moved::Gone };
@@ -241,8 +243,8 @@ impl Stream {
         }
     }
 
-    /// Puts the next frame into a guest's buffers, behind their header. What they have no room for is lost with its frame, as on any
-    /// wire.
+    /// Reads the next frame into a guest's buffers, after the header. A frame that does not fit is
+    /// dropped, as on any network.
     pub(super) fn receive(&mut self, to: &mut Slices<'_>) -> Moved {
         loop {
             let Some(socket) = &self.socket else { return Moved::Gone };
@@ -254,7 +256,7 @@ impl Stream {
                 Err(error) => return not_now(&error),
             };
             if !(MIN_FRAME..=MAX_FRAME).contains(&len) {
-                // Behind a length that is none nothing can be found again.
+                // After an invalid length, frame boundaries are lost.
                 tracing::warn!("passt: a frame of {len} bytes: the stream is broken");
                 return Moved::Gone;
             }
@@ -263,7 +265,7 @@ impl Stream {
                 Ok(_) => {}
                 Err(error) => return not_now(&error),
             }
-            // All of it is there, so that nothing of this stops on the way.
+            // The whole frame has arrived, so the reads below do not block.
             if !discard(socket, LENGTH) {
                 return Moved::Gone;
             }
@@ -286,13 +288,14 @@ impl Stream {
     }
 }
 
-/// Whether a frame is to an address by which a host means itself: passts of before 2023-11 connect to whatever address a guest names.
+/// Whether a frame is addressed to the host's loopback. passt before 2023-11 connects to whatever
+/// address a guest names.
 fn is_to_loopback(frame: &[u8]) -> bool {
     let (Some(ethertype), Some(packet)) = (frame.get(12..14), frame.get(14..)) else { return false };
     match ethertype {
-        // The destination is at byte 16 (RFC 791, 3.1); 0.0.0.0/8 is this host too.
+        // The destination is at byte 16 (RFC 791, 3.1). 0.0.0.0/8 is this host too.
         [0x08, 0x00] => packet.get(16).is_some_and(|first| matches!(first, 0 | 127)),
-        // And at byte 24 (RFC 8200, 3): `::`, `::1`, and those that hold an address of IPv4.
+        // The destination is at byte 24 (RFC 8200, 3): `::`, `::1`, and embedded IPv4 addresses.
         [0x86, 0xdd] => packet.get(24..34).is_some_and(|start| start.iter().all(|byte| *byte == 0)),
         _ => false,
     }
@@ -305,7 +308,7 @@ fn not_now(error: &io::Error) -> Moved {
     }
 }
 
-/// Reads past `count` bytes that are there.
+/// Discards `count` bytes that have arrived.
 fn discard(socket: &OwnedFd, count: usize) -> bool {
     let mut buffer = [0; 4096];
     let mut left = count;
@@ -319,14 +322,16 @@ fn discard(socket: &OwnedFd, count: usize) -> bool {
     true
 }
 
-/// What passt needs of root's capabilities: to become nobody, to leave the host's files and processes, and to forward low ports.
+/// The root capabilities that passt needs: to become nobody, to isolate itself from the host's
+/// files and processes, and to forward low ports.
 const NEEDED: CapabilitySet = CapabilitySet::SETUID
     .union(CapabilitySet::SETGID)
     .union(CapabilitySet::SETPCAP)
     .union(CapabilitySet::SYS_ADMIN)
     .union(CapabilitySet::NET_BIND_SERVICE);
 
-/// Starts passt at the other end of the socket that is returned. It is there when this returns, and ends with the socket.
+/// Starts passt at the other end of the returned socket. passt is ready when this returns, and ends
+/// with the socket.
 fn start(user: &User) -> Result<UnixStream, Error> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     if !has_default(&read("/proc/net/route"), &read("/proc/net/ipv6_route")) {
@@ -338,7 +343,7 @@ fn start(user: &User) -> Result<UnixStream, Error> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     program::detached_with(&mut command, vec![theirs.as_raw_fd()]);
     program::limited_to(&mut command, NEEDED);
-    // It goes to the background when it is ready, and this ends.
+    // passt goes to the background when it is ready. Then this command ends.
     let ended = command.output().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Error::Missing,
         _ => Error::Refused(error.to_string()),
@@ -347,7 +352,8 @@ fn start(user: &User) -> Result<UnixStream, Error> {
         return Ok(ours);
     }
     let said = String::from_utf8_lossy(&ended.stderr);
-    // Its last line is the reason, unless it is about the log of this host; those before it say what it found out.
+    // passt's last line is the reason, unless it is about the host's syslog. Earlier lines report
+    // its configuration.
     let mut lines = said.lines().rev().map(str::trim);
     let last = lines.find(|line| !line.is_empty() && !line.ends_with("to syslog"));
     let last =
@@ -355,9 +361,10 @@ fn start(user: &User) -> Result<UnixStream, Error> {
     Err(if last.contains("bind any port") { Error::Port(last) } else { Error::Refused(last) })
 }
 
-/// What passt is told beside its socket.
+/// passt's arguments, apart from its socket.
 ///
-/// Without `--dns`, for passts of before 2023-11 forget the host's own resolver for it. One on loopback they tell no guest of by DHCP.
+/// `--dns` is not used: with it, passt before 2023-11 ignores the host's own resolver. passt does
+/// not announce a resolver on loopback by DHCP.
 fn arguments(user: &User) -> Vec<String> {
     let resolver = RESOLVER.to_string();
     let mut arguments: Vec<String> =
@@ -377,8 +384,8 @@ fn arguments(user: &User) -> Vec<String> {
     arguments
 }
 
-/// Whether packets for anywhere leave this host (Documentation/networking/proc_net: /proc/net/route has the destination and the mask in
-/// hexadecimal, ipv6_route the destination and its length).
+/// Whether the host has a default route (Documentation/networking/proc_net: /proc/net/route has
+/// destination and mask in hexadecimal, ipv6_route the destination and its length).
 fn has_default(v4: &str, v6: &str) -> bool {
     let four = v4.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
     let mut four = four.filter(|fields| fields.len() > 7);

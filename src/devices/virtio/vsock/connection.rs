@@ -1,7 +1,9 @@
-//! One connection: a unix stream on the host's side, ports on the guest's, and the credit between them.
+//! A connection: a unix stream on the host's side, ports on the guest's side, and the credit
+//! between them.
 //!
-//! Neither side can make the other's data pile up here. From the guest at most [`BUFFER`] bytes wait for a host
-//! process that does not read; from the host nothing is read before the guest has announced room for it.
+//! Neither side can make the other's data pile up here. At most [`BUFFER`] bytes from the guest
+//! wait for a host process that does not read. Data from the host is not read before the guest has
+//! announced room for it.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -14,19 +16,19 @@ use vellum_kvm::memory::slices::Slices;
 
 /// Bytes that a guest may send before the host has taken them (buf_alloc).
 pub const BUFFER: u32 = 128 << 10;
-/// The longest data of one packet to the guest; Linux offers buffers of 4 KiB or 64 KiB.
+/// The maximum data of one packet to the guest. Linux offers buffers of 4 KiB or 64 KiB.
 const MAX_DATA: usize = 64 << 10;
 
-/// What a connection is known by.
+/// The ports that identify a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ports {
-    /// The host's.
+    /// The host's port.
     pub host: u32,
-    /// The guest's.
+    /// The guest's port.
     pub guest: u32,
 }
 
-/// What the guest is to be told, one bit each, in the order of their numbers.
+/// Packets owed to the guest, one bit each, sent in the order of their bits.
 mod news {
     pub const REQUEST: u8 = 1;
     pub const RESPONSE: u8 = 2;
@@ -35,16 +37,16 @@ mod news {
     pub const RST: u8 = 16;
 }
 
-/// Whether a connection lives on after an event.
+/// Whether a connection continues after an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It does.
+    /// It continues.
     Lives,
-    /// Both sides know that it is over.
+    /// Both sides know that it has ended.
     Over,
 }
 
-/// A connection that both sides know of, or that the guest has been asked for.
+/// A connection that both sides know, or that was requested from the guest.
 pub struct Connection {
     /// The host's end; non-blocking.
     pub stream: UnixStream,
@@ -53,20 +55,21 @@ pub struct Connection {
     news: u8,
     /// The host's end may have something to read.
     readable: bool,
-    /// The host's end will send no more; SHUTDOWN flags told to the guest.
+    /// SHUTDOWN flags for the guest, told or still owed.
     ended: u32,
     /// SHUTDOWN flags that the guest has sent.
     guest_ended: u32,
-    /// From the guest, not yet taken by the host's end.
+    /// Data from the guest that the host's end has not taken yet.
     waiting: VecDeque<u8>,
-    /// Bytes that the host's end has taken in all, and what the guest was told of it last (fwd_cnt).
+    /// Total bytes that the host's end has taken, and the count that the guest was last told
+    /// (fwd_cnt).
     forwarded: u32,
     told: u32,
-    /// Bytes sent to the guest in all, and the guest's last word on them.
+    /// Total bytes sent to the guest, and the guest's last credit values.
     sent: u32,
     guest_buffer: u32,
     guest_forwarded: u32,
-    /// It is in the list of those with something for the guest.
+    /// It is in the list of connections with packets for the guest.
     pub listed: bool,
 }
 
@@ -90,12 +93,12 @@ impl Connection {
         }
     }
 
-    /// A host process wants to speak to the guest.
+    /// A connection from a host process to the guest.
     pub fn to_guest(stream: UnixStream, ports: Ports) -> Self {
         Self::new(stream, ports, false, news::REQUEST)
     }
 
-    /// The guest has reached a host process.
+    /// A connection from the guest to a host process.
     pub fn from_guest(stream: UnixStream, ports: Ports, request: &Header) -> Self {
         let mut connection = Self::new(stream, ports, true, news::RESPONSE);
         connection.credit(request);
@@ -103,7 +106,7 @@ impl Connection {
         connection
     }
 
-    /// Whether there may be something for the guest.
+    /// Whether there may be a packet for the guest.
     pub fn has_news(&self) -> bool {
         self.news != 0 || self.can_read()
     }
@@ -117,7 +120,7 @@ impl Connection {
             && self.news & news::RST == 0
     }
 
-    /// Bytes that the guest has room for. A guest that has forwarded more than it was sent has none.
+    /// Bytes that the guest has room for. Inconsistent counts from the guest give no room.
     fn guest_room(&self) -> u32 {
         self.guest_buffer.saturating_sub(self.sent.wrapping_sub(self.guest_forwarded))
     }
@@ -136,19 +139,19 @@ impl Connection {
             return self.abort();
         }
         if hung_up && self.guest_ended & SHUTDOWN_SEND == 0 {
-            // Nobody will take what the guest sends.
+            // The guest's data has no receiver any more.
             self.end(SHUTDOWN_RECEIVE);
             self.waiting.clear();
         }
         self.flush()
     }
 
-    /// A packet for this connection; `data` is what follows its header.
+    /// Handles a packet of this connection. `data` follows its header.
     pub fn packet(&mut self, header: &Header, data: &mut Slices<'_>) -> Fate {
         self.credit(header);
         match header.op {
             op::RST => Fate::Over,
-            // It has been told, or will be.
+            // An RST has been sent or is owed.
             _ if self.news & news::RST != 0 => Fate::Lives,
             op::RESPONSE if !self.established => {
                 self.established = true;
@@ -168,7 +171,7 @@ impl Connection {
         }
     }
 
-    /// Tells the host's end that it is connected, and to which port of the other side's choice.
+    /// Tells the host's end that it is connected, and the port that the other side chose.
     fn greet(&mut self, port: u32) -> Fate {
         let greeting = format!("OK {port}\n");
         match self.stream.write(greeting.as_bytes()) {
@@ -177,11 +180,11 @@ impl Connection {
         }
     }
 
-    /// Data from the guest: to the host's end as far as it takes it, the rest into the buffer.
+    /// Handles data from the guest: the host's end takes what it can, the buffer the rest.
     fn take(&mut self, header: &Header, data: &mut Slices<'_>) -> Fate {
         let len = header.len as usize;
         if len > data.left() || len + self.waiting.len() > BUFFER as usize {
-            // The packet lies about its length, or the guest has overdrawn its credit.
+            // The packet's length is wrong, or the guest has exceeded its credit.
             return self.abort();
         }
         if self.ended & SHUTDOWN_RECEIVE != 0 {
@@ -208,7 +211,7 @@ impl Connection {
         Fate::Lives
     }
 
-    /// Writes what waits; when all is out, what the guest has asked for after it happens.
+    /// Writes waiting data. When all is written, carries out the guest's shutdown.
     fn flush(&mut self) -> Fate {
         while !self.waiting.is_empty() {
             match self.stream.write(self.waiting.as_slices().0) {
@@ -228,7 +231,7 @@ impl Connection {
             return self.abort();
         }
         if self.guest_ended & SHUTDOWN_SEND != 0 {
-            // A host's end that is gone already has nothing to shut.
+            // If the host's end is already gone, there is nothing to shut down.
             let _ = self.stream.shutdown(Shutdown::Write);
         }
         Fate::Lives
@@ -248,17 +251,18 @@ impl Connection {
         }
     }
 
-    /// The guest gets an RST, and the connection is over with it; the host's end is told now. What it has been sent
-    /// it can still read.
+    /// Ends the connection: the guest gets an RST, and the host's end is shut down now. The host's
+    /// end can still read data sent before.
     fn abort(&mut self) -> Fate {
         let _ = self.stream.shutdown(Shutdown::Both);
         self.news = news::RST;
         Fate::Lives
     }
 
-    /// Makes the next packet for the guest, if there is one: its header, and its data already in `chain`.
+    /// Makes the next packet for the guest, if any. Returns its header; its data is already in
+    /// `chain`.
     pub fn next_packet(&mut self, chain: &mut Chain<'_>) -> Option<(Header, Fate)> {
-        // Data goes before the word that it was the last.
+        // Send data before the SHUTDOWN that ends it.
         if self.news & !news::SHUTDOWN == 0 && self.can_read() {
             if let Some(len) = self.read(chain) {
                 return Some((self.header(op::RW, 0, len), Fate::Lives));
@@ -280,11 +284,11 @@ impl Connection {
         }
     }
 
-    /// Reads from the host's end into the guest's buffer; None if there is nothing now.
+    /// Reads from the host's end into the guest's buffer. None if there is nothing now.
     fn read(&mut self, chain: &mut Chain<'_>) -> Option<u32> {
         let room = (self.guest_room() as usize).min(MAX_DATA).min(chain.writable.left());
         if room == 0 {
-            // A buffer for a header alone: what there is waits for the next.
+            // The buffer has room only for a header: the data waits for the next one.
             return None;
         }
         match chain.writable.readv(&self.stream, room) {
@@ -308,7 +312,7 @@ impl Connection {
     }
 }
 
-/// How many bytes a packet takes up in the guest's buffer.
+/// How many bytes of the guest's buffer a packet takes.
 pub fn length(header: &Header) -> u32 {
     HEADER as u32 + header.len
 }

@@ -1,12 +1,12 @@
 //! Sockets between host and guest (virtio 1.2, section 5.10), on unix sockets of the host.
 //!
-//! A host process connects to the device's socket, says `CONNECT PORT\n`, and hears `OK HOST_PORT\n` when a guest
-//! process listens there; when none does the socket closes. A host process that says `LISTEN PORT\n` instead hears
-//! `OK GUEST_PORT\n` as soon as a guest process has connected to the host's PORT: one connection for each that listens,
-//! for the running VMM opens no socket by itself. Connections do not move with a machine: after a restore the guest
-//! is told that all are gone.
+//! A host process connects to the device's socket and sends `CONNECT PORT\n`. It receives `OK
+//! HOST_PORT\n` if a guest process listens there; otherwise the socket closes. A host process that
+//! sends `LISTEN PORT\n` receives `OK GUEST_PORT\n` when a guest process has connected to the
+//! host's PORT. Each LISTEN takes one connection, because the running VMM opens no sockets itself.
+//! Connections do not move with a machine: after a restore the guest is told that all are gone.
 //!
-//! Here is the device with its packets from and to the guest; a connection's own state is in [`connection`].
+//! This module has the device and its packets. A connection's own state is in [`connection`].
 
 mod connection;
 mod packet;
@@ -41,25 +41,27 @@ use vellum_sys::socket::{Listener, SocketError};
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;
 const EVENT: u16 = 2;
-/// Event data of the listening socket, and of all streams: those are told apart by their descriptors.
+/// Event data of the listening socket, and of all streams. Streams are told apart by their
+/// descriptors.
 const LISTENER: u32 = 0;
 const STREAMS: u32 = 1;
 
-/// Connections at a time, those that have not said CONNECT yet included.
+/// The maximum number of connections, including those that have not sent CONNECT yet.
 const MAX_CONNECTIONS: usize = 256;
-/// RSTs that wait for a buffer; a guest that sends nonsense and takes no answer loses the rest of them.
+/// The maximum number of RSTs that wait for a buffer. A guest that sends nonsense and takes no
+/// answers loses the rest.
 const MAX_RESETS: usize = 256;
 /// The longest greeting: `CONNECT 4294967295\n`.
 const MAX_GREETING: usize = 19;
-/// Host ports are given out from here on, out of the way of ports that mean something.
+/// The first host port that is assigned, above ports with a known meaning.
 const FIRST_HOST_PORT: u32 = 1 << 30;
-/// VMADDR_PORT_ANY (include/uapi/linux/vm_sockets.h), which is no port.
+/// VMADDR_PORT_ANY (include/uapi/linux/vm_sockets.h), which is not a port.
 const ANY_PORT: u32 = u32::MAX;
 
-/// What a socket device is.
+/// The socket device as a kind of device.
 pub static KIND: Kind = Kind {
     key: "vsock",
-    about: "Sockets between host and guest, by way of a unix socket: PATH[,cid=N]",
+    about: "Sockets between host and guest, through a unix socket: PATH[,cid=N]",
     value: Some("PATH"),
     repeats: false,
     parse: |text| match parse(text) {
@@ -69,7 +71,7 @@ pub static KIND: Kind = Kind {
     read: |written| Ok(Arc::new(serde_json::from_value::<VsockConfig>(written)?)),
 };
 
-/// A socket device as it is asked for.
+/// The configuration of a socket device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VsockConfig {
@@ -82,10 +84,10 @@ pub struct VsockConfig {
 /// Why there is no vsock.
 #[derive(Debug, thiserror::Error)]
 pub enum VsockError {
-    /// The unix socket.
+    /// The unix socket cannot be used.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// An address that means something else.
+    /// The address is reserved.
     #[error("a guest's vsock address (cid) is 3 to 4294967294, not {0}")]
     Cid(u32),
 }
@@ -120,12 +122,14 @@ impl DeviceConfig for VsockConfig {
     }
 }
 
-/// The host port that is given out first, drawn for each process. A guest that has moved keeps the sockets of its lost connections until
-/// their owners close them, and Linux answers a request that has the ports of such a socket with a reset: two processes that a guest goes
-/// through must not count from the same number.
+/// A random first host port for this process. After a move, the guest keeps the sockets of its lost
+/// connections until their owners close them. Linux answers a request with the ports of such a
+/// socket with a reset. So two processes that host the same guest must not count from the same
+/// number.
 fn first_port() -> u32 {
     let mut drawn = [0; 4];
-    // Without randomness the ports are right too, and only likelier to be those of a lost connection.
+    // Without randomness the ports still work. They only are more likely to be those of a lost
+    // connection.
     let _ = random::fill(&mut drawn);
     FIRST_HOST_PORT + u32::from_le_bytes(drawn) % (ANY_PORT - FIRST_HOST_PORT)
 }
@@ -143,7 +147,7 @@ fn parse(text: &str) -> Result<VsockConfig, keyvalue::Error> {
     Ok(VsockConfig { path: kv.required("path", path)?, cid })
 }
 
-/// The unix socket that leads to the guest's: the handle on the device.
+/// The unix socket that leads to the guest. It is the device's handle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketPath(pub PathBuf);
 
@@ -153,19 +157,20 @@ pub struct Vsock {
     hub: Hub,
     moved: Moved,
     active: Option<Active>,
-    /// It runs in another process yet, which takes those who connect.
+    /// The machine still runs in another process, which accepts connections.
     waits: bool,
 }
 
-/// What the guest knows of a move to another process, where none of its connections are. Its driver forgets all that it has when it
-/// handles the event, even those that have begun since: so none begins before it has handled it and put the event's buffer back.
+/// What the guest knows of its move to another process, which dropped all its connections. When the
+/// driver handles the event, it drops all connections, even those made since. So no new connection
+/// starts before the driver has handled the event and returned its buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moved {
-    /// It has not moved, or knows it all.
+    /// It has not moved, or knows that it has.
     No,
-    /// It must hear of it.
+    /// It must be told.
     Untold,
-    /// The event is in its ring, where by then it had made so many buffers available.
+    /// The event is in its ring. The number is that of the buffers it had made available by then.
     Notice(u16),
 }
 
@@ -175,14 +180,14 @@ struct Hub {
     cid: u64,
     connections: HashMap<Ports, Connection>,
     by_fd: HashMap<RawFd, Ports>,
-    /// Those that have connected and not yet said where to.
+    /// Clients that have connected and not sent a greeting yet.
     newcomers: HashMap<RawFd, Newcomer>,
-    /// Those that wait for the guest to connect to a port, in the order in which they came.
+    /// Clients that wait for the guest to connect to a port, in order of arrival.
     listeners: Vec<(u32, UnixStream)>,
-    /// Connections that may have something for the guest, each at most once.
+    /// Connections that may have packets for the guest, each at most once.
     ready: VecDeque<Ports>,
     resets: VecDeque<Header>,
-    /// Streams to take out of the event loop and close.
+    /// Streams to remove from the event loop and close.
     dead: Vec<UnixStream>,
     next_port: u32,
 }
@@ -192,7 +197,7 @@ struct Newcomer {
     greeting: Vec<u8>,
 }
 
-/// What is saved of a vsock device.
+/// The saved state of a vsock device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -200,7 +205,7 @@ pub struct State {
 }
 
 impl Vsock {
-    /// Binds the socket, which is unlinked again with the device.
+    /// Binds the socket. It is unlinked when the device is dropped.
     pub fn open(config: &VsockConfig) -> Result<Self, VsockError> {
         if config.cid <= HOST_CID as u32 || config.cid == u32::MAX {
             return Err(VsockError::Cid(config.cid));
@@ -252,13 +257,13 @@ impl Vsock {
 }
 
 impl Vsock {
-    /// Tells the guest of a move, where there was one; whether it has taken that in.
+    /// Tells the guest of a move, if there was one. Returns whether the guest has handled that.
     fn knows_of_move(&mut self) -> bool {
         let Some(Active { memory, queues, .. }) = &mut self.active else { return false };
         if self.moved == Moved::No {
             return true;
         }
-        // A driver without the queue cannot be told.
+        // A driver without the event queue cannot be told.
         let Some(queue) = queues.iter_mut().find(|queue| queue.index() == EVENT) else { return true };
         if self.moved == Moved::Untold {
             let (mut chain, offered) = (Chain::default(), queue.offered(memory));
@@ -268,7 +273,7 @@ impl Vsock {
                 self.moved = offered.map_or(Moved::No, Moved::Notice);
             }
         }
-        // Asked before it is looked at: the driver notifies of what comes later.
+        // Request notifications before looking, so that later buffers are not missed.
         match self.moved {
             Moved::Notice(then) if queue.listen_beyond(memory, then) => self.moved = Moved::No,
             Moved::Untold => drop(queue.listen(memory)),
@@ -279,7 +284,7 @@ impl Vsock {
 }
 
 impl Hub {
-    /// A packet from the guest.
+    /// Handles a packet from the guest.
     fn packet(&mut self, data: &mut Slices<'_>) {
         let Some(raw) = data.read_array() else { return };
         let header = Header::parse(&raw);
@@ -312,7 +317,7 @@ impl Hub {
         }
     }
 
-    /// The guest asks for a host's port: the first who waits for it gets the connection.
+    /// The guest connects to a host port: the first client that waits for it gets the connection.
     fn reach_host(&mut self, ports: Ports, request: &Header) {
         match self.listeners.iter().position(|&(port, _)| port == ports.host) {
             Some(at) => {
@@ -328,10 +333,10 @@ impl Hub {
     }
 
     fn accept(&mut self, ops: &mut EventOps) {
-        // A bounded turn: what is left keeps the socket readable.
+        // Accept a bounded number. The socket stays readable for the rest.
         for _ in 0..MAX_CONNECTIONS {
             let Ok(stream) = self.listener.accept() else { return };
-            // One too many is closed at once.
+            // A connection too many is closed at once.
             if self.has_room() && watch(&stream, ops) {
                 let newcomer = Newcomer { stream, greeting: Vec::with_capacity(MAX_GREETING) };
                 self.newcomers.insert(newcomer.stream.as_raw_fd(), newcomer);
@@ -339,7 +344,7 @@ impl Hub {
         }
     }
 
-    /// Reads a newcomer's greeting: byte by byte, since what follows it belongs to the guest.
+    /// Reads a client's greeting byte by byte, because data after it belongs to the guest.
     fn greet(&mut self, fd: RawFd) {
         let Some(mut newcomer) = self.newcomers.remove(&fd) else { return };
         while newcomer.greeting.last() != Some(&b'\n') {
@@ -380,7 +385,8 @@ impl Hub {
         self.settle(ports, Fate::Lives);
     }
 
-    /// After anything has happened to a connection: it is listed if there is news for the guest, or goes.
+    /// Updates a connection after an event: lists it if it has packets for the guest, or removes
+    /// it.
     fn settle(&mut self, ports: Ports, fate: Fate) {
         let Some(connection) = self.connections.get_mut(&ports) else { return };
         if fate == Fate::Over {
@@ -396,7 +402,8 @@ impl Hub {
         if let Some(reset) = self.resets.pop_front() {
             return Some(reset);
         }
-        // Each in turn, and each once: one whose data does not fit into this buffer stays in the list.
+        // Each in turn and once. A connection whose data does not fit this buffer stays in the
+        // list.
         for _ in 0..self.ready.len() {
             let ports = self.ready.pop_front()?;
             let Some(connection) = self.connections.get_mut(&ports) else { continue };
@@ -415,7 +422,7 @@ impl Hub {
             return self.greet(events.fd());
         }
         if let Some(at) = self.listeners.iter().position(|(_, stream)| stream.as_raw_fd() == events.fd()) {
-            // It has nothing to say yet: it can only go.
+            // A waiting client has nothing to send; it can only hang up.
             if events.event_set().contains(EventSet::HANG_UP) {
                 let (_, stream) = self.listeners.remove(at);
                 self.dead.push(stream);
@@ -429,7 +436,7 @@ impl Hub {
         }
     }
 
-    /// All connections are gone; [`Hub::bury`] closes them, on the event loop.
+    /// Drops all connections. [`Hub::bury`] closes them, on the event loop.
     fn forget(&mut self) {
         self.dead.extend(self.connections.drain().map(|(_, connection)| connection.stream));
         self.by_fd.clear();
@@ -449,7 +456,7 @@ fn watch(stream: &UnixStream, ops: &mut EventOps) -> bool {
     ops.add(Events::with_data(stream, STREAMS, set)).is_ok()
 }
 
-/// What a host process wants.
+/// A host process's request.
 enum Greeting {
     Connect(u32),
     Listen(u32),
@@ -536,7 +543,7 @@ impl VirtioDevice for Vsock {
             return Err(RestoreError::Field {
                 field: "cid",
                 value: state.cid.to_string(),
-                reason: "no guest has",
+                reason: "is not a guest's address",
             });
         }
         self.hub.cid = state.cid;

@@ -1,38 +1,38 @@
-//! The header of every vsock packet (virtio 1.2, section 5.10.6), as numbers instead of bytes.
+//! The header of a vsock packet (virtio 1.2, section 5.10.6), decoded into numbers.
 //!
-//! `virtio-vsock` has such a header too, but takes a packet's data from one buffer only; Linux 6.7 and later send
-//! MSG_ZEROCOPY data in several.
+//! `virtio-vsock` has such a header too, but takes a packet's data from one buffer only. Linux 6.7
+//! and later send MSG_ZEROCOPY data in several.
 
-/// Bytes of a header on the wire.
+/// Bytes of an encoded header.
 pub const HEADER: usize = 44;
-/// The one kind of socket that there is here: VIRTIO_VSOCK_TYPE_STREAM.
+/// The only supported socket type: VIRTIO_VSOCK_TYPE_STREAM.
 pub const STREAM: u16 = 1;
-/// The host's address, whatever the guest's.
+/// The host's address.
 pub const HOST_CID: u64 = 2;
 
 /// VIRTIO_VSOCK_OP_*
 pub mod op {
-    /// Open a connection.
+    /// Requests a connection.
     pub const REQUEST: u16 = 1;
-    /// It is open.
+    /// Accepts a connection.
     pub const RESPONSE: u16 = 2;
-    /// There is no such connection, or no longer.
+    /// The connection does not exist, or has ended.
     pub const RST: u16 = 3;
-    /// No more in one or both directions.
+    /// No more data in one or both directions.
     pub const SHUTDOWN: u16 = 4;
     /// Data.
     pub const RW: u16 = 5;
-    /// Nothing but the credit fields.
+    /// Only the credit fields.
     pub const CREDIT_UPDATE: u16 = 6;
-    /// A CREDIT_UPDATE is wanted.
+    /// Asks for a CREDIT_UPDATE.
     pub const CREDIT_REQUEST: u16 = 7;
 }
 
-/// VIRTIO_VSOCK_SHUTDOWN_F_RECEIVE: the sender of it will not receive.
+/// VIRTIO_VSOCK_SHUTDOWN_F_RECEIVE: its sender will not receive.
 pub const SHUTDOWN_RECEIVE: u32 = 1;
-/// VIRTIO_VSOCK_SHUTDOWN_F_SEND: the sender of it will not send.
+/// VIRTIO_VSOCK_SHUTDOWN_F_SEND: its sender will not send.
 pub const SHUTDOWN_SEND: u32 = 2;
-/// Both.
+/// Both directions.
 pub const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 
 /// struct virtio_vsock_hdr
@@ -52,7 +52,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// From the wire.
+    /// Decodes a header.
     pub fn parse(raw: &[u8; HEADER]) -> Self {
         let u16_at = |at: usize| u16::from_le_bytes([raw[at], raw[at + 1]]);
         let u32_at = |at: usize| u32::from(u16_at(at)) | u32::from(u16_at(at + 2)) << 16;
@@ -71,7 +71,7 @@ impl Header {
         }
     }
 
-    /// To the wire.
+    /// Encodes the header.
     pub fn bytes(&self) -> [u8; HEADER] {
         let mut raw = [0; HEADER];
         raw[0..8].copy_from_slice(&self.src_cid.to_le_bytes());
