@@ -548,7 +548,9 @@ fn a_tracker_wants_a_machine_that_stands_still() -> Result<(), Failed> {
     ensure(!marked(), || "nobody tracks, and a write is logged".into())?;
     let tracker = dirty::tracker(Method::Bitmap, vm, &quiesced, None)?;
     let second = dirty::tracker(Method::Bitmap, vm, &quiesced, None).err().map(|error| error.to_string());
-    ensure(second.as_ref().is_some_and(|why| why.contains("another tracker")), || format!("{second:?}"))?;
+    ensure(second.as_ref().is_some_and(|why| why.contains("another dirty tracker")), || {
+        format!("{second:?}")
+    })?;
     write()?;
     ensure(marked(), || "a write after the tracker was made is not logged".into())?;
     drop(tracker);

@@ -1,4 +1,5 @@
-//! One argument of a command. It need not be text: JSON has a string where it is text, and otherwise an array of its bytes.
+//! One argument of a command. It may be any bytes: in JSON it is a string if it is UTF-8, and
+//! otherwise an array of its bytes.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -12,7 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct Argument(pub OsString);
 
 impl Argument {
-    /// Its text, where it is text.
+    /// The argument as text, if it is UTF-8.
     pub fn text(&self) -> Option<&str> {
         self.0.to_str()
     }
@@ -81,7 +82,7 @@ mod tests {
         let line = serde_json::to_string(&words).unwrap();
         assert_eq!(line, r#"["é\n",[97,255]]"#);
         assert_eq!(serde_json::from_str::<Vec<Argument>>(&line).unwrap(), words);
-        // Agents of before know strings alone.
+        // Agents of older versions accept only strings.
         let refused = serde_json::from_str::<Vec<String>>(&line).unwrap_err().to_string();
         assert!(refused.contains("expected a string"), "{refused}");
         for wrong in ["7", "[256]", "{}"] {

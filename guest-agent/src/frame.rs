@@ -1,33 +1,34 @@
-//! A command's standard streams on one connection: each piece behind its kind, a byte, and its length, 4 bytes with the least first.
+//! A command's standard streams on one connection. Each frame has a kind (a byte), a length (4
+//! bytes, little-endian) and data.
 //!
-//! To the guest go [`INPUT`], whose empty piece is the end of it, [`CLOSED`] and [`RESIZED`]; from the guest come [`OUTPUT`], [`ERRORS`], and at
-//! last [`EXIT`] or [`FAILED`]. Whoever does not take what it is sent lets the other side wait: the connection's own flow control is
-//! the only one.
+//! [`INPUT`], [`CLOSED`] and [`RESIZED`] go to the guest; an empty [`INPUT`] is EOF. [`OUTPUT`],
+//! [`ERRORS`], and finally [`EXIT`] or [`FAILED`] come from the guest. Flow control is that of the
+//! connection: a side that does not read blocks the other.
 
 use std::io::{self, Read, Write};
 
-/// For standard input; an empty piece is its end.
+/// For standard input. Empty data means EOF.
 pub const INPUT: u8 = 0;
 /// From standard output.
 pub const OUTPUT: u8 = 1;
 /// From standard error.
 pub const ERRORS: u8 = 2;
-/// The command has ended: its exit status or 128 and its signal, 4 bytes.
+/// The command has ended: its exit status, or 128 plus its signal, 4 bytes.
 pub const EXIT: u8 = 3;
-/// The command could not be started: why, as text.
+/// The command could not be started. The data is the reason as text.
 pub const FAILED: u8 = 4;
-/// Nobody reads a stream any more, [`OUTPUT`] or [`ERRORS`]: a byte.
+/// A stream, [`OUTPUT`] or [`ERRORS`], has no reader any more: a byte.
 pub const CLOSED: u8 = 5;
-/// The user's terminal has another size: its lines and the characters of one, 2 bytes each, the least first.
+/// The user's terminal was resized: rows and columns, 2 bytes each, little-endian.
 pub const RESIZED: u8 = 6;
 
-/// The longest piece.
+/// The maximum length of a frame's data.
 pub const MAX: usize = 64 << 10;
 
-/// Writes one piece.
+/// Writes a frame.
 ///
 /// # Errors
-/// Where the connection is gone.
+/// The connection is closed.
 pub fn write(to: &mut impl Write, kind: u8, data: &[u8]) -> io::Result<()> {
     let length = u32::try_from(data.len()).map_err(io::Error::other)?;
     let mut piece = Vec::with_capacity(5 + data.len());
@@ -37,10 +38,11 @@ pub fn write(to: &mut impl Write, kind: u8, data: &[u8]) -> io::Result<()> {
     to.write_all(&piece)
 }
 
-/// Reads one piece into `data`, and gives its kind; `None` where the connection has ended before it began.
+/// Reads a frame into `data`, and returns its kind. `None` if the connection ended before the
+/// frame.
 ///
 /// # Errors
-/// Where it is longer than [`MAX`] or cut off.
+/// The frame is longer than [`MAX`] or cut off.
 pub fn read(from: &mut impl Read, data: &mut Vec<u8>) -> io::Result<Option<u8>> {
     let mut kind = [0];
     loop {
@@ -55,7 +57,7 @@ pub fn read(from: &mut impl Read, data: &mut Vec<u8>) -> io::Result<Option<u8>> 
     from.read_exact(&mut length)?;
     let length = u32::from_le_bytes(length) as usize;
     if length > MAX {
-        return Err(io::Error::other(format!("a piece of {length} bytes, where {MAX} at most are possible")));
+        return Err(io::Error::other(format!("a frame of {length} bytes; at most {MAX} are possible")));
     }
     data.resize(length, 0);
     from.read_exact(data)?;

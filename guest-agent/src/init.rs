@@ -1,10 +1,13 @@
-//! PID 1 of Linux guests: mounts, loads the modules of its image, and does what the host says.
+//! PID 1 of Linux guests: mounts file systems, loads the image's modules, and serves the host's
+//! requests.
 //!
-//! Requests come by vsock, and by the console, where each line is one. What follows `--` on the kernel's command line is
-//! done first: `-- exec uname -a`, or one request in JSON, and the guest switches itself off afterwards.
+//! Requests come through vsock, and through the console, one a line. A request after `--` on the
+//! kernel's command line is served first: `-- exec uname -a`, or one request in JSON. The guest
+//! then powers off.
 //!
-//! Where it is not PID 1 it takes one request of tasks that switch, or of processes, as its argument, tells what it measures, and ends:
-//! PID 1 starts it so, and on a host one can do it by hand.
+//! As another process than PID 1, it serves one request of switching tasks or of processes, given
+//! as its argument, prints the results, and exits. PID 1 starts it so. On a host it can be started
+//! by hand.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader};
@@ -19,15 +22,16 @@ use crate::{
     work,
 };
 
-/// What the kernel calls the first process of a guest, and that calls those of its own program that it starts.
+/// The kernel's name for the first process of a guest. PID 1 also gives this name to further
+/// processes of its own program.
 pub const NAME: &str = "/init";
 
-/// Whether this process is the agent of a guest by its name.
+/// Whether this process is the agent of a guest, by its name.
 pub fn is_agent() -> bool {
     std::env::args_os().next().is_some_and(|name| name == NAME)
 }
 
-/// Does PID 1's work until the guest is switched off; as any other process, one request.
+/// Runs PID 1 until the guest powers off; as any other process, serves one request.
 pub fn main() -> ExitCode {
     if std::process::id() != 1 {
         return alone();
@@ -39,7 +43,7 @@ pub fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// One request of tasks that switch or of processes, in this process.
+/// Serves one request of switching tasks or of processes, in this process.
 fn alone() -> ExitCode {
     let tell = &mut |event| serve::tell(&mut io::stdout().lock(), &event);
     let done = std::env::args().nth(1).ok_or_else(|| io::Error::other("a request is expected")).and_then(
@@ -65,7 +69,7 @@ fn run() -> io::Result<()> {
     let launch = fs::read(LAUNCH).ok();
     let asked: Option<Mounts> = launch.as_deref().map(serde_json::from_slice).transpose()?;
     if asked.as_ref().is_some_and(|asked| !asked.shares.is_empty()) {
-        // Of an archive that is there for guests without shares, too.
+        // The archive also serves guests without shares.
         failed_modules.extend(work::load_modules("shares"));
     }
     let beside = mounts::beside_modules();
@@ -73,7 +77,7 @@ fn run() -> io::Result<()> {
     if let Some(tag) = asked.as_ref().and_then(|asked| asked.modules.as_deref())
         && let Err(error) = mounts::modules(tag, &beside)
     {
-        // Most commands do without.
+        // Most commands work without.
         failed_modules.push(format!("for modprobe: {error}"));
     }
     mounts::more();
@@ -92,17 +96,17 @@ fn run() -> io::Result<()> {
     }
     listen(&children);
     let requests = File::open("/dev/console")?;
-    // A console that is no terminal has nothing to change.
+    // A console that is not a terminal needs no change.
     let _ = sys::uncook(&requests);
     serve::tell(&mut console, &Event::Ready { failed_modules })?;
     serve::every(&mut BufReader::new(requests), &mut console, &children)?;
-    // A console that has come to its end leaves the vsock.
+    // After the console's EOF, requests still come through vsock.
     loop {
         thread::park();
     }
 }
 
-/// Takes requests by vsock, where the kernel has that.
+/// Serves requests through vsock, if the kernel has it.
 fn listen(children: &Arc<Children>) {
     if let Ok(socket) = sys::listen_vsock(PORT) {
         let children = children.clone();
@@ -110,8 +114,8 @@ fn listen(children: &Arc<Children>) {
     }
 }
 
-/// Runs the command for which this guest was started: its host waits at [`STREAM_PORT`](crate::STREAM_PORT), or at the other end of a console's
-/// port.
+/// Runs the command for which this guest was started. The host waits at
+/// [`STREAM_PORT`](crate::STREAM_PORT), or at the other end of a console port.
 fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()> {
     failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
     if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
@@ -129,8 +133,8 @@ fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()
     stream::serve(connection, &children)
 }
 
-/// The request that the command line holds, as a line. The kernel passes on whatever it does not know itself, so what
-/// comes before the request is not for us.
+/// The request on the command line, as a line. The kernel passes on all parameters that it does not
+/// know. So words before the request are ignored.
 fn request(arguments: &[Argument]) -> Option<String> {
     let is_request = |text: &str| text == "exec" || text.starts_with('{');
     let start = arguments.iter().position(|word| word.text().is_some_and(is_request))?;

@@ -1,11 +1,13 @@
-//! What host and guest say to each other: one JSON object a line.
+//! The protocol of host and guest: one JSON object a line.
 //!
-//! The host connects to [`PORT`] of the guest's vsock, sends one [`Request`], and reads [`Event`]s until the guest closes
-//! the connection. On the serial port, where there is no vsock, the same lines follow each other.
+//! The host connects to [`PORT`] of the guest's vsock, sends one [`Request`], and reads [`Event`]s
+//! until the guest closes the connection. On the serial port, without vsock, the same lines follow
+//! each other.
 //!
-//! A guest that was started for one command connects to [`STREAM_PORT`] of its host instead, once it is up, and reads one
-//! [`Launch`] there, a line too; [`frame`]s follow in both directions. Where its kernel has no vsock the same goes by a port of a virtio
-//! console called [`STREAM_NAME`], after a [`GREETING`].
+//! A guest that was started for one command instead connects to [`STREAM_PORT`] of its host, once
+//! it is up, and reads one [`Launch`] there, also a line. [`frame`]s follow in both directions. If
+//! its kernel has no vsock, the same goes through a virtio console port called [`STREAM_NAME`],
+//! after a [`GREETING`].
 
 mod argument;
 pub mod frame;
@@ -31,28 +33,31 @@ pub use argument::Argument;
 pub const PORT: u32 = 1024;
 /// The host's vsock port on which the launcher of one command waits for its guest.
 pub const STREAM_PORT: u32 = 1025;
-/// What that port of a virtio console is called which has the same waiting at its other end.
+/// The name of the virtio console port that is used instead of vsock.
 pub const STREAM_NAME: &str = "vellum.stream";
-/// What the guest says first on that port.
+/// The guest's first message on that port.
 pub const GREETING: &[u8] = b"OK port\n";
-/// The file of an initramfs that says that the guest is there for one command; it holds [`Mounts`].
+/// The file of an initramfs which says that the guest runs one command. It contains [`Mounts`].
 pub const LAUNCH: &str = "/vellum/launch";
-/// The directory of an initramfs with what modprobe is to find beside the modules themselves, which are then in `kernel` there.
+/// The directory of an initramfs with files for modprobe. The modules themselves are then mounted
+/// as `kernel` beside them.
 pub const MODULES: &str = "/vellum/modules";
-/// The longest request, in bytes: a line beyond it is refused. JSON writes a byte of an argument as six at most.
+/// The maximum length of a request in bytes. Longer lines are refused. JSON encodes a byte of an
+/// argument as at most six.
 pub const MAX_REQUEST: usize = 6 * MAX_ARGUMENTS + (64 << 10);
-/// The longest argument of a command, in bytes with its NUL (Linux's MAX_ARG_STRLEN, of pages of 4 KiB).
+/// The maximum length of an argument in bytes with its NUL (Linux's MAX_ARG_STRLEN, with 4 KiB
+/// pages).
 pub const MAX_ARGUMENT: usize = 128 << 10;
-/// The most that all of them may have, their pointers included: a quarter of a stack of 8 MiB (fs/exec.c, bprm_stack_limits), less what
-/// the environment takes.
+/// The maximum total length of arguments and their pointers: a quarter of an 8 MiB stack
+/// (fs/exec.c, bprm_stack_limits), minus some for the environment.
 pub const MAX_ARGUMENTS: usize = (2 << 20) - (64 << 10);
 
-/// Whether a guest's Linux starts a command with these arguments.
+/// Checks that a guest's Linux can start a command with these arguments.
 ///
 /// # Errors
-/// Which of its limits they are beyond.
+/// The limit that they exceed.
 pub fn check_arguments(command: &[impl AsRef<OsStr>]) -> Result<(), String> {
-    let remedy = "a file in a directory that the guest has can hold them";
+    let remedy = "put them into a file in a directory that the guest has";
     if let Some((nth, long)) =
         (0..).zip(command).find(|(_, argument)| argument.as_ref().len() >= MAX_ARGUMENT)
     {
@@ -68,18 +73,18 @@ pub fn check_arguments(command: &[impl AsRef<OsStr>]) -> Result<(), String> {
     }
 }
 
-/// What the host asks for. An unknown field is refused rather than ignored.
+/// A request of the host. Unknown fields are refused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
-    /// Run a command with its arguments; the answer ends with [`Event::Exit`].
+    /// Run a command with its arguments. The answer ends with [`Event::Exit`].
     Exec {
         /// The program, found by PATH, and its arguments.
         command: Vec<Argument>,
     },
-    /// What the guest finds: CPUs, memory, clock source, kernel.
+    /// What the guest sees: CPUs, memory, clock source, kernel.
     Facts,
-    /// Write to memory, and verify what was written before.
+    /// Write to memory, and verify earlier writes.
     Memory(MemoryWork),
     /// Write to a disk or a file, and verify it.
     Disk(DiskWork),
@@ -87,30 +92,32 @@ pub enum Request {
     Zero {
         /// The device or file.
         path: String,
-        /// Where the part begins, in bytes.
+        /// The start of the part, in bytes.
         offset: u64,
-        /// How long it is.
+        /// Its length.
         bytes: u64,
-        /// Give the space back too.
+        /// Also release the space.
         #[serde(default)]
         unmap: bool,
     },
     /// Watch the clocks.
     Clock {
-        /// For how long.
+        /// The duration.
         seconds: u64,
     },
-    /// A token that goes round a ring of processes: what a context switch costs.
+    /// Pass a token around a ring of processes: measures context switches.
     LatCtx(LatCtx),
-    /// Groups of senders and receivers that all talk at once.
+    /// Groups of senders and receivers that all communicate at once.
     Hackbench(Hackbench),
-    /// Processes that fork, start programs, map, unmap and protect memory, and look at what is in it.
+    /// Processes that fork, start programs, map, unmap and protect memory, and check its content.
     Processes(Processes),
-    /// Run a command with its standard streams, or with a terminal: [`frame`]s follow instead of [`Event`]s. Only by vsock.
+    /// Run a command with its standard streams, or with a terminal. [`frame`]s follow instead of
+    /// [`Event`]s. Only through vsock.
     Launch(Launch),
-    /// Start another kernel in this one's place, past the firmware: at once, or when this one panics.
+    /// Start another kernel in place of this one, bypassing the firmware: now, or when this one
+    /// panics.
     Kexec(Kexec),
-    /// Switch the guest off.
+    /// Power the guest off.
     PowerOff,
 }
 
@@ -118,18 +125,18 @@ pub enum Request {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Launch {
-    /// The program, found by PATH, and its arguments. Without one, on a terminal, it is the user's shell.
+    /// The program, found by PATH, and its arguments. Empty, on a terminal, means the user's shell.
     pub command: Vec<Argument>,
-    /// Where it runs; `/` without.
+    /// The working directory; `/` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub directory: Option<Argument>,
-    /// As whom, a number or a name of the guest's /etc/passwd; as root without.
+    /// The user: a number, or a name in the guest's /etc/passwd; root by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    /// All three streams are a terminal of its own.
+    /// Use a terminal for all three streams.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub terminal: Option<Terminal>,
-    /// It has no streams and outlives the connection: its status, 0, says that it has started.
+    /// The command has no streams and outlives the connection. Status 0 says that it has started.
     #[serde(default, skip_serializing_if = "is_no")]
     pub detached: bool,
 }
@@ -138,70 +145,70 @@ fn is_no(word: &bool) -> bool {
     !word
 }
 
-/// A terminal as the host's user has it.
+/// The terminal of the host's user.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Terminal {
-    /// What it understands, as TERM names it.
+    /// Its type, as in TERM.
     pub kind: String,
-    /// Its lines.
+    /// Its rows.
     pub rows: u16,
-    /// Characters of a line.
+    /// Its columns.
     pub columns: u16,
 }
 
-/// What a guest that is there for one command mounts before that.
+/// What a guest that runs one command mounts first.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mounts {
-    /// Directories of the host's.
+    /// Directories of the host.
     #[serde(default)]
     pub shares: Vec<Mount>,
-    /// The tag of the one that has the modules of its kernel: as /lib/modules/RELEASE, or as `kernel` in there, beside the files in
-    /// [`MODULES`].
+    /// The tag of the directory with its kernel's modules. It is mounted as /lib/modules/RELEASE,
+    /// or as `kernel` inside that, beside the files in [`MODULES`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modules: Option<String>,
 }
 
-/// A directory of the host's that a guest mounts (virtiofs).
+/// A directory of the host that a guest mounts (virtiofs).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mount {
-    /// What the device calls it.
+    /// The device's tag.
     pub tag: String,
-    /// Where: an absolute path.
+    /// The mount point, an absolute path.
     pub place: String,
-    /// What the guest may do with it.
+    /// The guest's access.
     pub access: Access,
 }
 
-/// What a guest may do with a directory of its host's.
+/// A guest's access to a directory of its host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Access {
-    /// Read it.
+    /// Read only.
     Ro,
-    /// Change it.
+    /// Read and write.
     Rw,
-    /// Change what it sees of it: the changes stay in the guest's memory (overlayfs).
+    /// Copy on write: changes stay in the guest's memory (overlayfs).
     Overlay,
 }
 
-/// Pages of memory written at a rate, each with a stamp that the next write to it verifies.
+/// Writes pages of memory at a rate. Each page has a stamp that the next write to it verifies.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryWork {
-    /// How much memory.
+    /// The amount of memory.
     pub mib: u64,
-    /// How much of it to write in a second; 0 for as fast as it goes.
+    /// The amount to write per second; 0 for as fast as possible.
     #[serde(default)]
     pub rate_mib: u64,
-    /// In which order.
+    /// The order of writes.
     #[serde(default)]
     pub pattern: Pattern,
-    /// For how long.
+    /// The duration.
     pub seconds: u64,
-    /// Of the random order.
+    /// The seed of the random order.
     #[serde(default)]
     pub seed: u64,
 }
@@ -210,42 +217,42 @@ pub struct MemoryWork {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pattern {
-    /// Page after page, over and over.
+    /// Page after page, repeatedly.
     #[default]
     Sequential,
-    /// Any page next.
+    /// A random page each time.
     Random,
-    /// Each page once; then all are verified until the time is over.
+    /// Each page once. Then all are verified until the time is over.
     Once,
 }
 
-/// Blocks of a disk or a file written with stamps, flushed, and read back.
+/// Writes stamps to blocks of a disk or a file, flushes them, and reads them back.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskWork {
     /// The device or file.
     pub path: String,
-    /// How much of it.
+    /// The amount to write.
     pub mib: u64,
-    /// How often.
+    /// The number of passes.
     #[serde(default = "default_one")]
     pub passes: u64,
 }
 
-/// A ring of processes on one CPU, as lmbench's `lat_ctx -s KIB TASKS`.
+/// A ring of processes on one CPU, like lmbench's `lat_ctx -s KIB TASKS`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LatCtx {
-    /// How many processes.
+    /// The number of processes.
     #[serde(default = "two")]
     pub tasks: u64,
-    /// How often the token goes round in a measurement.
+    /// Rounds of the token in a measurement.
     #[serde(default = "ten_thousand")]
     pub rounds: u64,
-    /// How many measurements.
+    /// The number of measurements.
     #[serde(default = "five")]
     pub repeat: u64,
-    /// What each process reads when it has the token, in KiB.
+    /// The amount that each process reads when it has the token, in KiB.
     #[serde(default)]
     pub kib: u64,
 }
@@ -254,19 +261,19 @@ pub struct LatCtx {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hackbench {
-    /// How many groups.
+    /// The number of groups.
     #[serde(default = "default_one")]
     pub groups: u64,
-    /// Senders of a group, and as many receivers.
+    /// Senders of a group; it has as many receivers.
     #[serde(default = "twenty")]
     pub pairs: u64,
-    /// Threads of one process instead of a process each.
+    /// Threads of one process instead of one process each.
     #[serde(default)]
     pub threads: bool,
     /// Pipes instead of unix sockets.
     #[serde(default)]
     pub pipes: bool,
-    /// What each sender writes to each receiver.
+    /// Messages from each sender to each receiver.
     #[serde(default = "hundred")]
     pub messages: u64,
     /// The length of a message.
@@ -274,20 +281,21 @@ pub struct Hackbench {
     pub bytes: u64,
 }
 
-/// Processes that change their memory all at once; what they find is told as a sum, which depends on these numbers alone.
+/// Processes that change their memory concurrently. They report a sum over what they find, which
+/// depends only on these numbers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Processes {
-    /// How many.
+    /// The number of processes.
     #[serde(default = "twenty")]
     pub processes: u64,
-    /// What each does, so many times, drawn.
+    /// The number of random steps of each.
     #[serde(default = "hundred")]
     pub steps: u64,
-    /// Whether they start programs, too.
+    /// Whether they also start programs.
     #[serde(default = "yes")]
     pub start: bool,
-    /// What is drawn from.
+    /// The seed.
     #[serde(default = "default_one")]
     pub seed: u64,
 }
@@ -320,11 +328,11 @@ fn ten_thousand() -> u64 {
     10_000
 }
 
-/// A kernel that takes the place of the one that runs (kexec_file_load(2)).
+/// A kernel that replaces the running one (kexec_file_load(2)).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kexec {
-    /// Its image, a file of the guest's.
+    /// Its image, a file in the guest.
     pub kernel: String,
     /// Its initramfs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -332,33 +340,34 @@ pub struct Kexec {
     /// Its command line.
     #[serde(default)]
     pub params: String,
-    /// Keep it until this kernel panics, in memory that was reserved for it (`crashkernel=`), instead of going there at once.
+    /// Load it into reserved memory (`crashkernel=`) and start it when this kernel panics, instead
+    /// of starting it now.
     #[serde(default)]
     pub on_panic: bool,
 }
 
-/// What the guest tells.
+/// An event reported by the guest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
-    /// The agent is there (serial only: a vsock connection says as much).
+    /// The agent is ready (serial only; an accepted vsock connection says the same).
     Ready {
         /// Modules that could not be loaded, with the reason.
         failed_modules: Vec<String>,
     },
-    /// A command has written this; what is not UTF-8 is replaced in the text.
+    /// Output of a command. In the text, bytes that are not UTF-8 are replaced.
     Output {
         /// `stdout` or `stderr`.
         stream: String,
-        /// What it wrote.
+        /// The output as text.
         text: String,
-        /// The same where it is not UTF-8.
+        /// The output as bytes, if it is not UTF-8.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         bytes: Vec<u8>,
     },
     /// A command has ended.
     Exit {
-        /// Its code, or 128 and its signal.
+        /// Its exit code, or 128 plus its signal.
         code: i32,
     },
     /// The answer to [`Request::Facts`].
@@ -367,27 +376,27 @@ pub enum Event {
         cpus: u64,
         /// Total memory in KiB.
         memory_kib: u64,
-        /// The clock source in use.
+        /// The current clock source.
         clocksource: String,
         /// The kernel's release.
         kernel: String,
     },
     /// A second of writing memory.
     Memory {
-        /// Pages of 4 KiB written in it.
+        /// 4 KiB pages written in it.
         pages: u64,
-        /// The latency of a write and its verification, in nanoseconds.
+        /// The median latency of a write with its verification, in nanoseconds.
         p50_ns: u64,
-        /// As above.
+        /// The 99th percentile.
         p99_ns: u64,
-        /// As above.
+        /// The maximum.
         max_ns: u64,
-        /// Pages that did not hold what was written to them, since the beginning.
+        /// Pages without their expected stamp, since the beginning.
         wrong: u64,
     },
     /// A pass over a disk.
     Disk {
-        /// Which pass, from 1.
+        /// The pass, from 1.
         pass: u64,
         /// Bytes written and read back.
         bytes: u64,
@@ -395,58 +404,58 @@ pub enum Event {
         write_ns: u64,
         /// Nanoseconds of reading.
         read_ns: u64,
-        /// Blocks of 4 KiB that did not hold what was written to them.
+        /// 4 KiB blocks without their expected stamps.
         wrong: u64,
     },
-    /// Processes have come to their end.
+    /// All processes have ended.
     Processes {
-        /// How many children they forked that looked at their memory.
+        /// Forked children that checked their memory.
         forked: u64,
-        /// How many programs they started.
+        /// Programs started.
         started: u64,
-        /// How many areas they mapped.
+        /// Areas mapped.
         mapped: u64,
-        /// How often they took access to one away.
+        /// How often they removed access to an area.
         protected: u64,
-        /// What was not as it should be.
+        /// Wrong results.
         wrong: u64,
-        /// Of all that was found.
+        /// The sum over everything found.
         sum: u64,
     },
-    /// The clocks, watched for a while.
+    /// The result of watching the clocks.
     Clock {
         /// How often a clock went back.
         backwards: u64,
-        /// The longest time between two looks, in nanoseconds; a pause shows here.
+        /// The longest time between two readings, in nanoseconds. A pause shows here.
         longest_gap_ns: u64,
-        /// By how much the wall clock left the monotonic one, in nanoseconds.
+        /// How far the wall clock drifted from the monotonic one, in nanoseconds.
         drift_ns: i64,
     },
     /// A measurement of a ring of processes. A context switch took `(ring_ns - own_ns) / switches`.
     LatCtx {
-        /// Which one, from 1.
+        /// The measurement, from 1.
         repeat: u64,
-        /// How often one task gave the token to the next.
+        /// How often a task passed the token to the next.
         switches: u64,
-        /// How long all of it took, in nanoseconds.
+        /// The total time in nanoseconds.
         ring_ns: u64,
-        /// The same for a task that gave the token to itself as often.
+        /// The time of a task that passed the token to itself as often.
         own_ns: u64,
     },
     /// All senders and receivers are done.
     Hackbench {
-        /// How many there were.
+        /// The number of tasks.
         tasks: u64,
-        /// How many messages there were.
+        /// The number of messages.
         messages: u64,
-        /// Nanoseconds from when all might begin until the last one had ended.
+        /// Nanoseconds from the common start to the end of the last task.
         ns: u64,
     },
     /// The request is done.
     Done,
-    /// The request has failed, or is none.
+    /// The request has failed or is invalid.
     Error {
-        /// What is wrong.
+        /// The reason.
         message: String,
     },
 }

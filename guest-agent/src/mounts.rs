@@ -1,4 +1,4 @@
-//! What is mounted in a guest: the kernel's own file systems, and directories of the host's.
+//! Mounts in a guest: the kernel's own file systems, and directories of the host.
 
 use std::ffi::OsString;
 use std::fs;
@@ -7,12 +7,12 @@ use std::path::Path;
 
 use crate::{Access, MODULES, Mount, sys};
 
-/// Where the parts of overlays are, a directory each.
+/// The directory with the parts of overlays, a subdirectory each.
 const PARTS: &str = "/run/vellum/overlay";
-/// Where a directory is mounted that is to be the root, until it is.
+/// The temporary mount point of a new root.
 const NEW_ROOT: &str = "/vellum/root";
 
-/// The file systems that no command can do without.
+/// Mounts the file systems that every command needs.
 pub fn base() -> io::Result<()> {
     for (kind, target) in
         [("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/tmp"), ("tmpfs", "/run")]
@@ -30,7 +30,7 @@ pub fn base() -> io::Result<()> {
     Ok(())
 }
 
-/// What commands expect beside that. A kernel without one of these file systems runs commands all the same.
+/// Mounts file systems that commands usually expect. A kernel that lacks some still runs commands.
 pub fn more() {
     for (kind, target) in [
         ("devpts", "/dev/pts"),
@@ -39,7 +39,7 @@ pub fn more() {
         ("debugfs", "/sys/kernel/debug"),
         ("tracefs", "/sys/kernel/tracing"),
     ] {
-        // sysfs has the directories of what the kernel has.
+        // sysfs already has the directories that the kernel supports.
         let _ = fs::create_dir_all(target);
         let _ = sys::mount(kind, target);
     }
@@ -50,8 +50,8 @@ pub fn more() {
     let _ = sys::loopback_up();
 }
 
-/// Mounts directories of the host's; the modules that this needs are loaded. One whose place is `/` comes first: all else is in it from
-/// then on, with file systems of the kernel's of its own.
+/// Mounts directories of the host. The modules for that are loaded. A directory for `/` comes
+/// first: it becomes the root of everything else, and gets its own kernel file systems.
 pub fn shares(shares: &[Mount]) -> io::Result<()> {
     let (root, others): (Vec<_>, Vec<_>) =
         shares.iter().enumerate().partition(|(_, share)| share.place == "/");
@@ -63,7 +63,8 @@ pub fn shares(shares: &[Mount]) -> io::Result<()> {
     others.into_iter().try_for_each(|(at, mount)| share(mount, at))
 }
 
-/// Has what is mounted at [`NEW_ROOT`] be the root. The initramfs stays below it, and cannot be left by pivot_root(2).
+/// Makes the mount at [`NEW_ROOT`] the root. The initramfs stays below it: pivot_root(2) cannot
+/// remove it.
 fn switch_root() -> io::Result<()> {
     std::env::set_current_dir(NEW_ROOT)?;
     sys::mount_from(".", "", "/", libc::MS_MOVE, "")?;
@@ -71,7 +72,8 @@ fn switch_root() -> io::Result<()> {
     std::env::set_current_dir("/")
 }
 
-/// Mounts one. The parts of an overlay are known by its number, for tags may have commas and colons, which part the options of its mount.
+/// Mounts a directory. An overlay's parts are named by `number`, because tags may contain commas
+/// and colons, which separate mount options.
 fn share(share: &Mount, number: usize) -> io::Result<()> {
     let place = share.place.as_str();
     let named = named(&format!("share {}", share.tag));
@@ -81,7 +83,8 @@ fn share(share: &Mount, number: usize) -> io::Result<()> {
         Access::Rw => mount(place, 0).map_err(named),
         Access::Ro => mount(place, libc::MS_RDONLY).map_err(named),
         Access::Overlay => {
-            // A tmpfs of their own, in which the layers may be: the root of an initramfs may not be one.
+            // The layers are on a tmpfs of their own, because the initramfs's root cannot hold
+            // them.
             let parts = format!("{PARTS}/{number}");
             let [below, above, work] = ["below", "above", "work"].map(|part| format!("{parts}/{part}"));
             directory(&parts).and_then(|()| sys::mount("tmpfs", &parts)).map_err(&named)?;
@@ -94,13 +97,14 @@ fn share(share: &Mount, number: usize) -> io::Result<()> {
     }
 }
 
-/// What of the initramfs modprobe is to find, while it can be seen.
+/// Reads the initramfs's files for modprobe, while they are visible.
 pub fn beside_modules() -> Vec<(OsString, Vec<u8>)> {
     let entries = fs::read_dir(MODULES).into_iter().flatten().flatten();
     entries.filter_map(|entry| Some((entry.file_name(), fs::read(entry.path()).ok()?))).collect()
 }
 
-/// Has the modules of this kernel where modprobe looks for them: the directory `tag`, `beside` these files.
+/// Mounts this kernel's modules where modprobe looks for them: the directory `tag`, `beside` these
+/// files.
 pub fn modules(tag: &str, beside: &[(OsString, Vec<u8>)]) -> io::Result<()> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let mut place = format!("/lib/modules/{}", release.trim());
@@ -114,7 +118,7 @@ pub fn modules(tag: &str, beside: &[(OsString, Vec<u8>)]) -> io::Result<()> {
     sys::mount_from(tag, "virtiofs", &place, libc::MS_RDONLY, "")
 }
 
-/// Makes a directory where there is none; one that is there need not be on a file system that can be written to.
+/// Creates a directory if it does not exist. An existing one may be on a read-only file system.
 fn directory(path: &str) -> io::Result<()> {
     if fs::metadata(path).is_ok_and(|found| found.is_dir()) { Ok(()) } else { fs::create_dir_all(path) }
 }

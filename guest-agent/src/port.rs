@@ -1,4 +1,5 @@
-//! The way to the host where the guest's kernel has no vsock: a port of a virtio console, called [`STREAM_NAME`].
+//! The way to the host if the guest's kernel has no vsock: a virtio console port called
+//! [`STREAM_NAME`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -8,36 +9,37 @@ use std::time::{Duration, Instant};
 
 use crate::{GREETING, STREAM_NAME};
 
-/// Where the kernel has its ports, and in each its name.
+/// The kernel's directory of ports. Each has a name.
 const PORTS: &str = "/sys/class/virtio-ports";
-/// Where it has its virtio devices, and in each its type.
+/// The kernel's directory of virtio devices. Each has a type.
 const DEVICES: &str = "/sys/bus/virtio/devices";
 /// The type of a console.
 const CONSOLE: &str = "0x0003";
-/// How long the driver may take to hear from the device what ports there are.
+/// How long the driver may take to learn the device's ports.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The port, greeted: the host hears by that which way its guest has taken.
+/// Opens the port and sends the greeting, by which the host learns that this way is used.
 pub fn open() -> io::Result<File> {
     let begun = Instant::now();
     let path = loop {
         if let Some(path) = named(Path::new(PORTS), STREAM_NAME) {
             break path;
         }
-        // One without a driver never has a port, but that is not to be told from here.
+        // A console without a driver never gets a port. That cannot be detected here.
         if !has_console(Path::new(DEVICES)) || begun.elapsed() > OPEN_TIMEOUT {
             return Err(io::Error::other("no such port"));
         }
-        // The kernel has no other way to say it than uevents, which would have to be asked for before.
+        // The kernel announces ports only by uevents, which would need an earlier subscription.
         sleep(Duration::from_millis(5));
     };
     let mut port = OpenOptions::new().read(true).write(true).open(path)?;
-    // Waits until the kernel knows that somebody is at the other end; before that, reading would come to an end at once.
+    // This write blocks until the kernel knows that the other end is open. A read before that would
+    // return EOF.
     port.write_all(GREETING)?;
     Ok(port)
 }
 
-/// The device node of the port called `name`, of those below `ports`.
+/// The device node of the port called `name` in the directory `ports`.
 fn named(ports: &Path, name: &str) -> Option<PathBuf> {
     let is_it = |entry: &fs::DirEntry| {
         fs::read_to_string(entry.path().join("name")).is_ok_and(|text| text.trim_end() == name)

@@ -1,7 +1,9 @@
-//! Processes that fork, start programs, map, unmap and protect memory all at once, and look at whatever they have written.
+//! Processes that fork, start programs, map, unmap and protect memory concurrently, and check what
+//! they have written.
 //!
-//! What each does is drawn from its number and the seed, and so is what it has to find; the sum over all that was found is the same
-//! wherever it runs. It runs in a process of its own, as [`crate::switching`] does, and what it starts is this program again.
+//! Each process's actions and expected content are drawn from its number and the seed. The sum over
+//! everything found is the same on every machine. Like [`crate::switching`], it runs in a process
+//! of its own. The programs that it starts are this program again.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -10,12 +12,12 @@ use std::io::{self, Read, Write};
 use crate::sys::{self, Pages};
 use crate::{Event, Processes, Request};
 
-/// The most processes, beside those that each of them starts.
+/// The maximum number of processes, without those that each of them starts.
 const MAX_PROCESSES: u64 = 200;
-/// The most areas that one has at a time, and the most pages of one.
+/// The maximum number of areas of a process, and of pages of an area.
 const AREAS: usize = 8;
 const MAX_PAGES: u64 = 32;
-/// What a process that was forked or started for a moment does at most.
+/// The number of steps of a started program.
 const SHORT: u64 = 3;
 
 /// What one process has done and found.
@@ -43,12 +45,12 @@ impl Done {
         self.mapped += mapped;
         self.protected += protected;
         self.wrong += wrong;
-        // Whose it is does not matter, and in which order they end either.
+        // The sum is commutative, because processes end in any order.
         self.sum = self.sum.wrapping_add(sum);
     }
 }
 
-/// `work.processes` of them, to their end.
+/// Runs `work.processes` processes to their end.
 pub fn run(work: &Processes, tell: &mut dyn FnMut(Event) -> io::Result<()>) -> io::Result<()> {
     if !(1..=MAX_PROCESSES).contains(&work.processes) {
         return Err(io::Error::other(format!(
@@ -63,7 +65,7 @@ pub fn run(work: &Processes, tell: &mut dyn FnMut(Event) -> io::Result<()>) -> i
     for number in 0..work.processes {
         children.push(sys::fork(|| {
             let words = process(work, number)?.words();
-            // Less than PIPE_BUF, so that it comes in one piece.
+            // Less than PIPE_BUF, so the write is atomic.
             (&result).write_all(words.map(u64::to_le_bytes).as_flattened())
         })?);
     }
@@ -86,7 +88,7 @@ pub fn run(work: &Processes, tell: &mut dyn FnMut(Event) -> io::Result<()>) -> i
     tell(Event::Processes { forked, started, mapped, protected, wrong, sum })
 }
 
-/// An area of memory and what is in it.
+/// An area of memory and its stamp.
 struct Area {
     pages: Pages,
     stamp: u64,
@@ -103,7 +105,7 @@ impl Area {
         (0..self.pages.count()).for_each(|page| self.pages.set(page, stamp ^ page as u64));
     }
 
-    /// Looks at each page: how many are wrong, and the sum.
+    /// Checks each page. Adds wrong pages and the sum to `done`.
     fn look(&self, done: &mut Done) {
         for page in 0..self.pages.count() {
             let found = self.pages.get(page);
@@ -144,7 +146,7 @@ fn process(work: &Processes, number: u64) -> io::Result<Done> {
                 fork(&areas, stamp, &mut done)?;
                 done.forked += 1;
             }
-            // Starting a program is dear.
+            // Starting a program is expensive.
             (6, _) if step % 4 == 0 && work.start => {
                 start(work.seed ^ stamp, &mut done)?;
                 done.started += 1;
@@ -155,14 +157,14 @@ fn process(work: &Processes, number: u64) -> io::Result<Done> {
                 area.write(stamp);
             }
         }
-        // To whomever is next.
+        // Let another process run.
         std::thread::yield_now();
     }
     areas.iter().flatten().for_each(|area| area.look(&mut done));
     Ok(done)
 }
 
-/// Takes access to `area` away, sees that it is away, for the kernel as for anybody, and gives it back.
+/// Removes access to `area`, checks that it is removed, for the kernel too, and restores it.
 fn protect(
     area: &mut Area,
     stamp: u64,
@@ -173,7 +175,7 @@ fn protect(
     area.look(done);
     let mut to = to;
     to.write_all(b"*")?;
-    // A page that can be written to would take the byte, and one that can be read would give one.
+    // A writable page would take the byte, and a readable one would supply one.
     let taken = area.pages.is_written_from(from);
     area.pages.protect(libc::PROT_NONE)?;
     let given = area.pages.is_read_into(to);
@@ -189,7 +191,8 @@ fn protect(
     Ok(())
 }
 
-/// A child that finds what its parent has, writes over it, and leaves its parent's as it was.
+/// Forks a child that checks its parent's content and overwrites it. The parent's content must not
+/// change.
 fn fork(areas: &[Option<Area>], stamp: u64, done: &mut Done) -> io::Result<()> {
     let child = sys::fork(|| {
         let mut found = Done::default();
@@ -199,7 +202,7 @@ fn fork(areas: &[Option<Area>], stamp: u64, done: &mut Done) -> io::Result<()> {
             let own = |page: usize| area.pages.get(page) == (stamp | 1) ^ page as u64;
             found.wrong += u64::from(!(0..area.pages.count()).all(own));
         }
-        if found.wrong == 0 { Ok(()) } else { Err(io::Error::other("not what its parent had")) }
+        if found.wrong == 0 { Ok(()) } else { Err(io::Error::other("differs from its parent's content")) }
     })?;
     std::thread::yield_now();
     done.wrong += u64::from(sys::wait(child)? != 0);
@@ -207,7 +210,7 @@ fn fork(areas: &[Option<Area>], stamp: u64, done: &mut Done) -> io::Result<()> {
     Ok(())
 }
 
-/// This program anew, which does a little of the same.
+/// Starts this program again, with a few steps of the same.
 fn start(seed: u64, done: &mut Done) -> io::Result<()> {
     let work = Processes { processes: 1, steps: SHORT, start: false, seed };
     let request = CString::new(serde_json::to_string(&Request::Processes(work))?)?;
@@ -222,7 +225,7 @@ mod tests {
 
     fn sums(seed: u64) -> Event {
         let mut events = Vec::new();
-        // Tests have threads, and a program that is none of the agent's.
+        // Tests have threads, and their program is not the agent.
         let work = Processes { processes: 3, steps: 60, start: false, seed };
         run(&work, &mut |event| {
             events.push(event);

@@ -1,4 +1,4 @@
-//! Requests: read a line, do what it says, tell what happens.
+//! Requests: reads a line, executes it, reports events.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -13,8 +13,8 @@ use crate::init::NAME;
 use crate::tie::{self, Tie};
 use crate::{Argument, Event, Kexec, MAX_REQUEST, Request, stream, sys, work};
 
-/// Children and how they ended. PID 1 inherits every orphan, so one thread waits for all processes, and whoever started
-/// one asks here.
+/// Child processes and their exit statuses. PID 1 inherits every orphan, so one thread waits for
+/// all processes. Others ask here for the status of their child.
 #[derive(Default)]
 pub struct Children {
     state: Mutex<State>,
@@ -23,20 +23,20 @@ pub struct Children {
 
 #[derive(Default)]
 struct State {
-    /// How many commands run.
+    /// The number of running commands.
     running: usize,
-    /// The ends that nobody has asked for yet.
+    /// Exit statuses that were not asked for yet.
     ended: HashMap<u32, i32>,
-    /// Those of the commands whose end nobody will ask for.
+    /// Commands whose exit status will not be asked for.
     detached: HashSet<u32>,
 }
 
 impl State {
-    /// A command has ended, and whoever wanted to know does.
+    /// A command has ended, and its status was delivered if wanted.
     fn forget(&mut self) {
         self.running -= 1;
         if self.running == 0 {
-            // What is left are orphans, for whom nobody asks.
+            // The remaining statuses belong to orphans.
             self.ended.clear();
         }
     }
@@ -44,14 +44,14 @@ impl State {
 
 impl Children {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("nobody panics with it")
+        self.state.lock().expect("the lock is not poisoned")
     }
 
-    /// Reaps for ever.
+    /// Reaps processes for ever.
     pub fn reap(&self) -> ! {
         loop {
             let state = self.changed.wait_while(self.lock(), |state| state.running == 0);
-            drop(state.expect("nobody panics with it"));
+            drop(state.expect("the lock is not poisoned"));
             if let Ok((pid, code)) = sys::wait_any() {
                 let mut state = self.lock();
                 if state.detached.remove(&pid) {
@@ -64,7 +64,7 @@ impl Children {
         }
     }
 
-    /// Starts a command; its end is in the result of [`Children::wait`].
+    /// Starts a command. [`Children::wait`] returns its exit status.
     pub(crate) fn start(&self, command: &mut Command) -> io::Result<std::process::Child> {
         let mut state = self.lock();
         let child = command.spawn()?;
@@ -80,13 +80,13 @@ impl Children {
 
     pub(crate) fn wait(&self, pid: u32) -> i32 {
         let state = self.changed.wait_while(self.lock(), |state| !state.ended.contains_key(&pid));
-        let mut state = state.expect("nobody panics with it");
+        let mut state = state.expect("the lock is not poisoned");
         let code = state.ended.remove(&pid).expect("waited for it");
         state.forget();
         code
     }
 
-    /// Nobody waits for the command `pid`.
+    /// No caller will wait for the command `pid`.
     pub(crate) fn detach(&self, pid: u32) {
         let mut state = self.lock();
         match state.ended.remove(&pid) {
@@ -114,21 +114,22 @@ pub fn every(
     while let Some(line) = line(input)? {
         answer(&line, output, None, children)?;
         if line.len() > MAX_REQUEST && !line.ends_with(b"\n") {
-            // What is left of it is no request.
+            // The rest of the line is not a request.
             input.skip_until(b'\n')?;
         }
     }
     Ok(())
 }
 
-/// A line, or as much of one as is needed to see that it is too long; nothing at the end.
+/// A line, or enough of it to see that it is too long; None at EOF.
 pub(crate) fn line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
     let mut line = Vec::new();
     input.take(MAX_REQUEST as u64 + 1).read_until(b'\n', &mut line)?;
     Ok((!line.is_empty()).then_some(line))
 }
 
-/// Does what `line` asks for. What it starts ends with `connection`, where the request has one of its own.
+/// Executes the request in `line`. Started commands end with `connection`, if the request has its
+/// own.
 fn answer(
     line: &[u8],
     output: &mut (impl Write + Send),
@@ -136,11 +137,11 @@ fn answer(
     children: &Children,
 ) -> io::Result<()> {
     let output = Mutex::new(output);
-    let tell = |event: Event| tell(&mut **output.lock().expect("nobody panics with it"), &event);
+    let tell = |event: Event| tell(&mut **output.lock().expect("the lock is not poisoned"), &event);
     let result = if line.len() > MAX_REQUEST {
         Err(io::Error::other(format!("a request has at most {MAX_REQUEST} bytes")))
     } else {
-        // A serial line may carry any byte; what is no text is no request either.
+        // A serial line may carry any bytes. Invalid UTF-8 is not a valid request either.
         serde_json::from_str(&typed(&String::from_utf8_lossy(line)))
             .map_err(io::Error::other)
             .and_then(|request| perform(request, &tell, connection, children))
@@ -151,7 +152,7 @@ fn answer(
     }
 }
 
-/// What a person who used Backspace and Ctrl-C meant: JSON has neither byte.
+/// Applies Backspace and Ctrl-C as typed by a user: JSON contains neither byte.
 fn typed(line: &str) -> Cow<'_, str> {
     if !line.contains(['\x03', '\x08', '\x7f']) {
         return line.into();
@@ -199,7 +200,7 @@ fn perform(
     }
 }
 
-/// Returns where the kernel waits for a panic, or could not be started.
+/// Returns if the kernel is loaded for a panic, or could not be started.
 fn load_kernel(kexec: &Kexec) -> io::Result<()> {
     let open = |path: &String| File::open(path).map_err(|error| io::Error::other(format!("{path}: {error}")));
     let (kernel, initrd) = (open(&kexec.kernel)?, kexec.initrd.as_ref().map(open).transpose()?);
@@ -240,7 +241,7 @@ fn exec(
     tell(Event::Exit { code })
 }
 
-/// Has another process of this program do `request`, which forks, and passes its events on.
+/// Runs `request`, which forks, in another process of this program, and passes its events on.
 fn apart(
     request: &Request,
     tell: &(impl Fn(Event) -> io::Result<()> + Sync),
@@ -260,10 +261,10 @@ fn apart(
             scope.spawn(|| tie.watch(connection, &ended));
         }
         for line in stdout.into_iter().flat_map(|pipe| io::BufReader::new(pipe).lines()) {
-            // It is read to its end even when nobody listens any more, or it would never end.
+            // Read the output to its end even without a listener, or the process would never end.
             told = std::mem::replace(&mut told, Ok(())).and_then(|()| tell(serde_json::from_str(&line?)?));
         }
-        // A few words at most, at its end.
+        // A few words at most, at the end.
         let heard = stderr.map_or(Ok(0), |mut pipe| pipe.read_to_string(&mut said));
         let code = children.wait(child.id());
         tie.loosen();
@@ -276,14 +277,14 @@ fn apart(
     }
 }
 
-/// Passes a command's output on until it ends; if nobody listens any more the command sees a closed pipe.
+/// Passes a command's output on until it ends. Without a listener the command gets a closed pipe.
 fn pass_on(stream: &str, pipe: Option<impl Read>, tell: &impl Fn(Event) -> io::Result<()>) {
     let Some(mut pipe) = pipe else { return };
     let mut buffer = [0; 4096];
     let mut kept = 0;
     while let Ok(count @ 1..) = pipe.read(&mut buffer[kept..]) {
         let filled = kept + count;
-        // A character that is cut in two waits for its other half.
+        // An incomplete character waits for its remaining bytes.
         let whole = match std::str::from_utf8(&buffer[..filled]) {
             Err(error) if error.error_len().is_none() => error.valid_up_to(),
             _ => filled,
@@ -298,21 +299,21 @@ fn pass_on(stream: &str, pipe: Option<impl Read>, tell: &impl Fn(Event) -> io::R
     }
 }
 
-/// EventSources whoever connects, each in a thread of its own.
+/// Serves each connection in a thread of its own.
 pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
     while let Ok(connection) = sys::accept(&socket) {
         let children = children.clone();
         thread::spawn(move || {
-            // A host that has gone away is no news to anybody.
+            // A host that has disconnected is not an error.
             let _ = connected(connection, &children);
         });
     }
 }
 
-/// EventSources one connection: a request, or a command with its streams.
+/// Serves one connection: a request, or a command with its streams.
 ///
 /// # Errors
-/// Where the host has gone.
+/// The host has disconnected.
 pub fn connected(connection: File, children: &Children) -> io::Result<()> {
     let mut output = connection.try_clone()?;
     let watched = connection.try_clone()?;
@@ -335,7 +336,7 @@ mod tests {
         assert_eq!(typed("\x7f{}\n"), "{}\n");
     }
 
-    /// The events that `input` is answered with, in which a request for nothing is `error`.
+    /// The events that answer `input`. An empty request yields `error`.
     fn answers(input: &[u8]) -> Vec<String> {
         let mut output = Vec::new();
         every(&mut &*input, &mut output, &Children::default()).unwrap();

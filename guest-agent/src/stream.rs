@@ -1,5 +1,6 @@
-//! One command with its standard streams on a connection, binary-safe, with flow control and ends both ways; or with a terminal. It
-//! ends with the connection, unless it is detached.
+//! One command with its standard streams on a connection, or with a terminal. Streams are
+//! binary-safe, pass EOF in both directions and apply back-pressure. The command ends with the
+//! connection, unless it is detached.
 
 use std::fs::File;
 use std::io::{self, BufReader, PipeReader, PipeWriter, Read, Write};
@@ -14,23 +15,24 @@ use crate::serve::{Children, line};
 use crate::tie::Tie;
 use crate::{Argument, Launch, frame, sys, terminal};
 
-/// Which of a command's outputs somebody at the other end still reads.
+/// Which of a command's outputs have no reader any more.
 #[derive(Default)]
 struct Closed([AtomicBool; 2]);
 
-/// A command that runs, and this side of its streams.
+/// A running command, and this side of its streams.
 struct Running {
     id: u32,
     input: Option<File>,
     outputs: Vec<(u8, File)>,
-    /// Of a terminal, which others may keep open: what says that it is over for this command all the same.
+    /// Signals that the command's terminal has ended, because other processes may keep it open.
     over: Option<(PipeReader, PipeWriter)>,
 }
 
-/// Reads what to run from `connection`, runs it, and returns when the other end has heard how it ended and closed the connection.
+/// Reads a launch from `connection` and runs it. Returns when the other end has the exit status and
+/// has closed the connection.
 ///
 /// # Errors
-/// Where the other end has gone.
+/// The other end has disconnected.
 pub fn serve(connection: File, children: &Children) -> io::Result<()> {
     let output = connection.try_clone()?;
     let mut input = BufReader::new(connection);
@@ -38,10 +40,10 @@ pub fn serve(connection: File, children: &Children) -> io::Result<()> {
     run(serde_json::from_slice(&asked).map_err(io::Error::other), input, output, children)
 }
 
-/// Runs what was `asked` for on `input`, what the other end says, and `output`.
+/// Runs the launch in `asked`. `input` comes from the other end, `output` goes to it.
 ///
 /// # Errors
-/// Where the other end has gone.
+/// The other end has disconnected.
 pub fn run(
     asked: io::Result<Launch>,
     mut input: BufReader<File>,
@@ -50,7 +52,7 @@ pub fn run(
 ) -> io::Result<()> {
     let output = Mutex::new(output);
     let tell =
-        |kind, data: &[u8]| frame::write(&mut *output.lock().expect("nobody panics with it"), kind, data);
+        |kind, data: &[u8]| frame::write(&mut *output.lock().expect("the lock is not poisoned"), kind, data);
     let started = asked.and_then(|launch| Ok((launch.detached, start(&launch, children)?)));
     let Running { id, input: stdin, outputs, over } = match started {
         Ok((true, running)) => {
@@ -70,14 +72,14 @@ pub fn run(
     let heard = closed.clone();
     let (ended, says) = over.unzip();
     if says.is_some() {
-        // Whoever has a terminal is told at once that there is one at this end, too.
+        // The other end learns at once that this end also has a terminal.
         tell(frame::OUTPUT, &[])?;
     }
     let gone = says.as_ref().map(PipeWriter::try_clone).transpose()?;
-    // Ends with the connection.
+    // This thread ends with the connection.
     let listener = thread::spawn(move || {
         let listened = listen(&mut input, stdin, &heard);
-        // Without the other end a terminal hangs up.
+        // Without the other end the terminal hangs up.
         say(gone);
         tied.pull();
         listened
@@ -96,9 +98,9 @@ pub fn run(
     listener.join().unwrap_or(Ok(()))
 }
 
-/// Says that a terminal is over.
+/// Signals that a terminal has ended.
 fn say(over: Option<PipeWriter>) {
-    // Whoever does not listen knows.
+    // A closed pipe means that its reader already knows.
     drop(over.map(|mut over| over.write_all(&[0])));
 }
 
@@ -123,7 +125,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
     };
     let mut command = Command::new(program);
     if shell.is_some() {
-        // As whoever logs in has it: it reads its profile.
+        // As at a login: the shell then reads its profile.
         command.arg0(format!(
             "-{}",
             program.text().and_then(|path| path.rsplit('/').next()).unwrap_or_default()
@@ -132,7 +134,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
     let stream = || if launch.detached { Stdio::null() } else { Stdio::piped() };
     command.args(arguments).stdin(stream()).stdout(stream()).stderr(stream());
     if launch.terminal.is_none() {
-        // A terminal's command leads a session, and with it a group.
+        // A terminal's command leads a session, and thereby a group.
         command.process_group(0);
     }
     command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
@@ -147,7 +149,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
         command.uid(uid).gid(gid);
     }
     let started = children.start(&mut command);
-    // The terminal's own end is the command's alone.
+    // Only the command keeps the terminal's slave open.
     drop(command);
     let mut child = started.map_err(|error| {
         let place = launch.directory.as_ref().map(|place| format!(" in {place}")).unwrap_or_default();
@@ -172,7 +174,7 @@ fn start(launch: &Launch, children: &Children) -> io::Result<Running> {
     Ok(Running { id, input: Some(input), outputs, over: None })
 }
 
-/// A user of the guest's.
+/// A user of the guest.
 #[derive(Clone, Debug, PartialEq)]
 struct Account {
     uid: u32,
@@ -181,7 +183,7 @@ struct Account {
     shell: String,
 }
 
-/// The user of that name or number, whom /etc/passwd need not have.
+/// The user with that name or number. A number need not be in /etc/passwd.
 fn account(user: &str, passwd: &str) -> Option<Account> {
     let known =
         passwd.lines().map(|line| line.split(':').collect::<Vec<_>>()).find_map(|fields| match fields[..] {
@@ -197,21 +199,21 @@ fn account(user: &str, passwd: &str) -> Option<Account> {
     known.or_else(|| user.parse().ok().map(unknown))
 }
 
-/// The shell of `account`, where it is there.
+/// The shell of `account` if it exists, otherwise /bin/sh.
 fn shell(account: Option<Account>) -> String {
     let own = account.map(|account| account.shell).filter(|shell| std::path::Path::new(shell).is_file());
     own.unwrap_or_else(|| "/bin/sh".into())
 }
 
-/// What comes from the host, to the end of the connection.
+/// Handles frames from the host until the end of the connection.
 fn listen(input: &mut BufReader<File>, mut stdin: Option<File>, closed: &Closed) -> io::Result<()> {
     let mut data = Vec::new();
-    // A command that does not read keeps nobody from hearing that the connection has ended.
+    // Non-blocking, so that a command that does not read cannot hide the end of the connection.
     stdin.as_ref().map(sys::set_nonblocking).transpose()?;
     while let Some(kind) = frame::read(input, &mut data)? {
         match (kind, &data[..]) {
             (frame::INPUT, []) => stdin = None,
-            // A command that reads no more loses the rest, as in a pipe.
+            // If the command does not read any more, the rest is lost, as in a pipe.
             (frame::INPUT, data) => {
                 stdin = stdin.filter(|stdin| give(stdin, data, input.get_ref()).is_ok());
             }
@@ -219,16 +221,16 @@ fn listen(input: &mut BufReader<File>, mut stdin: Option<File>, closed: &Closed)
             (frame::CLOSED, [frame::ERRORS]) => closed.0[1].store(true, Ordering::Relaxed),
             (frame::RESIZED, &[a, b, c, d]) => {
                 let [rows, columns] = [[a, b], [c, d]].map(u16::from_le_bytes);
-                // A command without a terminal has no size.
+                // Without a terminal the size is ignored.
                 drop(stdin.as_ref().map(|terminal| sys::resize(terminal, rows, columns)));
             }
-            _ => return Err(io::Error::other(format!("a piece of kind {kind}"))),
+            _ => return Err(io::Error::other(format!("a frame of unknown kind {kind}"))),
         }
     }
     Ok(())
 }
 
-/// Writes `data` to `stdin`, which does not block, as far as that goes before the connection ends.
+/// Writes `data` to `stdin`, which is non-blocking, until the connection ends.
 fn give(mut stdin: &File, mut data: &[u8], connection: &File) -> io::Result<()> {
     while !data.is_empty() {
         if let [false, _] = sys::wait_writable(stdin, connection)? {
@@ -243,8 +245,8 @@ fn give(mut stdin: &File, mut data: &[u8], connection: &File) -> io::Result<()> 
     Ok(())
 }
 
-/// What a command writes, until it ends or nobody reads it: the command's next write to the pipe fails then. `over` says that a terminal
-/// is over for the command when all that it wrote has been read.
+/// Passes a command's output on, until it ends or has no reader any more; then the command's next
+/// write fails. `over` signals that a terminal has ended, once all its output was read.
 fn pass_on(
     mut pipe: File,
     kind: u8,
@@ -261,7 +263,7 @@ fn pass_on(
         }
         let count = match pipe.read(&mut buffer) {
             Ok(count @ 1..) => count,
-            // A terminal's input is the same file, which does not block.
+            // A terminal's input is the same file, which is non-blocking.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             _ => return,
         };

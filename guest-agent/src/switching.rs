@@ -1,9 +1,9 @@
-//! Tasks that switch: a token that goes round a ring of processes, as lmbench's `lat_ctx` has it, and groups of senders and receivers, as
-//! `hackbench` has them.
+//! Tasks that switch: a token that goes around a ring of processes, like lmbench's `lat_ctx`, and
+//! groups of senders and receivers, like `hackbench`.
 //!
-//! Both fork, so they run in a process of their own that has no other thread: PID 1 starts this program again with the request as its
-//! argument. On a host it is started by hand in the same way, so that the same code is measured there. What a forked child does
-//! allocates nothing.
+//! Both fork, so they run in a single-threaded process of their own: PID 1 starts this program
+//! again with the request as its argument. On a host it can be started by hand in the same way, to
+//! measure the same code there. Forked children allocate nothing.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -17,14 +17,15 @@ use crate::sys;
 
 type Tell<'a> = &'a mut dyn FnMut(Event) -> io::Result<()>;
 
-/// The most tasks of a ring, and of all groups: each has descriptors, of which a process has 1024 unless somebody has raised that.
+/// The maximum number of tasks of a ring, and of all groups. Each uses descriptors, and the default
+/// limit of a process is 1024.
 const MAX_TASKS: u64 = 400;
-/// The most senders of a group, and as many receivers.
+/// The maximum number of senders of a group. It has as many receivers.
 const MAX_PAIRS: u64 = 100;
-/// The longest message.
+/// The maximum length of a message.
 const MAX_BYTES: u64 = 4096;
 
-/// A stream in one direction.
+/// A one-way stream.
 fn stream(sockets: bool) -> io::Result<(File, File)> {
     let files = |(from, to): (OwnedFd, OwnedFd)| (File::from(from), File::from(to));
     if sockets {
@@ -35,7 +36,7 @@ fn stream(sockets: bool) -> io::Result<(File, File)> {
     Ok(files((from.into(), to.into())))
 }
 
-/// Checks that a number of a request can be had.
+/// Checks that a number in a request is in range.
 fn within(what: &str, value: u64, least: u64, most: u64) -> io::Result<()> {
     if (least..=most).contains(&value) {
         return Ok(());
@@ -43,9 +44,9 @@ fn within(what: &str, value: u64, least: u64, most: u64) -> io::Result<()> {
     Err(io::Error::other(format!("{what} {value} is out of range: {least} to {most}")))
 }
 
-/// A ring of `work.tasks` processes on one CPU, in which this one is the first: a token goes round it `work.rounds` times, and each task
-/// that has it reads its working set. What a task costs that gives the token to itself is taken off: the pipe, and the working set
-/// while it is in the cache.
+/// A ring of `work.tasks` processes on one CPU, with this one as the first. A token goes around it
+/// `work.rounds` times, and each task that has it reads its working set. The cost of a task that
+/// passes the token to itself is subtracted: the pipe, and the cached working set.
 pub fn lat_ctx(work: &LatCtx, tell: Tell<'_>) -> io::Result<()> {
     within("tasks", work.tasks, 2, MAX_TASKS)?;
     within("rounds", work.rounds, 1, u64::from(u32::MAX))?;
@@ -63,7 +64,7 @@ pub fn lat_ctx(work: &LatCtx, tell: Tell<'_>) -> io::Result<()> {
             }
         })?);
     }
-    // The token goes in at the first pipe, and comes out of the last.
+    // The token enters at the first pipe, and leaves from the last.
     let (first, last) = (&pipes[0].1, &pipes[pipes.len() - 1].0);
     let round = || -> io::Result<()> {
         pass(first)?;
@@ -113,7 +114,8 @@ fn read(set: &[u32]) {
     std::hint::black_box(set.iter().fold(0u32, |sum, word| sum.wrapping_add(*word)));
 }
 
-/// As many hops as a measurement has, from this task to itself through as many pipes: nanoseconds.
+/// The nanoseconds for as many hops as in a measurement, from this task to itself through as many
+/// pipes.
 fn alone(work: &LatCtx, set: &[u32]) -> io::Result<u64> {
     let pipes = (0..work.tasks).map(|_| stream(false)).collect::<io::Result<Vec<_>>>()?;
     let began = Instant::now();
@@ -127,22 +129,23 @@ fn alone(work: &LatCtx, set: &[u32]) -> io::Result<u64> {
     Ok(began.elapsed().as_nanos() as u64)
 }
 
-/// What a task of hackbench waits for before it begins.
+/// The common start of hackbench's tasks.
 struct Start {
     ready: File,
     go: File,
 }
 
 impl Start {
-    /// Says that this task is there, and waits for all. Nobody reads the byte that lets them go.
+    /// Reports that this task is ready, and waits for all. The byte that starts them is never read.
     fn wait(&self) -> io::Result<()> {
         (&self.ready).write_all(b"*")?;
         sys::wait_readable(&self.go)
     }
 }
 
-/// `work.groups` groups of `work.pairs` senders and as many receivers: each sender writes `work.messages` messages to each receiver of its
-/// group. Timed from when all may begin until the last one has ended.
+/// `work.groups` groups of `work.pairs` senders and as many receivers. Each sender writes
+/// `work.messages` messages to each receiver of its group. Measures from the common start to the
+/// end of the last task.
 pub fn hackbench(work: &Hackbench, tell: Tell<'_>) -> io::Result<()> {
     within("pairs", work.pairs, 1, MAX_PAIRS)?;
     within("groups times pairs", work.groups.saturating_mul(work.pairs), 1, MAX_TASKS)?;

@@ -1,4 +1,4 @@
-//! System calls that the standard library lacks, and the one room for `unsafe` here.
+//! System calls that the standard library lacks. All `unsafe` code of the agent is here.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -26,7 +26,7 @@ pub fn mount_from(
 ) -> io::Result<()> {
     let [source, kind, target, options] = [source, kind, target, options].map(CString::new);
     let (source, kind, target, options) = (source?, kind?, target?, options?);
-    // SAFETY: all strings end in a zero and outlive the call.
+    // SAFETY: all strings are NUL-terminated and outlive the call.
     let result = unsafe {
         libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, options.as_ptr().cast())
     };
@@ -47,12 +47,12 @@ pub fn allocate(file: &File, mode: libc::c_int, offset: u64, bytes: u64) -> io::
     check(result.into()).map(drop)
 }
 
-/// Flushes all disks and switches the machine off.
+/// Flushes all disks and powers the machine off.
 pub fn power_off() -> io::Error {
     leave(libc::RB_POWER_OFF)
 }
 
-/// Flushes all disks and goes to the kernel that [`load_kernel`] has loaded.
+/// Flushes all disks and starts the kernel that [`load_kernel`] has loaded.
 pub fn start_kernel() -> io::Error {
     leave(libc::RB_KEXEC)
 }
@@ -73,17 +73,19 @@ pub fn load_kernel(kernel: &File, initrd: Option<&File>, params: &str, on_panic:
     let params = CString::new(params)?;
     let bytes = params.as_bytes_with_nul();
     let initrd = initrd.map_or(-1, AsRawFd::as_raw_fd);
-    // SAFETY: the string ends in a zero, which is counted, and outlives the call, as both files do.
+    // SAFETY: the string is NUL-terminated, which its length includes, and outlives the call, as do
+    // both files.
     let result = unsafe {
         libc::syscall(KEXEC_FILE_LOAD, kernel.as_raw_fd(), initrd, bytes.len(), bytes.as_ptr(), flags)
     };
     check(result).map(drop)
 }
 
-/// Its number (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h), which the C library of Arm has not.
+/// The system call's number (arch/x86/entry/syscalls/syscall_64.tbl,
+/// include/uapi/asm-generic/unistd.h), which the C library lacks on Arm.
 const KEXEC_FILE_LOAD: libc::c_long = if cfg!(target_arch = "x86_64") { 320 } else { 294 };
 
-/// Waits for any child: its pid and its exit code, or 128 and its signal.
+/// Waits for any child. Returns its PID and its exit code, or 128 plus its signal.
 pub fn wait_any() -> io::Result<(u32, i32)> {
     let mut status = 0;
     // SAFETY: `status` outlives the call.
@@ -92,7 +94,7 @@ pub fn wait_any() -> io::Result<(u32, i32)> {
     Ok((pid as u32, code))
 }
 
-/// A connection to `port` of the host.
+/// Connects to `port` of the host.
 pub fn connect_vsock(port: u32) -> io::Result<File> {
     let address = libc::sockaddr_vm {
         svm_family: libc::AF_VSOCK as u16,
@@ -101,7 +103,8 @@ pub fn connect_vsock(port: u32) -> io::Result<File> {
         svm_cid: libc::VMADDR_CID_HOST,
         svm_zero: [0; 4],
     };
-    // SAFETY: plain system calls; the descriptor is nobody else's, and the address outlives its call with its right length.
+    // SAFETY: plain system calls; the new descriptor is owned here, and the address outlives its
+    // call with its correct length.
     unsafe {
         let fd = check(libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0).into())?;
         let socket = File::from_raw_fd(fd as i32);
@@ -111,9 +114,9 @@ pub fn connect_vsock(port: u32) -> io::Result<File> {
     }
 }
 
-/// Has the loopback interface up.
+/// Brings the loopback interface up.
 pub fn loopback_up() -> io::Result<()> {
-    // SAFETY: ifreq is plain data, for which all zeroes is a value; it outlives the call.
+    // SAFETY: ifreq is plain data, for which all zeroes is valid; it outlives the call.
     unsafe {
         let fd = check(libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0).into())?;
         let socket = OwnedFd::from_raw_fd(fd as i32);
@@ -125,7 +128,7 @@ pub fn loopback_up() -> io::Result<()> {
     }
 }
 
-/// A vsock socket that listens on `port` for whoever is on the host.
+/// A vsock socket that listens on `port` for the host.
 pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
     let address = libc::sockaddr_vm {
         svm_family: libc::AF_VSOCK as u16,
@@ -134,13 +137,13 @@ pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
         svm_cid: libc::VMADDR_CID_ANY,
         svm_zero: [0; 4],
     };
-    // SAFETY: a plain system call; the descriptor is nobody else's.
+    // SAFETY: a plain system call; the new descriptor is owned here.
     let socket = unsafe {
         OwnedFd::from_raw_fd(check(
             libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0).into(),
         )? as i32)
     };
-    // SAFETY: the address outlives the call, and its length is right.
+    // SAFETY: the address outlives the call, and its length is correct.
     let bound =
         unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of_val(&address) as u32) };
     check(bound.into())?;
@@ -149,9 +152,9 @@ pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The next connection.
+/// Accepts a connection.
 pub fn accept(socket: &OwnedFd) -> io::Result<File> {
-    // SAFETY: nobody asks for the address; the descriptor is nobody else's.
+    // SAFETY: no address is requested; the new descriptor is owned here.
     unsafe {
         let fd =
             libc::accept4(socket.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), libc::SOCK_CLOEXEC);
@@ -159,10 +162,10 @@ pub fn accept(socket: &OwnedFd) -> io::Result<File> {
     }
 }
 
-/// A terminal that hands over what is typed as it is, where a cooked one drops what a line has beyond 4095 bytes and takes
-/// Ctrl-C for itself. Enter is still a newline, and what is typed is shown.
+/// Makes a terminal pass on input as typed. In canonical mode it would drop bytes of a line beyond
+/// 4095 and handle Ctrl-C itself. Enter still gives a newline, and echo stays on.
 pub fn uncook(terminal: &File) -> io::Result<()> {
-    // SAFETY: termios is plain data, for which all zeroes is a value.
+    // SAFETY: termios is plain data, for which all zeroes is valid.
     let mut settings: libc::termios = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open and `settings` outlives the call.
     check(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &mut settings) }.into())?;
@@ -179,10 +182,11 @@ pub fn clock(id: libc::clockid_t) -> i64 {
     time.tv_sec * 1_000_000_000 + time.tv_nsec
 }
 
-/// A child that does `work` and ends, with 1 where that fails. It ends with its parent. The caller sees to it that `work` allocates
-/// nothing where it has other threads, which might hold the allocator's lock.
+/// Forks a child that runs `work` and exits, with status 1 on failure. It ends with its parent. In
+/// a process with other threads `work` must not allocate: another thread might hold the allocator's
+/// lock.
 pub fn fork(work: impl FnOnce() -> io::Result<()>) -> io::Result<libc::pid_t> {
-    // SAFETY: the child returns from nothing that it did not call itself: it ends by _exit.
+    // SAFETY: the child never returns to its parent's frames: it ends by _exit.
     match check(unsafe { libc::fork() }.into())? {
         0 => {
             let worked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -197,7 +201,7 @@ pub fn fork(work: impl FnOnce() -> io::Result<()>) -> io::Result<libc::pid_t> {
     }
 }
 
-/// Waits for this child: its exit code, or 128 and its signal.
+/// Waits for this child. Returns its exit code, or 128 plus its signal.
 pub fn wait(child: libc::pid_t) -> io::Result<i32> {
     let mut status = 0;
     // SAFETY: `status` outlives the call.
@@ -205,7 +209,7 @@ pub fn wait(child: libc::pid_t) -> io::Result<i32> {
     Ok(if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 128 + libc::WTERMSIG(status) })
 }
 
-/// Ends a child that has not been waited for.
+/// Kills a child that was not waited for.
 pub fn kill(child: libc::pid_t) -> io::Result<()> {
     // SAFETY: a plain system call.
     check(unsafe { libc::kill(child, libc::SIGKILL) }.into()).map(drop)
@@ -218,7 +222,7 @@ pub fn signal_group(group: u32, signal: libc::c_int) -> io::Result<()> {
     check(unsafe { libc::killpg(group, signal) }.into()).map(drop)
 }
 
-/// From now on a write to `file` that would have to wait does not.
+/// Makes `file` non-blocking.
 pub fn set_nonblocking(file: &File) -> io::Result<()> {
     // SAFETY: plain system calls.
     unsafe {
@@ -228,11 +232,13 @@ pub fn set_nonblocking(file: &File) -> io::Result<()> {
     }
 }
 
-/// Has this process become this program, as the agent that it is, with `request`; returns where that fails. Nobody hears what it says.
+/// Executes this program as the agent with `request`, and its output discarded. Returns only on
+/// failure.
 pub fn become_this_program(request: &CString) -> io::Error {
     let name = CString::new(crate::init::NAME).expect("without a zero");
     let arguments = [name.as_ptr(), request.as_ptr(), std::ptr::null()];
-    // SAFETY: strings that end in zeroes and arrays that end in null, which outlive the calls.
+    // SAFETY: the strings are NUL-terminated, the arrays null-terminated, and both outlive the
+    // calls.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
         if null >= 0 {
@@ -245,7 +251,7 @@ pub fn become_this_program(request: &CString) -> io::Error {
 
 const PAGE: usize = 4096;
 
-/// Pages of anonymous memory that are this process's and its children's.
+/// Private anonymous memory, which children inherit copy-on-write.
 pub struct Pages {
     address: *mut libc::c_void,
     count: usize,
@@ -256,7 +262,7 @@ impl Pages {
     pub fn map(count: usize) -> io::Result<Self> {
         let (protection, flags) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new mapping, where nothing is.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let address = unsafe { libc::mmap(std::ptr::null_mut(), count * PAGE, protection, flags, -1, 0) };
         if address == libc::MAP_FAILED {
             Err(io::Error::last_os_error())
@@ -265,7 +271,7 @@ impl Pages {
         }
     }
 
-    /// How many.
+    /// The number of pages.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -275,47 +281,47 @@ impl Pages {
         self.address.wrapping_byte_add(page * PAGE).cast()
     }
 
-    /// The first word of a page.
+    /// Reads the first word of a page.
     pub fn get(&self, page: usize) -> u64 {
-        // SAFETY: within the mapping and aligned; where it may not be read the process ends.
+        // SAFETY: within the mapping and aligned; if it is not readable the process ends.
         unsafe { self.word(page).read_volatile() }
     }
 
     /// Writes the first word of a page.
     pub fn set(&self, page: usize, value: u64) {
-        // SAFETY: as above; only this thread knows of the mapping.
+        // SAFETY: as above; only this thread uses the mapping.
         unsafe { self.word(page).write_volatile(value) }
     }
 
     /// mprotect(2).
     pub fn protect(&self, protection: libc::c_int) -> io::Result<()> {
-        // SAFETY: the mapping is this value's, and nobody has a reference into it.
+        // SAFETY: the mapping is owned, and there are no references into it.
         check(unsafe { libc::mprotect(self.address, self.count * PAGE, protection) }.into()).map(drop)
     }
 
-    /// Whether read(2) writes to the first page; a byte has to be there to be read.
+    /// Whether read(2) can write to the first page. The pipe must have a byte.
     pub fn is_written_from(&self, pipe: &impl AsRawFd) -> bool {
-        // SAFETY: the kernel looks whether it may write there.
+        // SAFETY: the kernel checks whether it may write there.
         unsafe { libc::read(pipe.as_raw_fd(), self.address, 1) == 1 }
     }
 
-    /// Whether write(2) reads the first page.
+    /// Whether write(2) can read the first page.
     pub fn is_read_into(&self, pipe: &impl AsRawFd) -> bool {
-        // SAFETY: the kernel looks whether it may read there.
+        // SAFETY: the kernel checks whether it may read there.
         unsafe { libc::write(pipe.as_raw_fd(), self.address, 1) == 1 }
     }
 }
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's, and nobody has a reference into it.
+        // SAFETY: the mapping is owned, and there are no references into it.
         unsafe { libc::munmap(self.address, self.count * PAGE) };
     }
 }
 
-/// Keeps this thread, and whom it forks, on the CPU where it is.
+/// Pins this thread, and the children it forks, to the current CPU.
 pub fn stay_on_this_cpu() -> io::Result<()> {
-    // SAFETY: cpu_set_t is plain data, for which all zeroes is a value.
+    // SAFETY: cpu_set_t is plain data, for which all zeroes is valid.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     // SAFETY: plain system calls; CPU_SET stays within the set, which outlives the second call.
     let result = unsafe {
@@ -326,22 +332,22 @@ pub fn stay_on_this_cpu() -> io::Result<()> {
     check(result.into()).map(drop)
 }
 
-/// Waits until `file` can be read, and reads nothing.
+/// Waits until `file` is readable, without reading.
 pub fn wait_readable(file: &File) -> io::Result<()> {
     wait_either([file.as_raw_fd()]).map(drop)
 }
 
-/// Waits until one of them can be read or has ended: which of them.
+/// Waits until one of them is readable or has ended. Returns which.
 pub fn wait_either<const N: usize>(descriptors: [RawFd; N]) -> io::Result<[bool; N]> {
     poll(descriptors.map(|fd| (fd, libc::POLLIN)))
 }
 
-/// Waits until the other end of one of them is closed: of which.
+/// Waits until the other end of one of them is closed. Returns which.
 pub fn wait_for_end<const N: usize>(descriptors: [RawFd; N]) -> io::Result<[bool; N]> {
     poll(descriptors.map(|fd| (fd, libc::POLLRDHUP)))
 }
 
-/// Waits until `file` takes something, or the other end of `connection` is closed: which of both.
+/// Waits until `file` is writable, or the other end of `connection` is closed. Returns which.
 pub fn wait_writable(file: &impl AsRawFd, connection: &impl AsRawFd) -> io::Result<[bool; 2]> {
     poll([(file.as_raw_fd(), libc::POLLOUT), (connection.as_raw_fd(), libc::POLLRDHUP)])
 }
@@ -349,7 +355,7 @@ pub fn wait_writable(file: &impl AsRawFd, connection: &impl AsRawFd) -> io::Resu
 fn poll<const N: usize>(descriptors: [(RawFd, libc::c_short); N]) -> io::Result<[bool; N]> {
     let mut polls = descriptors.map(|(fd, events)| libc::pollfd { fd, events, revents: 0 });
     loop {
-        // SAFETY: as many structures as it is told, which outlive the call.
+        // SAFETY: the array has N structures and outlives the call.
         match check(unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, -1) }.into()) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             result => return result.map(|_| polls.map(|poll| poll.revents != 0)),
@@ -357,7 +363,7 @@ fn poll<const N: usize>(descriptors: [(RawFd, libc::c_short); N]) -> io::Result<
     }
 }
 
-/// Has the slave of the pseudo-terminal `master` be one that can be opened: its number, as /dev/pts names it.
+/// Unlocks the slave of the pseudo-terminal `master`. Returns its number in /dev/pts.
 pub fn unlock_terminal(master: &File) -> io::Result<u32> {
     let (mut number, unlocked) = (0u32, 0i32);
     // SAFETY: both calls take a pointer to an int, which outlives them.
@@ -368,7 +374,7 @@ pub fn unlock_terminal(master: &File) -> io::Result<u32> {
     Ok(number)
 }
 
-/// Gives a terminal its size; whoever has it in front is told (SIGWINCH).
+/// Sets a terminal's size. Its foreground process group gets SIGWINCH.
 pub fn resize(terminal: &File, rows: u16, columns: u16) -> io::Result<()> {
     let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     // SAFETY: the call reads a winsize, which outlives it.
@@ -376,14 +382,15 @@ pub fn resize(terminal: &File, rows: u16, columns: u16) -> io::Result<()> {
         .map(drop)
 }
 
-/// Has what `command` starts be in a session of its own, whose terminal is its standard input.
+/// Makes the started `command` lead a session whose controlling terminal is its standard input.
 pub fn lead_terminal(command: &mut Command) {
     let lead = || {
-        // SAFETY: system calls that take numbers; 0 is the terminal by then.
+        // SAFETY: system calls that take numbers; descriptor 0 is the terminal by then.
         check(unsafe { libc::setsid() }.into())
             .and_then(|_| check(unsafe { libc::ioctl(0, libc::TIOCSCTTY as _, 0) }.into()))
             .map(drop)
     };
-    // SAFETY: between fork and exec it makes these two system calls, and neither allocates nor locks.
+    // SAFETY: between fork and exec it makes only these two system calls, and neither allocates nor
+    // locks.
     unsafe { command.pre_exec(lead) };
 }

@@ -1,4 +1,4 @@
-//! What ties a command to the connection that asked for it: it does not outlive that.
+//! Ends a command when the connection that requested it ends.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsRawFd;
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::sys;
 
-/// How long a command has after SIGHUP.
+/// How long a command may run after SIGHUP.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Of a command that leads a process group.
+/// Ties a command that leads a process group to its connection.
 pub struct Tie {
     group: u32,
     is_over: Mutex<bool>,
@@ -18,23 +18,24 @@ pub struct Tie {
 }
 
 impl Tie {
-    /// Of the group that process `group` leads.
+    /// A tie for the process group that process `group` leads.
     pub fn new(group: u32) -> Self {
         Self { group, is_over: Mutex::new(false), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, bool> {
-        self.is_over.lock().expect("nobody panics with it")
+        self.is_over.lock().expect("the lock is not poisoned")
     }
 
-    /// The command has ended, and all that it wrote was read: what it has left behind is not tied.
+    /// The command has ended, and all its output was read. Processes that it left behind are not
+    /// ended.
     pub fn loosen(&self) {
         *self.lock() = true;
         self.changed.notify_all();
     }
 
-    /// The connection has ended: the group gets SIGHUP, and SIGKILL where that does not end it. A group whose leader has ended still
-    /// has its number, as long as one of its processes lives.
+    /// The connection has ended: sends SIGHUP to the group, and SIGKILL if that does not end it. A
+    /// group keeps its number while one of its processes lives, even after its leader has ended.
     pub fn pull(&self) {
         for signal in [libc::SIGHUP, libc::SIGKILL] {
             let is_over = self.lock();
@@ -45,7 +46,7 @@ impl Tie {
         }
     }
 
-    /// [`Tie::pull`]s when `connection` ends, unless `over` ends before.
+    /// Calls [`Tie::pull`] when `connection` ends, unless `over` ends before.
     pub fn watch(&self, connection: &impl AsRawFd, over: &PipeReader) {
         if let Ok([false, true]) = sys::wait_for_end([over.as_raw_fd(), connection.as_raw_fd()]) {
             self.pull();
@@ -53,7 +54,7 @@ impl Tie {
     }
 }
 
-/// What ends [`Tie::watch`] when it is dropped, and what that waits for.
+/// A pipe for [`Tie::watch`]: dropping the writer ends the watch, which waits for the reader.
 pub fn over() -> io::Result<(PipeReader, PipeWriter)> {
     io::pipe()
 }

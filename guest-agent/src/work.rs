@@ -1,4 +1,5 @@
-//! The workloads: memory, disk, clocks. Each tells what it finds through `tell`, and ends when nobody listens.
+//! The workloads: memory, disk, clocks. Each reports results through `tell`, and ends without a
+//! listener.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -17,7 +18,7 @@ const SLICE: Duration = Duration::from_millis(10);
 
 type Tell<'a> = &'a mut dyn FnMut(Event) -> io::Result<()>;
 
-/// Latencies by their magnitude, a sixteenth of each power of two exact.
+/// Latencies in log-linear buckets: 16 for each power of two.
 struct Histogram {
     counts: Vec<u64>,
     max: u64,
@@ -43,7 +44,7 @@ impl Histogram {
         }
     }
 
-    /// The least value of a slot.
+    /// The smallest value of a slot.
     fn value(slot: usize) -> u64 {
         match slot {
             0..16 => slot as u64,
@@ -62,14 +63,14 @@ impl Histogram {
     }
 }
 
-/// Writes stamps into memory. A page's stamp is its number and how often it was written; what was written last is also
-/// counted apart, so that a page that has lost a write shows it at the next.
+/// Writes stamps to memory. A page's stamp is its number and its count of writes. The count is also
+/// kept separately, so a page that lost a write shows at the next one.
 pub fn memory(work: &MemoryWork, tell: Tell<'_>) -> io::Result<()> {
     let pages = work.mib.checked_mul(256).filter(|pages| *pages > 0 && *pages < 1 << 32);
     let Some(pages) = pages else {
         return tell(Event::Error { message: format!("{} MiB of memory", work.mib) });
     };
-    // Written once, so that every page is there.
+    // Write each page once, so that it is allocated.
     let memory: Vec<AtomicU64> = (0..pages as usize * WORDS).map(|at| AtomicU64::new(at as u64)).collect();
     let mut written = vec![0u32; pages as usize];
     for page in 0..pages {
@@ -122,7 +123,7 @@ fn stamp(page: u64, times: u32) -> u64 {
     page << 32 | u64::from(times)
 }
 
-/// Writes stamps to a disk, flushes it, forgets what is cached, and reads them back.
+/// Writes stamps to a disk, flushes it, drops caches, and reads them back.
 pub fn disk(work: &DiskWork, tell: Tell<'_>) -> io::Result<()> {
     const CHUNK: usize = 64 << 10;
     let file = OpenOptions::new().read(true).write(true).open(&work.path)?;
@@ -142,7 +143,7 @@ pub fn disk(work: &DiskWork, tell: Tell<'_>) -> io::Result<()> {
         }
         file.sync_all()?;
         let write_ns = start.elapsed().as_nanos() as u64;
-        // Otherwise the page cache would answer and not the disk.
+        // Otherwise reads would come from the page cache instead of the disk.
         std::fs::write("/proc/sys/vm/drop_caches", "3")?;
         let start = Instant::now();
         let (mut wrong, mut expected) = (0, vec![0; CHUNK]);
@@ -158,14 +159,15 @@ pub fn disk(work: &DiskWork, tell: Tell<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// fallocate(2), which on a block device becomes write-zeroes requests: with UNMAP for a hole, without for a range.
+/// fallocate(2). On a block device it becomes write-zeroes requests: with UNMAP for a hole, without
+/// for a range.
 pub fn zero(path: &str, offset: u64, bytes: u64, unmap: bool) -> io::Result<()> {
     let file = OpenOptions::new().read(true).write(true).open(path)?;
     let mode = if unmap { libc::FALLOC_FL_PUNCH_HOLE } else { libc::FALLOC_FL_ZERO_RANGE };
     sys::allocate(&file, mode | libc::FALLOC_FL_KEEP_SIZE, offset, bytes)
 }
 
-/// Looks at the clocks every few milliseconds.
+/// Reads the clocks every few milliseconds.
 pub fn clock(seconds: u64, tell: Tell<'_>) -> io::Result<()> {
     let look = || (sys::clock(libc::CLOCK_MONOTONIC), sys::clock(libc::CLOCK_REALTIME));
     let first = look();
@@ -181,7 +183,7 @@ pub fn clock(seconds: u64, tell: Tell<'_>) -> io::Result<()> {
     tell(Event::Clock { backwards, longest_gap_ns, drift_ns })
 }
 
-/// What the guest finds.
+/// Collects what the guest sees.
 pub fn facts() -> io::Result<Event> {
     let read = |path| std::fs::read_to_string(path).map(|text| text.trim().to_owned());
     let meminfo = read("/proc/meminfo")?;
@@ -191,7 +193,8 @@ pub fn facts() -> io::Result<Event> {
     Ok(Event::Facts { cpus, memory_kib, clocksource, kernel: read("/proc/sys/kernel/osrelease")? })
 }
 
-/// The modules of the image that could not be loaded. `/modules/order` names them, dependencies first.
+/// Loads the image's modules. `/modules/order` names them, dependencies first. Returns those that
+/// could not be loaded.
 pub fn load_modules(order: &str) -> Vec<String> {
     let order = std::fs::read_to_string(format!("/modules/{order}")).unwrap_or_default();
     let load = |name: &str| {

@@ -1,5 +1,5 @@
-//! The bell: where the vCPU threads of a built-in guest leave word that they have rung the doorbell, or that they are over.
-//! What a ring means to the one who waits is [`Guest`](super::Guest)'s.
+//! The bell: the vCPU threads of a built-in guest record here that they have rung the doorbell, or
+//! that they have ended. [`Guest`](super::Guest) interprets the rings.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -9,11 +9,11 @@ use vmm_sys_util::eventfd::EventFd;
 
 use vellum_sys::clock;
 
-/// What vCPUs have rung since somebody last asked.
+/// Rings and ends recorded so far.
 pub(super) struct Rung {
     /// The latest ring of each vCPU; 0 for none.
     pub(super) codes: Vec<u64>,
-    /// vCPUs whose thread is over.
+    /// The number of vCPUs whose thread has ended.
     pub(super) ended: usize,
 }
 
@@ -27,7 +27,7 @@ pub struct Bell {
 }
 
 impl Bell {
-    /// Nobody has rung yet.
+    /// A bell without rings.
     pub(super) fn new(vcpus: usize) -> io::Result<Self> {
         Ok(Self {
             rung: Mutex::new(Rung { codes: vec![0; vcpus], ended: 0 }),
@@ -41,33 +41,33 @@ impl Bell {
         self.rung.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until something is left here, at most as long as `limit`.
+    /// Waits for a change, at most for `limit`.
     pub(super) fn wait<'a>(&'a self, rung: MutexGuard<'a, Rung>, limit: Duration) -> MutexGuard<'a, Rung> {
         self.changed.wait_timeout(rung, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// What each vCPU has rung, and 0 where it has not.
+    /// The code that each vCPU has rung, 0 if it has not.
     pub(super) fn rung(&self) -> Vec<u64> {
         self.lock().codes.clone()
     }
 
-    /// Takes over what they have rung in another process.
+    /// Restores the rings of another process.
     pub(super) fn set_rung(&self, codes: Vec<u64>) {
         self.note(|rung| rung.codes = codes);
     }
 
-    /// When the first ring came, on CLOCK_MONOTONIC.
+    /// The time of the first ring, on CLOCK_MONOTONIC.
     pub fn first(&self) -> Option<Duration> {
         self.first.get().copied()
     }
 
-    /// A vCPU has rung `code`.
+    /// Records that a vCPU has rung `code`.
     pub(super) fn ring(&self, vcpu: usize, code: u64) {
         self.first.get_or_init(clock::monotonic);
         self.note(|rung| rung.codes[vcpu] = code);
     }
 
-    /// A vCPU's thread is over.
+    /// Records that a vCPU's thread has ended.
     pub(super) fn end(&self) {
         self.note(|rung| rung.ended += 1);
     }
@@ -75,7 +75,7 @@ impl Bell {
     fn note(&self, change: impl FnOnce(&mut Rung)) {
         change(&mut self.lock());
         self.changed.notify_all();
-        // Full only after 2^64 - 2 rings that nobody read.
+        // The counter is full only after 2^64 - 2 unread rings.
         let _ = self.event.write(1);
     }
 }

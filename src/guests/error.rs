@@ -1,4 +1,4 @@
-//! Why a built-in guest cannot run, and whose fault that is.
+//! Why a built-in guest cannot run, and whether user, host or guest is at fault.
 
 use std::io;
 
@@ -11,48 +11,48 @@ use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 /// Why a workload cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// KVM or memory.
+    /// KVM or memory failed.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// Fewer pages than vCPUs need.
+    /// There are fewer pages than the vCPUs need.
     #[error("{pages} pages are too few for {vcpus} vCPUs: each needs 2")]
     TooFewPages {
-        /// Pages of the asked-for stride.
+        /// Pages of the requested stride.
         pages: u64,
         /// vCPUs.
         vcpus: usize,
     },
-    /// Interrupt controllers.
+    /// The interrupt controller cannot be created.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
-    /// Its state.
+    /// The guest's state cannot be saved or restored.
     #[error(transparent)]
     State(#[from] state::Error),
-    /// CPU features.
+    /// CPU features are not possible.
     #[error(transparent)]
     Cpuid(#[from] cpuid::Error),
     /// The page tables do not fit.
     #[error(
-        "the workload's page tables need {need} bytes, and there is room for {room}: use 2 MiB guest pages or less memory"
+        "the workload's page tables need {need} bytes and there is room for {room}; use 2 MiB guest pages or less memory"
     )]
     TablesTooLarge {
         /// Bytes needed.
         need: u64,
-        /// Bytes there are.
+        /// Bytes available.
         room: u64,
     },
-    /// The host has no memory for them.
+    /// The host has no memory for the workload.
     #[error("cannot map the workload's own memory: {0}")]
     Map(#[source] io::Error),
-    /// The user has had enough.
+    /// The user has interrupted it.
     #[error("interrupted by signal {0} before anything was measured")]
     Interrupted(i32),
-    /// A vCPU ended where it should have rung.
+    /// A vCPU ended instead of ringing the doorbell.
     #[error("vCPU {index} ended: {what}")]
     Ended {
-        /// Which.
+        /// The vCPU.
         index: usize,
-        /// How.
+        /// How it ended.
         what: String,
     },
 }
@@ -72,7 +72,7 @@ impl Diagnose for Error {
             Self::Cpuid(error) => error.origin(),
             Self::TooFewPages { .. } | Self::TablesTooLarge { .. } => ErrorOrigin::user(Field::Memory),
             Self::Map(_) => ErrorOrigin::HOST,
-            // Nothing is wrong, and nothing is to be mended.
+            // An interrupt is not an error of the user.
             Self::Interrupted(_) => ErrorOrigin::HOST,
             Self::Ended { .. } => ErrorOrigin::GUEST,
         }

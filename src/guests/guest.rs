@@ -7,8 +7,8 @@
 //!   then          the guest's page tables
 //! ```
 //!
-//! [`Guest::build`] makes it, vCPUs paused; [`Guest::resume`] lets them go until each rings the doorbell, upon which it
-//! is paused again, ready for new parameters.
+//! [`Guest::build`] creates it with paused vCPUs. [`Guest::resume`] lets each run until it rings
+//! the doorbell. Then it is paused again, ready for new parameters.
 
 use std::io;
 use std::sync::Arc;
@@ -41,34 +41,35 @@ use vellum_machine::state;
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, host_page};
 use vellum_sys::signal;
 
-/// How long it takes at most until a remembered signal ends a wait.
+/// The maximum time until a pending signal ends a wait.
 const ASKING: Duration = Duration::from_millis(100);
 
-/// How a workload's machine is built.
+/// How to build a workload's machine.
 pub struct GuestConfig {
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub vcpus: usize,
-    /// The CPU of each, where they are pinned.
+    /// The CPU of each vCPU, if pinned.
     pub pins: Option<Vec<usize>>,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
-    /// The code and the privilege that it runs with.
+    /// The workload's code.
     pub code: Code,
     /// See [`Privilege`].
     pub privilege: Privilege,
-    /// Each vCPU thread's last act before its loop, given its number: entering the sandbox.
+    /// Enters the sandbox. Each vCPU thread calls this with its number, directly before its loop.
     pub enter: Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>,
-    /// Flags of RAM's memslots, for instance `KVM_MEM_LOG_DIRTY_PAGES`.
+    /// Flags of RAM's memslots, for example `KVM_MEM_LOG_DIRTY_PAGES`.
     pub slot_flags: u32,
-    /// Entries of each vCPU's dirty ring, where there is to be one.
+    /// The size of each vCPU's dirty ring in entries, if there is one.
     pub dirty_ring: Option<u32>,
-    /// Interrupt controllers in KVM, which no workload needs: but with a local APIC every exit costs more.
+    /// The interrupt controller in KVM. No workload needs one, but with a local APIC every exit
+    /// costs more.
     pub irqchip: Option<irqchip::Mode>,
     /// CPU features.
     pub cpuid: Choice,
-    /// Whether it may load CR3 without an exit.
+    /// Whether the guest may load CR3 without an exit.
     pub cr3_cache: cr3_cache::Choice,
-    /// What of it was made before, if anything.
+    /// The parts that were prepared before, if any.
     pub begun: Option<PreparedVm>,
 }
 
@@ -92,52 +93,52 @@ impl GuestConfig {
     }
 }
 
-/// What [`Guest::wait`] woke up for.
+/// Why [`Guest::wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Woke {
     /// Every vCPU has rung and is paused.
     Rung,
-    /// Not every one has, for as long as was asked.
+    /// The time is over, and not every vCPU has rung.
     Timeout,
 }
 
 /// A workload's machine.
 pub struct Guest {
     // Dropped first: vCPU threads use everything below.
-    /// Its vCPUs.
+    /// The vCPUs.
     pub vcpus: Vec<Vcpu>,
     /// KVM's VM and RAM.
     pub vm: Vm,
-    /// The memslot that holds code, control blocks and tables, and nothing else of its mapping.
+    /// The memslot with code, control blocks and tables. It covers its whole mapping.
     pub slot: Slot,
-    /// Where its vCPUs leave word.
+    /// The bell that the vCPUs ring.
     pub bell: Arc<Bell>,
     /// The guest's TSC ticks per second.
     pub tsc_hz: u64,
-    /// The root of the page tables that its vCPUs start with, guest-physical.
+    /// The guest-physical address of the initial root page table.
     pub root: u64,
-    /// What its first vCPU sees of CPUID.
+    /// CPUID of the first vCPU.
     pub(super) cpuid: Vec<Leaf>,
-    /// What of KVM its state depends on.
+    /// KVM capabilities on which the state depends.
     pub(super) context: Context,
-    /// KVM's counters of all of it, or why there are none.
+    /// KVM's counters of the VM and its vCPUs, or why there are none.
     pub counters: Result<Counters, counters::Error>,
 }
 
 impl Guest {
-    /// Builds the machine over `memory`; every vCPU is paused at the code's entry.
+    /// Builds the machine over `memory`. Every vCPU is paused at the code's entry.
     pub fn build(kvm: &Kvm, memory: Memory, config: GuestConfig) -> Result<Self, Error> {
         let guest = Self::start(kvm, memory, config)?;
         guest.ready()?;
         Ok(guest)
     }
 
-    /// Whether this host gives it a TSC of another frequency than its own.
+    /// Whether this host can give the guest a TSC of another frequency than its own.
     pub fn scales_tsc(&self) -> bool {
         self.context.scales_tsc
     }
 
-    /// Lets a guest come whose TSC has a frequency that this host cannot give it.
+    /// Accepts an incoming guest whose TSC frequency this host cannot provide.
     pub fn allow_other_tsc(&mut self) {
         self.context.allows_other_tsc = true;
     }
@@ -147,8 +148,8 @@ impl Guest {
         self.vcpus.iter().try_for_each(Vcpu::ready).map_err(|error| VmError::from(error).into())
     }
 
-    /// As [`Guest::build`], but does not wait: the caller has something to do while the vCPU threads get
-    /// [`ready`](Guest::ready), or lets them run as soon as they are.
+    /// Like [`Guest::build`], but does not wait. The caller can do other work until the vCPU
+    /// threads are [`ready`](Guest::ready), or let them run as soon as they are.
     pub fn start(kvm: &Kvm, memory: Memory, config: GuestConfig) -> Result<Self, Error> {
         let most = kvm.get_max_vcpus();
         if config.vcpus == 0 || config.vcpus > most {
@@ -223,7 +224,7 @@ impl Guest {
             let prepare = move |fd: &VcpuFd| {
                 machine::set_entry(fd, &cpuid, entry)?;
                 if has_irqchip {
-                    // With a local APIC all but the first wait for INIT and SIPI.
+                    // With a local APIC, all vCPUs but the first wait for INIT and SIPI.
                     machine::set_runnable(fd)?;
                 }
                 Ok(())
@@ -262,30 +263,31 @@ impl Guest {
         Control::at(own, PAGE_SIZE + size_of::<Control>() as u64 * vcpu as u64)
     }
 
-    /// A vCPU's control block as words, for code that lays it out otherwise.
+    /// A vCPU's control block as words, for code with another layout.
     pub fn block(&self, vcpu: usize) -> &[AtomicU64] {
         let words = size_of::<Control>() / 8;
         let first = PAGE_SIZE as usize / 8 + words * vcpu;
         &self.slot.mapping().words()[first..first + words]
     }
 
-    /// The first entries of the root of the guest's page tables: its own slot, and RAM.
+    /// The first two entries of the guest's root page table: its own slot, and RAM.
     pub fn root_entries(&self) -> [u64; 2] {
         let root = (self.root - self.slot.gpa()) as usize / 8;
         [0, 1].map(|index| self.slot.mapping().words()[root + index].load(Ordering::Relaxed))
     }
 
-    /// The memory that holds the control blocks, for a thread that watches progress while others work on the machine.
+    /// The memory with the control blocks, for a thread that watches progress while others use the
+    /// machine.
     pub fn own_memory(&self) -> Arc<Mapping> {
         self.slot.mapping().clone()
     }
 
-    /// All control blocks, in the order of the vCPUs.
+    /// All control blocks, ordered by vCPU.
     pub fn controls(&self) -> impl Iterator<Item = &Control> {
         (0..self.vcpus.len()).map(|index| self.control(index))
     }
 
-    /// Programs every vCPU with `config`; all must be paused. Returns their regions.
+    /// Programs every vCPU with `config`. All must be paused. Returns their regions.
     pub fn program(&self, config: &WriteConfig) -> Result<Vec<Region>, Error> {
         let (vcpus, ram) = (self.vcpus.len(), self.vm.memory.config.size);
         let pages = ram / config.stride;
@@ -302,8 +304,9 @@ impl Guest {
             .collect())
     }
 
-    /// Lets all vCPUs run; rings of before are forgotten. A remembered signal ends this early, for hundreds of vCPUs leave this
-    /// thread little time to start the rest: the wait that follows says so.
+    /// Lets all vCPUs run and clears earlier rings. A pending signal ends this early, because
+    /// hundreds of running vCPUs leave this thread little time to start the rest. The following
+    /// wait reports the signal.
     pub fn resume(&self) {
         self.bell.lock().codes.fill(0);
         for vcpu in self.vcpus.iter().take_while(|_| !signal::is_pending()) {
@@ -311,7 +314,7 @@ impl Guest {
         }
     }
 
-    /// Lets those vCPUs run on that have not rung: what [`Guest::pause`] has paused.
+    /// Resumes those vCPUs that have not rung, after [`Guest::pause`].
     pub fn resume_unfinished(&self) {
         let rung = self.bell.lock();
         self.vcpus
@@ -321,7 +324,7 @@ impl Guest {
             .for_each(|(vcpu, _)| vcpu.resume());
     }
 
-    /// Waits until every vCPU has rung, at most as long as `timeout`.
+    /// Waits until every vCPU has rung, at most for `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Woke, Error> {
         let deadline = Instant::now() + timeout;
         let mut rung = self.bell.lock();
@@ -347,24 +350,25 @@ impl Guest {
         Ok(Woke::Rung)
     }
 
-    /// Pauses all vCPUs, and tells how long that took.
+    /// Pauses all vCPUs. Returns how long that took.
     pub fn pause(&self) -> Result<Duration, Error> {
         vcpu::pause_all(&self.vcpus).map_err(|error| VmError::from(error).into())
     }
 
-    /// Its VM, and proof that nothing writes to its memory; while it is paused.
+    /// The VM, and proof that nothing writes to its memory. The guest must be paused.
     pub fn quiesced(&mut self) -> Result<(&Vm, Quiesced<'_>), Error> {
-        // It has no devices.
+        // There are no devices to stop.
         let quiesced = Quiesced::new(&mut self.vcpus, || ()).map_err(VmError::from)?;
         Ok((&self.vm, quiesced))
     }
 
-    /// Asks the guest to stop before its next access; each vCPU rings when it has.
+    /// Asks the guest to stop before its next access. Each vCPU then rings.
     pub fn request_stop(&self) {
         self.controls().for_each(|control| control.stop.store(1, Ordering::Release));
     }
 
-    /// True when every vCPU has rung since the last [`Guest::resume`]; an error when one has ended instead.
+    /// Returns true when every vCPU has rung since the last [`Guest::resume`], and an error if one
+    /// has ended instead.
     pub fn all_rung(&self) -> Result<bool, Error> {
         let rung = self.bell.lock();
         if rung.ended > 0 {
@@ -390,7 +394,7 @@ impl Guest {
             return VmError::from(failed).into();
         }
         let ended = self.vcpus.iter().find_map(|vcpu| Some((vcpu.index(), vcpu.take_ended()?)));
-        let (index, what) = ended.map_or((0, "for a reason unknown".into()), |(index, ended)| {
+        let (index, what) = ended.map_or((0, "for an unknown reason".into()), |(index, ended)| {
             let what = match (ended.exit, ended.error) {
                 (_, Some(error)) => format!("KVM_RUN: {error}"),
                 (Exit::TripleFault, None) => "triple fault".into(),
@@ -403,14 +407,14 @@ impl Guest {
 }
 
 impl Drop for Guest {
-    /// Has all vCPUs stop before the first of them is waited for: one that waits its turn among hundreds that still run may
-    /// wait for minutes.
+    /// Tells all vCPUs to stop before waiting for the first. Otherwise a vCPU waiting for its turn
+    /// among hundreds of running ones may take minutes.
     fn drop(&mut self) {
         self.vcpus.iter().for_each(Vcpu::request_stop);
     }
 }
 
-/// RAM as `(guest-physical address, bytes)` in as few parts as its memslots, in order, allow.
+/// RAM as few `(guest-physical address, bytes)` parts, by joining adjacent memslots.
 fn parts(slots: &[Slot]) -> Vec<(u64, u64)> {
     let mut parts: Vec<(u64, u64)> = Vec::new();
     for slot in slots {
@@ -422,7 +426,7 @@ fn parts(slots: &[Slot]) -> Vec<(u64, u64)> {
     parts
 }
 
-/// What a workload's exits mean.
+/// The exit handler of a workload.
 fn on_exit(
     index: usize,
     bell: Arc<Bell>,
@@ -434,7 +438,8 @@ fn on_exit(
             bell.ring(index, code);
             Flow::Pause
         }
-        // An access that faulted while its memslot was being moved comes out as MMIO: finish it as KVM would have.
+        // An access that faulted while its memslot was being moved exits as MMIO. Complete it as
+        // KVM would have.
         VcpuExit::MmioWrite(gpa, data) => match memory.write_slice(data, GuestAddress(gpa)) {
             Ok(()) => Flow::Continue,
             Err(_) => Flow::Stop(Exit::Error),

@@ -1,7 +1,7 @@
-//! What a built-in guest notes of itself over time, where it is asked to: the longest time in which it wrote nothing, how far it had come
-//! at the end of each slice of time, and how long its writes took before it was logged, while it was, and since it has moved to this
-//! process. It is all in the control blocks ([`Control`]), so that it moves with the guest and goes by the guest's own clock. Here is
-//! how it is read; the assembly that writes it is `program/`.
+//! The journal of a built-in guest: the longest time without a write, progress at the end of each
+//! time slice, and write latencies before logging, during it, and after the move to this process.
+//! It is stored in the control blocks ([`Control`]), so it moves with the guest and uses the
+//! guest's own clock. This module reads it. The assembly in `program/` writes it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,20 +11,20 @@ use super::guest::Guest;
 use super::run::nanoseconds;
 use vellum_report::{Label, Mark, Report, Sample, Series};
 
-/// The phases as results name them.
+/// The phases' names in results.
 pub const PHASES: [&str; phase::COUNT] = ["before", "during", "after"];
 
-/// The mark in which nothing was written because the guest moved.
+/// The name of the mark without writes because the guest moved.
 pub const MOVED: &str = "moved";
 
-/// [`Control::slice_shift`] for slices of `slice` or somewhat longer.
+/// [`Control::slice_shift`] for slices of at least `slice`.
 pub(super) fn shift(slice: Duration, tsc_hz: u64) -> u64 {
     let ticks = (slice.as_secs_f64() * tsc_hz as f64) as u64;
     u64::from(ticks.clamp(1, 1 << 62).next_power_of_two().ilog2())
 }
 
-/// Tells every vCPU that another phase begins. They stand still, and the memory of what they are told is not being logged yet, or is
-/// this process's alone.
+/// Tells every vCPU that another phase begins. The vCPUs are paused. The control blocks' memory is
+/// not logged yet, or belongs to this process alone.
 pub(super) fn enter(guest: &Guest, phase: u64) {
     guest.controls().for_each(|control| control.phase.store(phase, Ordering::Relaxed));
 }
@@ -33,7 +33,7 @@ fn get(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
-/// Adds what the guest has noted to `report`, on a clock that begins with its first write.
+/// Adds the guest's journal to `report`. Time starts at the guest's first write.
 pub(super) fn add(report: &mut Report, guest: &Guest) {
     let hz = guest.tsc_hz as f64;
     let writers = || guest.controls().zip(0u32..).filter(|(control, _)| get(&control.origin) > 0);
@@ -52,7 +52,7 @@ pub(super) fn add(report: &mut Report, guest: &Guest) {
     };
     let moved = |control: &Control| entered(control, phase::MOVED).map(|(start, end)| end - start);
     report.samples("downtime", "s", of_vcpus(&moved));
-    // From the last write of any of them to the first.
+    // From the last write of any vCPU before to the first after.
     let gap_of_all = |phase| {
         let gaps = writers().filter_map(|(control, _)| entered(control, phase));
         gaps.reduce(|(start, end), (from, to)| (start.max(from), end.min(to)))
@@ -69,7 +69,7 @@ pub(super) fn add(report: &mut Report, guest: &Guest) {
     let full = writers().any(|(control, _)| get(&control.slices[SLICES - 1]) > 0);
     report.series.extend(writers().map(|(control, vcpu)| progress(control, vcpu, since, hz)));
     if full {
-        report.note(format!("the guest's journal was full before its end: it has {SLICES} slices"));
+        report.note(format!("the guest's journal of {SLICES} slices was full before the end"));
     }
     for (phase, name) in PHASES.iter().enumerate() {
         let mut sum = vec![0; BUCKETS];
@@ -85,7 +85,8 @@ pub(super) fn add(report: &mut Report, guest: &Guest) {
     }
 }
 
-/// Pages that a vCPU wrote in each slice, a page once a pass; the last slice, which may have ended early, is left out.
+/// Pages that a vCPU wrote in each slice, counting a page once a pass. The last slice is omitted,
+/// because it may have ended early.
 fn progress(control: &Control, vcpu: u32, since: impl Fn(u64) -> f64, hz: f64) -> Series {
     let slice = (1u64 << get(&control.slice_shift).min(62)) as f64 / hz;
     let start = since(get(&control.origin));

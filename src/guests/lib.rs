@@ -1,8 +1,10 @@
-//! Guests without an operating system: a few hundred bytes of code, a control block for each vCPU, page tables.
+//! Guests without an operating system: a few hundred bytes of code, a control block for each vCPU,
+//! page tables.
 //!
-//! [`WriteConfig`] says what the `write` workload does; [`guest`] builds a machine around it and runs it, and [`bell`] is what
-//! its vCPUs ring; [`control`] and [`stamp`] are the layouts that host and guest share; [`model`] computes what the guest must have
-//! written, and [`journal`] reads what it has noted of itself over time. The code itself is [`program`].
+//! [`WriteConfig`] configures the `write` workload. [`guest`] builds a machine around it and runs
+//! it; its vCPUs ring [`bell`]. [`control`] and [`stamp`] are the layouts shared by host and guest.
+//! [`model`] computes what the guest must have written. [`journal`] reads the guest's own record
+//! over time. [`program`] has the code.
 
 pub mod bell;
 pub mod control;
@@ -27,33 +29,33 @@ use serde::{Deserialize, Serialize};
 
 use vellum_kvm::memory::Memory;
 
-/// The workloads that `vellum run --workload` knows, with what they do.
+/// The workloads of `vellum run --workload`, with descriptions.
 pub const NAMES: [(&str, &str); 1] = [("write", "writes a stamp to page after page")];
 
-/// In which order a workload visits pages.
+/// The order in which a workload visits pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// Page after page.
     Sequential,
-    /// Any page each time (with replacement: a pass touches about 63 % of them).
+    /// A random page each time (with replacement: a pass touches about 63 % of them).
     Random,
     /// Every page once a pass, in random order.
     Shuffled,
 }
 
 impl Order {
-    /// The names as typed.
+    /// The names on the command line.
     pub const NAMES: [(&str, Self); 3] =
         [("sequential", Self::Sequential), ("random", Self::Random), ("shuffled", Self::Shuffled)];
 
-    /// Its name.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, order)| *order == self).map_or("", |(name, _)| name)
     }
 }
 
-/// A subset of the pages that takes a share of the accesses.
+/// A subset of the pages that gets a share of the accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hot {
@@ -63,7 +65,7 @@ pub struct Hot {
     pub share: f64,
 }
 
-/// What the `write` workload does.
+/// The configuration of the `write` workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WriteConfig {
@@ -71,26 +73,26 @@ pub struct WriteConfig {
     pub order: Order,
     /// The hot set, the first pages of each region.
     pub hot: Option<Hot>,
-    /// Percent of the accesses that write; the others read.
+    /// Percent of the accesses that write. The others read.
     pub write_percent: f64,
-    /// Distinct pages written a second and vCPU; `None` for as fast as possible.
+    /// Distinct pages written per second and vCPU; `None` for as fast as possible.
     pub rate: Option<u64>,
-    /// Passes, each of as many accesses as the region has pages; 0 for no end.
+    /// Passes of as many accesses as the region has pages; 0 for no end.
     pub passes: u64,
-    /// The seed of all that is random.
+    /// The seed of everything random.
     pub seed: u64,
-    /// Whether all vCPUs share one region instead of having one each.
+    /// Whether all vCPUs share one region. Otherwise each has its own.
     pub shared: bool,
-    /// Bytes from one page visited to the next, a multiple of 4096.
+    /// Bytes from one visited page to the next, a multiple of 4096.
     pub stride: u64,
-    /// Whether the time of each write is measured.
+    /// Whether the duration of each write is measured.
     pub latency: bool,
-    /// Whether vCPUs wait after each pass until they are resumed.
+    /// Whether vCPUs wait after each pass until resumed.
     pub lockstep: bool,
     /// Whether the first pass is as fast as possible, whatever the rate.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub warm: bool,
-    /// How much time a slice of the guest's [journal] covers, about; `None` for no journal.
+    /// The approximate duration of a slice of the guest's [journal]; `None` for no journal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub journal: Option<Duration>,
 }
@@ -114,21 +116,21 @@ impl Default for WriteConfig {
     }
 }
 
-/// The part of guest RAM that one vCPU works on, in strides from the start of RAM.
+/// The part of guest RAM on which a vCPU works, in strides from the start of RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Its first page.
+    /// The first page.
     pub first: u64,
-    /// How many pages; at least 1.
+    /// The number of pages; at least 1.
     pub pages: u64,
 }
 
-/// The share of 2^32 that `percent` is.
+/// `percent` of 2^32.
 fn threshold(percent: f64) -> u64 {
     (percent / 100.0 * 4_294_967_296.0).round() as u64
 }
 
-/// One step of splitmix64: a well-mixed number for every `n`, never the same twice.
+/// One step of splitmix64: a well-mixed number for each `n`, different for each.
 pub fn mix(n: u64) -> u64 {
     let z = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -136,8 +138,8 @@ pub fn mix(n: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Fills `memory` with random numbers, but for the stamps of pages, which no guest has written yet. `go_on` is told of every so many
-/// bytes, and ends it early; whether all of it is full.
+/// Fills `memory` with random numbers, except the stamps of pages. `go_on` is called after each
+/// chunk with its bytes, and can end this early. Returns whether all of it was filled.
 pub fn fill(memory: &Memory, go_on: impl Fn(u64) -> bool) -> bool {
     const CHUNK: usize = 32 << 20;
     let mut numbers = 0u64..;
@@ -152,7 +154,7 @@ pub fn fill(memory: &Memory, go_on: impl Fn(u64) -> bool) -> bool {
 }
 
 impl WriteConfig {
-    /// What is wrong with it, where it did not come from a command line that was checked.
+    /// What is invalid, for a configuration that no command line has checked.
     pub fn wrong(&self) -> Option<&'static str> {
         let page = vellum_sys::mmap::PAGE_SIZE;
         let hot = |hot: &Hot| {
@@ -160,19 +162,19 @@ impl WriteConfig {
             part && hot.share > 0.0 && hot.share <= 100.0
         };
         if self.stride == 0 || !self.stride.is_multiple_of(page) {
-            Some("its stride is no multiple of 4096")
+            Some("its stride is not a multiple of 4096")
         } else if !(0.0..=100.0).contains(&self.write_percent) {
-            Some("the share of its writes is not from 0 to 100 percent")
+            Some("its share of writes is not from 0 to 100 percent")
         } else if self.journal.is_some_and(|slice| slice.is_zero()) {
-            Some("a slice of its journal takes no time")
+            Some("the duration of a journal slice is zero")
         } else if !self.hot.as_ref().is_none_or(hot) {
-            Some("its hot set is no part of its pages")
+            Some("its hot set is invalid")
         } else {
             None
         }
     }
 
-    /// The region of `vcpu` out of `vcpus`, for `ram` bytes; the last takes what does not divide.
+    /// The region of `vcpu` out of `vcpus`, for `ram` bytes. The last one gets the remainder.
     pub fn region(&self, vcpu: usize, vcpus: usize, ram: u64) -> Region {
         let pages = ram / self.stride;
         if self.shared {
@@ -183,7 +185,7 @@ impl WriteConfig {
         Region { first, pages: if vcpu + 1 == vcpus { pages - first } else { each } }
     }
 
-    /// How many pages of a region are hot.
+    /// The number of hot pages of a region.
     pub fn hot_pages(&self, region: Region) -> u64 {
         self.hot.map_or(0, |hot| {
             let pages = (region.pages as f64 * hot.percent / 100.0).round() as u64;
@@ -191,7 +193,7 @@ impl WriteConfig {
         })
     }
 
-    /// Writes the parameters of `vcpu` into its block; progress is left as it is.
+    /// Writes the parameters of `vcpu` to its block. Progress is not changed.
     pub fn program(&self, control: &Control, vcpu: usize, region: Region, ram_va: u64, tsc_hz: u64) {
         let set = |word: &std::sync::atomic::AtomicU64, value: u64| word.store(value, Ordering::Relaxed);
         let hot_pages = self.hot_pages(region);
@@ -225,7 +227,7 @@ impl WriteConfig {
             &control.hot_below,
             if hot_pages == 0 { 0 } else { self.hot.map_or(0, |hot| threshold(hot.share)) },
         );
-        // Hull and Dobell: a period of 2^n wants an odd increment and a multiplier of 1 modulo 4.
+        // Hull and Dobell: a period of 2^n needs an odd increment and a multiplier of 1 modulo 4.
         set(&control.shuffle_mask, cold.next_power_of_two() - 1);
         set(&control.shuffle_mul, (mix(seed) & !3) | 5);
         set(&control.shuffle_add, mix(mix(seed)) | 1);

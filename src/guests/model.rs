@@ -1,7 +1,7 @@
-//! What the guest must have written: the same policy as the assembly's, computed by the host.
+//! Computes what the guest must have written, with the same policy as the assembly.
 //!
-//! It follows a vCPU access by access from its parameters, so that after a run every stamp can be checked to the last
-//! bit, and a loop that computes the wrong thing fast cannot pass.
+//! It replays a vCPU's accesses from its parameters. So every stamp can be checked exactly after a
+//! run, and a fast loop with wrong results cannot pass.
 
 use std::sync::atomic::Ordering;
 
@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::control::{Control, flags, order};
 use super::stamp::{SEQ_BITS, Stamp};
 
-/// Odd constants that spread the generator's state over 64 bits before its high part picks a page: one for the hot
-/// set, one for the rest, so that the two choices are not the same number.
+/// Odd constants that spread the generator's state over 64 bits. The high part of the product then
+/// picks a page. The hot set and the rest have different constants, so that the two choices differ.
 const HOT_HASH: u64 = 0x9e37_79b9_7f4a_7c15;
 const PAGE_HASH: u64 = 0xd134_2543_de82_ef95;
 
@@ -39,7 +39,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Takes the parameters from a block that has been programmed and not yet run.
+    /// Reads the parameters of a block that was programmed and has not run yet.
     pub fn new(control: &Control) -> Self {
         let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
         Self {
@@ -63,12 +63,12 @@ impl Model {
         }
     }
 
-    /// Whether it is of a vCPU whose region lies within `pages` pages, one that did not come from a block of this process. One that
-    /// is not would name pages that are not there, or never come to a page at all.
+    /// Checks that a model from another process is valid and its region lies within `pages` pages.
+    /// An invalid one could name nonexistent pages, or never reach a page.
     pub fn fits(&self, pages: u64) -> bool {
         let end = self.first_page.checked_add(self.pages);
         let cold = self.pages.wrapping_sub(self.hot_pages);
-        // A generator of a full period reaches every number up to the mask (Hull and Dobell).
+        // A full-period generator reaches every number up to the mask (Hull and Dobell).
         let full = self.mul & 3 == 1 && self.add & 1 == 1 && self.mask.wrapping_add(1).is_power_of_two();
         end.is_some_and(|end| end <= pages)
             && self.pages > 0
@@ -81,7 +81,7 @@ impl Model {
             && self.writer.checked_add(self.seq).is_some()
     }
 
-    /// One access: the stamp that it leaves, or `None` for a read.
+    /// One access. Returns its stamp, or `None` for a read.
     pub fn step(&mut self) -> Option<Stamp> {
         if self.left == 0 {
             (self.left, self.next) = (self.pages, 0);
@@ -122,20 +122,20 @@ impl Model {
     }
 }
 
-/// The stamps that one run left wrong.
+/// The result of checking stamps after a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StampVerdict {
     /// Pages whose stamp was compared.
     pub checked: u64,
-    /// Pages that should hold a stamp of this run and hold another, or none.
+    /// Pages without the stamp that this run should have left.
     pub wrong: u64,
-    /// The first few of them: page, what was found, what would have been right.
+    /// The first few of them: page, stamp found, valid stamps.
     pub examples: Vec<(u64, Stamp, Vec<Stamp>)>,
 }
 
-/// Replays `accesses` of each model and compares what they leave with what `read` finds on each page.
+/// Replays `accesses` of each model and compares the result with what `read` finds on each page.
 ///
-/// Where vCPUs share pages, whichever wrote last is right.
+/// If vCPUs share pages, any vCPU's last write is valid.
 pub fn verify(models: Vec<(Model, u64)>, pages: u64, read: impl Fn(u64) -> Stamp) -> StampVerdict {
     let mut verdict = StampVerdict::default();
     let mut expected: Vec<Vec<Stamp>> = vec![Vec::new(); pages as usize];

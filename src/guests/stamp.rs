@@ -1,9 +1,9 @@
-//! What a workload leaves on every page that it writes.
+//! The stamp that a workload leaves on every page that it writes.
 //!
-//! Three aligned words at the start of the page say who wrote it and the how-manieth write of that vCPU it was, when,
-//! and which page it is. Whoever reads the page later, on this host or another, can tell a lost or stale page from a
-//! right one. Who and how-manieth share a word, so that two vCPUs that write one page at the same time cannot leave a
-//! writer with the other's number.
+//! Three aligned words at the start of the page tell the writing vCPU with the number of its write,
+//! the epoch, and the page. A later reader, on this host or another, can tell a lost or stale page
+//! from a correct one. vCPU and write number share a word. So two vCPUs that write a page at the
+//! same time cannot combine one's identity with the other's number.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,15 +11,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
-    /// [`writer`] of the vCPU, plus its writes so far, this one included.
+    /// [`writer`] of the vCPU, plus its writes so far, including this one.
     pub writer: u64,
-    /// The epoch that the control block showed: the collection under way.
+    /// The epoch in the control block: the collection in progress.
     pub epoch: u64,
-    /// The page's index in guest RAM, counted in strides from the start of RAM.
+    /// The page's index in guest RAM, in strides from the start of RAM.
     pub page: u64,
 }
 
-/// How many there are.
+/// Words of a stamp.
 pub const WORDS: u64 = (size_of::<Stamp>() / 8) as u64;
 
 /// The bits of [`Stamp::writer`] that count writes.
@@ -31,18 +31,18 @@ pub fn writer(vcpu: usize) -> u64 {
 }
 
 impl Stamp {
-    /// The vCPU that wrote it; `None` where there is no stamp.
+    /// The vCPU that wrote it; `None` if there is no stamp.
     pub fn vcpu(&self) -> Option<usize> {
         (self.writer >> SEQ_BITS).checked_sub(1).map(|vcpu| vcpu as usize)
     }
 
-    /// The vCPU's writes up to and including this one.
+    /// The vCPU's number of writes, including this one.
     pub fn seq(&self) -> u64 {
         self.writer & ((1 << SEQ_BITS) - 1)
     }
 
-    /// Reads the stamp at word `index` of `words`. While the guest writes, the words may be of two writes: the guest
-    /// stores the epoch first and the writer last.
+    /// Reads the stamp at word `index` of `words`. While the guest writes, the words may come from
+    /// two writes: the guest stores the epoch first and the writer last.
     pub fn read(words: &[AtomicU64], index: usize) -> Self {
         let word = |n: usize| words[index + n].load(Ordering::Relaxed);
         let writer = words[index].load(Ordering::Acquire);

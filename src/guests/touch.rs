@@ -1,7 +1,8 @@
-//! A workload that touches memory in blocks: the first word of each block, then a run of pages inside it.
+//! A workload that touches memory in blocks: the first word of each block, then a run of pages
+//! inside it.
 //!
-//! What `kvm_page_table_test` and its like need and the `write` workload's even strides cannot do. [`Touch`] is the
-//! layout of the control block; the code is `arch/*/touch.rs`, at CPL 3.
+//! `kvm_page_table_test` and similar tests need this; the `write` workload has only even strides.
+//! [`Touch`] is the layout of the control block. The code is `program/*/touch.rs`, at CPL 3.
 
 use std::mem::offset_of;
 use std::sync::atomic::Ordering;
@@ -12,63 +13,64 @@ use crate::program::RAM_VA;
 /// The control block as the code reads it, all words.
 #[repr(C)]
 pub struct Touch {
-    /// Guest-virtual address of the doorbell.
+    /// The guest-virtual address of the doorbell.
     pub doorbell: u64,
-    /// Guest-virtual address of the first block.
+    /// The guest-virtual address of the first block.
     pub region: u64,
-    /// How many blocks; at least 1.
+    /// The number of blocks; at least 1.
     pub blocks: u64,
     /// Bytes from one block to the next.
     pub block: u64,
-    /// Whether the first word of each block is written, with how many blocks were left.
+    /// Whether the first word of each block is written. The value is the number of blocks left.
     pub first: u64,
-    /// Where in each block the run begins, in bytes.
+    /// The offset of the run in each block, in bytes.
     pub offset: u64,
     /// Pages in the run; may be 0.
     pub run: u64,
     /// Bytes from one page of the run to the next.
     pub stride: u64,
-    /// What is done to each page of the run, as [`Access`] numbers it; what is written is how many of it were left.
+    /// The [`Access`] to each page of the run. A write stores the number of pages left.
     pub access: u64,
-    /// Written by the guest: TSC when it started and ended.
+    /// Written by the guest: TSC at start and end.
     pub ticks: [u64; 2],
 }
 
-/// What a run does to its pages.
+/// The access to a run's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Access {
-    /// Each is read.
+    /// Read each page.
     Read = 0,
-    /// Each is written.
+    /// Write each page.
     Write = 1,
-    /// The instruction in each is executed, which has to be [`COME_BACK`](super::program::COME_BACK).
+    /// Execute the instruction in each page, which must be
+    /// [`COME_BACK`](super::program::COME_BACK).
     Execute = 2,
 }
 
-/// What one vCPU does when it is resumed.
+/// What a vCPU does when it is resumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Offset into RAM of the first block.
+    /// The first block's offset in RAM.
     pub start: u64,
-    /// How many blocks; at least 1.
+    /// The number of blocks; at least 1.
     pub blocks: u64,
     /// Bytes from one block to the next.
     pub block: u64,
     /// Whether the first word of each block is written, before the run.
     pub first: bool,
-    /// Where in each block the run begins, in bytes.
+    /// The offset of the run in each block, in bytes.
     pub offset: u64,
     /// Pages in the run; may be 0.
     pub run: u64,
     /// Bytes from one page of the run to the next.
     pub stride: u64,
-    /// What is done to each page of the run.
+    /// The access to each page of the run.
     pub access: Access,
 }
 
 impl Plan {
-    /// Every `stride` bytes of `bytes` from the start of RAM: written or read.
+    /// Every `stride` bytes of `bytes` from the start of RAM, written or read.
     pub fn every(stride: u64, bytes: u64, write: bool) -> Self {
         let run = bytes / stride;
         let access = if write { Access::Write } else { Access::Read };
@@ -91,7 +93,7 @@ impl Plan {
     }
 }
 
-/// The seconds that `vcpu` took, by its TSC.
+/// The duration of `vcpu`'s run in seconds, by its TSC.
 pub fn seconds(guest: &Guest, vcpu: usize) -> f64 {
     let ticks = &guest.block(vcpu)[offset_of!(Touch, ticks) / 8..];
     let (start, end) = (ticks[0].load(Ordering::Relaxed), ticks[1].load(Ordering::Relaxed));

@@ -1,7 +1,7 @@
-//! KVM's VM and what belongs to it: its vCPU threads and memslots ([`vm`]), the board of each
-//! architecture ([`arch`]), guest memory ([`memory`]) and the dirty trackers ([`dirty`]).
+//! KVM's VM and its parts: vCPU threads and memslots ([`vm`]), the board of each architecture
+//! ([`arch`]), guest memory ([`memory`]) and the dirty trackers ([`dirty`]).
 //!
-//! Devices, and what a guest runs, live in the crates above.
+//! Devices and guests are in higher crates.
 
 pub mod arch;
 pub mod dirty;

@@ -23,7 +23,7 @@ use crate::images::Code;
 /// By which word this program is such a guest.
 pub const WORD: &str = "agent-of-a-guest";
 
-/// EventSources `control`, as a machine with a vsock does, and `vsock`, as its guest.
+/// Serves `control`, as a machine with a vsock does, and `vsock`, as its guest.
 pub fn agent(mut paths: impl Iterator<Item = String>) -> io::Result<()> {
     let [control, vsock] = [paths.next(), paths.next()].map(Option::unwrap_or_default);
     let (machine, guest) = (UnixListener::bind(control)?, UnixListener::bind(&vsock)?);

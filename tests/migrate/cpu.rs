@@ -62,7 +62,7 @@ fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
     let offers = format!("does not offer {lacks};");
     for (flag, says) in [
         (more.as_str(), [&more, &offers, "would work here"]),
-        (none.as_str(), ["--cpu", "none.json", "no CPU model"]),
+        (none.as_str(), ["--cpu", "none.json", "not a CPU model"]),
         ("--cpu x86-64-v9", ["--cpu", "x86-64-v9", "use host, x86-64-v2"]),
     ] {
         let refused = with(home.vellum(&format!("run --memory 8m {flag}"))?, 2)?;

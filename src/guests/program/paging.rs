@@ -1,5 +1,5 @@
-//! The page tables that workloads run on: four levels of 512 entries over pages of 4 KiB. All architectures have that form; what is in an
-//! entry is each one's own.
+//! The page tables of workloads: four levels of 512 entries with 4 KiB pages. All architectures
+//! have that structure. Each defines its own entries.
 
 use super::{DOORBELL, GuestPage, LARGE, LEAF, RAM_VA, TABLE};
 use vellum_kvm::arch::layout::DOORBELL as DOORBELL_PAGE;
@@ -14,14 +14,15 @@ const LARGE_SIZE: u64 = 2 << 20;
 pub fn table_pages(ram: u64, page: GuestPage) -> u64 {
     let directories = ram.div_ceil(1 << 30);
     let small = if page == GuestPage::Small { ram.div_ceil(LARGE_SIZE) } else { 0 };
-    // The root; below it a PDPT and a directory for the slot and the doorbell; the rest for RAM.
+    // The root; a PDPT and a directory for the slot and the doorbell; the rest for RAM.
     1 + 2 + ram.div_ceil(1 << 39) + directories + small
 }
 
-/// Builds four-level page tables into `words` (zeroed), which the guest sees at `base`.
+/// Builds four-level page tables in `words` (zeroed), which the guest sees at `base`.
 ///
-/// `low` is mapped one to one in large pages, and must lie in one GiB; `ram` gives `(guest-physical, bytes)` parts
-/// that appear one after the other from [`RAM_VA`]. Returns the address of their root.
+/// `low` is mapped one to one in large pages, and must lie in one GiB. `ram` gives
+/// `(guest-physical, bytes)` parts that are mapped one after the other from [`RAM_VA`]. Returns the
+/// address of the root.
 pub fn build_tables(
     words: &mut dyn FnMut(u64, u64),
     base: u64,
@@ -29,7 +30,8 @@ pub fn build_tables(
     ram: impl Iterator<Item = (u64, u64)> + Clone,
     page: GuestPage,
 ) -> u64 {
-    // Tables are handed out one after the other, so `put(table, index, entry)` writes one of their words.
+    // Tables are allocated one after the other, so `put(table, index, entry)` writes a word of a
+    // table.
     let mut put = |table: u64, index: u64, entry: u64| words(table * ENTRIES + index, entry);
     let at = |table: u64| base + table * PAGE_SIZE;
     let (root, low_pdpt, low_directory) = (0, 1, 2);

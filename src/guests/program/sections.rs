@@ -1,9 +1,10 @@
-//! What the code of every architecture has in common: the names by which it knows its control block and what is in that, and where in this
-//! program its bytes are. Operands of one architecture alone follow its lines, after a semicolon.
+//! The part common to all architectures' code: operand names for the control block's fields, and
+//! the location of the code's bytes in this program. Operands of one architecture follow its lines,
+//! after a semicolon.
 
 use super::Code;
 
-/// The `write` workload, of [`Control`](crate::control::Control).
+/// The `write` workload, with [`Control`](crate::control::Control).
 macro_rules! write_section {
     ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
         std::arch::global_asm!(
@@ -74,7 +75,7 @@ macro_rules! write_section {
     };
 }
 
-/// That of [`Tables`](crate::tables::Tables).
+/// The workload on page tables, with [`Tables`](crate::tables::Tables).
 macro_rules! tables_section {
     ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
         std::arch::global_asm!(
@@ -103,7 +104,7 @@ macro_rules! tables_section {
     };
 }
 
-/// That of [`Touch`](crate::touch::Touch).
+/// The touching workload, with [`Touch`](crate::touch::Touch).
 macro_rules! touch_section {
     ($($line:literal),+; $($own:ident = const $value:expr),* $(,)?) => {
         std::arch::global_asm!(
@@ -155,7 +156,8 @@ pub fn touch_code() -> Code {
 }
 
 fn between(start: *const u8, entry: *const u8, end: *const u8) -> Code {
-    // SAFETY: the three are labels of one section above, in this order, in memory that is never written.
+    // SAFETY: the three are labels of one section above, in this order, in memory that is never
+    // written.
     let (bytes, entry) = unsafe {
         (std::slice::from_raw_parts(start, end.offset_from(start) as usize), entry.offset_from(start) as u64)
     };

@@ -1,20 +1,21 @@
-//! What becomes of the time between saving a machine and restoring it: the part of its clocks that all architectures share.
+//! The time between saving a machine and restoring it: the part of its clocks that all
+//! architectures share.
 
 use std::time::Duration;
 
 use vellum_sys::clock;
 
-/// What becomes of the time between saving and restoring.
+/// Whether the time between saving and restoring counts for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClockPolicy {
-    /// It passes for the guest, too, by the hosts' real time: a migration.
+    /// It counts, by the hosts' real time: a migration.
     Passes,
-    /// The guest goes on where it was: a snapshot.
+    /// It does not count: a snapshot.
     Stands,
 }
 
 impl ClockPolicy {
-    /// How long it has been for the guest from real time `then` to `now`, both in nanoseconds.
+    /// The guest's time from real time `then` to `now`, both in nanoseconds.
     pub fn passed(self, then: u64, now: u64) -> Duration {
         match self {
             Self::Passes => Duration::from_nanos(now.saturating_sub(then)),

@@ -1,18 +1,19 @@
-//! What every board is described with, whatever its architecture: devices at places of their own, and what a board's tables say of a
-//! machine. The machine wires the devices; each architecture says where they are (`layout::FIXED`) and writes its own tables.
+//! The description of boards of any architecture: devices at fixed addresses, and the input of a
+//! machine's tables. The machine wires the devices. Each architecture defines their addresses
+//! (`layout::FIXED`) and writes its own tables.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// A device that a board has at a place of its own.
+/// A board device with a fixed address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
     /// The serial port.
     Serial,
-    /// The real-time clock as a PC has it (MC146818): an index and a data port.
+    /// The real-time clock of a PC (MC146818): an index and a data port.
     Cmos,
-    /// The real-time clock as Arm's boards have it (PL031).
+    /// The real-time clock of Arm boards (PL031).
     Pl031,
     /// A PC's system control port B.
     SystemControl,
@@ -24,7 +25,7 @@ pub enum Device {
     Sleep,
 }
 
-/// What the serial port is, as `--uart` names it.
+/// The type of the serial port, as `--uart` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Uart {
@@ -32,18 +33,18 @@ pub enum Uart {
     #[default]
     #[value(name = "16550")]
     Ns16550,
-    /// A PL011, as Arm's boards have it: ttyAMA0.
+    /// A PL011, as Arm boards have it: ttyAMA0.
     Pl011,
 }
 
 impl Uart {
-    /// Whether it is what machines had before there was a choice.
+    /// Whether this is the default, the only type of old saved states.
     pub fn is_16550(&self) -> bool {
         *self == Self::Ns16550
     }
 }
 
-/// Which addresses a device answers to.
+/// An address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Addresses {
     /// I/O ports.
@@ -52,16 +53,16 @@ pub enum Addresses {
     Memory,
 }
 
-/// Where a device is.
+/// A device's address range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fixed {
-    /// Which device.
+    /// The device.
     pub device: Device,
-    /// On which bus.
+    /// The address space.
     pub on: Addresses,
-    /// Its first address.
+    /// The first address.
     pub base: u64,
-    /// How many addresses it has.
+    /// The number of addresses.
     pub len: u64,
 }
 
@@ -79,10 +80,10 @@ impl Fixed {
 
 /// The i8042 command that pulses the reset line.
 pub const I8042_RESET: u8 = 0xfe;
-/// The sleep type that `\_S5` names (ACPI 6.5, 7.4.2).
+/// The sleep type in `\_S5` (ACPI 6.5, 7.4.2).
 pub const SLEEP_S5: u8 = 5;
 
-/// A virtio-mmio device, as a kernel should find it.
+/// A virtio-mmio device, as announced to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VirtioMmio {
     /// The guest-physical address of its registers.
@@ -96,14 +97,14 @@ pub struct VirtioMmio {
 /// How a kernel finds the virtio devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Virtio {
-    /// Each by itself.
+    /// Announced one by one.
     Mmio(Vec<VirtioMmio>),
-    /// On a bus.
+    /// On a PCI bus.
     Pci(PciHost),
 }
 
 impl Virtio {
-    /// Those that are found by themselves.
+    /// The MMIO devices.
     pub fn mmio(&self) -> &[VirtioMmio] {
         match self {
             Self::Mmio(devices) => devices,
@@ -112,28 +113,28 @@ impl Virtio {
     }
 }
 
-/// Where a PCI host bridge, of one bus, is reached.
+/// The addresses of a PCI host bridge with one bus.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciHost {
-    /// The address port of its configuration spaces, where there are ports; the data port follows it.
+    /// The address port of its configuration spaces, if it has ports. The data port follows it.
     pub ports: Option<u16>,
     /// Its configuration spaces in memory.
     pub ecam: Range<u64>,
-    /// Where BARs can be, below 4 GiB.
+    /// The window for BARs, below 4 GiB.
     pub window: Range<u64>,
 }
 
-/// What the tables of a machine say beside what every board of its architecture has.
+/// The input of a machine's tables, besides the fixed board devices.
 #[derive(Clone, Debug)]
 pub struct Parts<Mode> {
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub cpus: u32,
     /// The interrupt controller.
     pub irqchip: Mode,
     /// The serial port.
     pub uart: Uart,
-    /// Its virtio devices.
+    /// The virtio devices.
     pub virtio: Virtio,
-    /// The guest-physical address of its VM generation ID, if it has one.
+    /// The guest-physical address of the VM generation ID, if it has one.
     pub vmgenid: Option<u64>,
 }

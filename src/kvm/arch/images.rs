@@ -1,16 +1,16 @@
-//! What a boot protocol loads: which image an error is about, and what an image may be read from. How one is loaded each architecture has
-//! (`boot`).
+//! The images of a boot protocol: which one an error is about, and their sources. Each architecture
+//! has its own loaders (`boot`).
 
 use std::io::{Read, Seek};
 
 use vm_memory::ReadVolatile;
 
-/// Which image an error is about.
+/// The image of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Image {
-    /// What is booted.
+    /// The kernel.
     Kernel,
-    /// What is handed to it.
+    /// The initrd.
     Initrd,
 }
 
@@ -23,6 +23,6 @@ impl std::fmt::Display for Image {
     }
 }
 
-/// What an image may be: a file, or bytes in a `Cursor`.
+/// A source of an image: a file, or bytes in a `Cursor`.
 pub trait Source: Read + ReadVolatile + Seek {}
 impl<T: Read + ReadVolatile + Seek> Source for T {}

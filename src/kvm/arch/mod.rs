@@ -1,7 +1,7 @@
-//! What differs from one architecture to the next, behind one interface: the rest of Vellum names `arch::…` and never
-//! an architecture.
+//! The differences between architectures behind one interface. The rest of Vellum uses `arch::…`
+//! and never names an architecture.
 //!
-//! `x86_64` or `aarch64` is compiled, never both. What describes either is beside them.
+//! Either `x86_64` or `aarch64` is compiled. Common types are beside them.
 
 pub mod clock_policy;
 pub mod fixed;

@@ -1,22 +1,23 @@
-//! What of a machine can be made before anything is known of it: for a machine that comes from elsewhere, whose first thread has nothing
-//! else to do until another one has read what it is.
+//! The parts of an incoming machine that can be made before its description is known. The first
+//! thread makes them while another reads the description.
 
 use kvm_ioctls::{Kvm, VmFd};
 
 use super::cpuid::{self, Supported};
 use vellum_host as host;
 
-/// KVM's VM without memory, and what KVM can show a guest.
+/// KVM's VM without memory, and the features that KVM supports.
 #[derive(Debug)]
 pub struct PreparedVm {
     /// The VM.
     pub vm: VmFd,
-    /// What it can be shown.
+    /// The supported features.
     pub supported: Supported,
 }
 
 impl PreparedVm {
-    /// Makes the VM, and asks, on this thread; nothing where KVM refuses: it will be asked again, and then somebody hears why.
+    /// Creates the VM and queries the features, on this thread. Returns None if KVM refuses: a
+    /// later attempt reports the error.
     pub fn new(kvm: &Kvm) -> Option<Self> {
         let vm = host::kvm::create_vm(kvm).ok()?;
         Some(Self { vm, supported: cpuid::supported(kvm) })

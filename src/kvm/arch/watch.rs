@@ -1,23 +1,24 @@
-//! A hardware breakpoint, as a debugger asks for it. What a processor can look for each architecture says (`debug::watch`).
+//! A hardware breakpoint, as a debugger requests it. Each architecture checks whether its processor
+//! supports it (`debug::watch`).
 
-/// What a hardware breakpoint looks for.
+/// The accesses that trigger a hardware breakpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// The instruction there.
+    /// Execution.
     Execute,
     /// A write.
     Write,
-    /// A read or a write: x86 knows no reads alone.
+    /// A read or a write. x86 cannot trigger on reads only.
     Any,
 }
 
 /// A hardware breakpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Watch {
-    /// Its linear address.
+    /// The linear address.
     pub at: u64,
-    /// How many bytes.
+    /// The number of bytes.
     pub bytes: u64,
-    /// What it looks for.
+    /// The access that triggers it.
     pub access: Access,
 }

@@ -1,4 +1,4 @@
-//! The dirty log as bitmaps: `KVM_GET_DIRTY_LOG`, and `KVM_CLEAR_DIRTY_LOG` where protection is manual.
+//! The dirty log as bitmaps: `KVM_GET_DIRTY_LOG`, and `KVM_CLEAR_DIRTY_LOG` with manual protection.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,16 +12,17 @@ use crate::vm::Vm;
 use crate::vm::quiesced::Quiesced;
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// Pages that one `KVM_CLEAR_DIRTY_LOG` can name: a 32-bit count.
+/// The maximum number of pages of one `KVM_CLEAR_DIRTY_LOG`: its count has 32 bits.
 const MAX_CLEAR: u64 = u32::MAX as u64;
 
-/// Whether a clear of `slot` with all bits set has a part that begins in one huge page and ends on the first page of the next. KVM
-/// clears 64 pages at a time, counted from the slot's start, and Linux 5.14 and later take such a part for one that touches one huge
-/// page alone where the log was all set at first (`oracle/edges.rs` tests that).
+/// Whether a clear of all pages of `slot` has a part that begins in one huge page and ends on the
+/// first page of the next. KVM clears 64 pages at a time, counted from the slot's start. Linux 5.14
+/// and later, with an initially-all-set log, treat such a part as if it touched only one huge page
+/// (the dirty-edges test checks that).
 pub fn ends_on_a_huge_page(slot: &Slot) -> bool {
     const HUGE: u64 = (2 << 20) / PAGE_SIZE;
     let (first, end) = (slot.gpa() / PAGE_SIZE, slot.gpa() / PAGE_SIZE + slot.pages());
-    // All but the last are as far from the start of their part; the last part may be cut short.
+    // All parts but the last have the same length. The last may be shorter.
     let part = |gfn: u64| (gfn - first) / 64 * 64 + first;
     let ends = |gfn: u64| gfn > part(gfn) && gfn == (part(gfn) + 63).min(end - 1);
     let edges = (first + 1).next_multiple_of(HUGE)..end;
@@ -38,7 +39,7 @@ pub struct LogTracker {
 }
 
 impl LogTracker {
-    /// Sets KVM to `method`.
+    /// Configures KVM for `method`.
     pub(super) fn new(
         method: Method,
         vm: &Vm,
@@ -55,7 +56,7 @@ impl LogTracker {
             let call = "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2";
             sys::set_manual_protect(&vm.fd, bits).map_err(|source| Error::Ioctl { call, source })?;
         }
-        // KVM clears 64 of the host's pages at least.
+        // KVM clears at least 64 host pages.
         let least = 64 * sys::in_one();
         let chunk = chunk.unwrap_or(MAX_CLEAR).clamp(least, MAX_CLEAR) / least * least;
         Ok(Self { method, chunk, vm: vm.fd.clone(), slots: Slots::new(vm, quiesced)? })
@@ -114,7 +115,8 @@ impl DirtyTracker for LogTracker {
 }
 
 impl LogTracker {
-    /// Clears and protects what `log` has of its chunk `chunk`; which words of it those are.
+    /// Clears and protects the dirty pages of `log` in its chunk `chunk`. Returns the chunk's
+    /// words.
     fn clear_chunk(&self, log: &SlotLog, chunk: u64) -> Result<Range<usize>, Error> {
         let (first, end) = (chunk * self.chunk, log.pages().min((chunk + 1) * self.chunk));
         let words = (first / 64) as usize..scan::words_for(end);
@@ -162,7 +164,7 @@ mod tests {
             }
         }
         assert!(found > 10, "{found}");
-        // RAM of the PC begins on huge pages, below and above 4 GiB.
+        // The PC's RAM begins on huge pages, below and above 4 GiB.
         assert!(!by_parts(0, MAX_CLEAR) && !by_parts(1 << 20, MAX_CLEAR) && by_parts(1, MAX_CLEAR));
     }
 }

@@ -1,24 +1,32 @@
-//! Dirty tracking: who wrote which page since somebody last asked.
+//! Dirty tracking: which pages were written since the last collection.
 //!
-//! A [`DirtyTracker`] stands in front of KVM's four ways to tell ([`Method`]): [`log`] for the bitmaps, [`ring`] for the
-//! dirty ring. Its results are bitmaps, a bit a page, one for each memslot ([`SlotLog`]), read as runs ([`scan`]).
-//! What the VMM itself writes ([`crate::memory::write_log`]) is merged in. Whether a tracker is right is judged in `oracle/`.
+//! A [`DirtyTracker`] wraps KVM's four methods ([`Method`]): [`log`] has those with bitmaps,
+//! [`ring`] the dirty ring. The result is a bitmap for each memslot, a bit a page ([`SlotLog`]),
+//! read as runs ([`scan`]). The VMM's own writes ([`crate::memory::write_log`]) are merged in. The
+//! oracle checks trackers.
 //!
-//! The rules of a collection, whoever the tracker:
+//! The rules of a collection, for every tracker:
 //!
-//! 1. [`DirtyTracker::get`], then [`DirtyTracker::clear`], and only then read a page's content: what is written before
-//!    the clear is covered by the bit in hand, what is written after it faults and is in the next collection.
-//! 2. Only what was read is cleared, so a write between the two calls to a page that was clean stays logged.
-//! 3. The last collection comes after the vCPUs are out of `KVM_RUN` (paused): until then a processor may hold entries
-//!    back (PML). While they run, [`flush_all`](vcpu::flush_all) before a collection bounds how long.
-//! 4. Deleting a memslot, or switching its log off, discards its bits: harvest first, vCPUs paused.
-//! 5. A vCPU whose dirty ring is full empties it itself (`vm/ring.rs`): its pages wait in bitmaps for the next collection.
-//! 6. Where protection is manual, a collection may leave the clear to those who read ([`DirtyTracker::collect_deferred`]): each chunk is
-//!    cleared right before its pages are read ([`DirtyTracker::clear_chunks`]). KVM holds its lock of the page tables for one chunk at a
-//!    time, and a page that is written again before its chunk is cleared is named once.
-//! 7. A tracker is made while the machine stands still ([`Quiesced`]): only then is nothing that a device writes missed while
-//!    the log of the VMM's own writes is switched on. That log stays on as long as the tracker lives; KVM's can be switched
-//!    on and off meanwhile ([`DirtyTracker::enable`]) while vCPUs and devices run.
+//! 1. Call [`DirtyTracker::get`], then [`DirtyTracker::clear`], and only then read a page's
+//!    content. A write before the clear is covered by the bit already fetched. A write after it
+//!    faults and is in the next collection.
+//! 2. Only fetched bits are cleared. So a page that was clean stays logged if it is written between
+//!    the two calls.
+//! 3. The last collection comes after the vCPUs have left `KVM_RUN` (paused). Until then a
+//!    processor may hold entries back (PML). While vCPUs run, [`flush_all`](vcpu::flush_all) before
+//!    a collection bounds how long.
+//! 4. Deleting a memslot, or disabling its log, discards its bits. Collect first, with paused
+//!    vCPUs.
+//! 5. A vCPU with a full dirty ring empties the ring itself (`vm/ring.rs`). Its pages wait in
+//!    bitmaps for the next collection.
+//! 6. With manual protection, a collection may leave the clear to its reader
+//!    ([`DirtyTracker::collect_deferred`]). Each chunk is cleared directly before its pages are
+//!    read ([`DirtyTracker::clear_chunks`]). KVM holds its MMU lock for one chunk at a time, and a
+//!    page that is written again before its chunk is cleared is reported once.
+//! 7. A tracker is created while the machine is stopped ([`Quiesced`]). Only then does it miss no
+//!    device write while the log of the VMM's own writes is enabled. That log stays enabled as long
+//!    as the tracker lives. KVM's log can be enabled and disabled ([`DirtyTracker::enable`]) while
+//!    vCPUs and devices run.
 
 pub mod log;
 pub mod ring;
@@ -40,25 +48,26 @@ use vellum_sys::dirty as sys;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
 
-/// Pages of a chunk where memory is sent or saved while its guest runs: 64 MiB of 4 KiB pages, so that one clear keeps the guest's page
-/// faults waiting for a millisecond or so, and calls are few.
+/// Pages of a chunk when memory is sent or saved while the guest runs: 64 MiB of 4 KiB pages. One
+/// clear then delays the guest's page faults by about a millisecond, and calls are few.
 pub const CHUNK: u64 = 1 << 14;
 
-/// How KVM is asked.
+/// A method of dirty tracking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// `KVM_GET_DIRTY_LOG` alone, which also clears and protects.
     Bitmap,
-    /// `KVM_CLEAR_DIRTY_LOG` clears and protects, when and where we like.
+    /// `KVM_CLEAR_DIRTY_LOG` clears and protects separately, also in parts.
     ManualProtect,
-    /// The same, and all pages are dirty at first, so that switching the log on protects nothing.
+    /// Like [`Method::ManualProtect`], but all pages are dirty at first, so enabling the log
+    /// protects nothing.
     InitiallySet,
-    /// A ring for each vCPU, chosen before there are vCPUs.
+    /// A ring for each vCPU, chosen before the first vCPU.
     Ring,
 }
 
 impl Method {
-    /// The names as typed.
+    /// The names on the command line.
     pub const NAMES: [(&str, Self); 4] = [
         ("bitmap", Self::Bitmap),
         ("manual-protect", Self::ManualProtect),
@@ -66,17 +75,17 @@ impl Method {
         ("ring", Self::Ring),
     ];
 
-    /// Its name.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, method)| *method == self).map_or("", |(name, _)| name)
     }
 
-    /// Whether `KVM_CLEAR_DIRTY_LOG` clears, so that a part can be cleared and the rest kept.
+    /// Whether `KVM_CLEAR_DIRTY_LOG` clears, so that parts can be cleared separately.
     pub fn is_manual(self) -> bool {
         matches!(self, Self::ManualProtect | Self::InitiallySet)
     }
 
-    /// Whether this host has it; the error says what would work.
+    /// Checks that this host has the method. The error says what would work.
     pub fn check(self, vm: &kvm_ioctls::VmFd) -> Result<(), Error> {
         let bits = sys::manual_protect_bits(vm);
         let (there, lacks, instead) = match self {
@@ -94,7 +103,7 @@ impl Method {
 }
 
 impl Method {
-    /// All that this host has, and why it has not got the others.
+    /// The methods of this host, and the missing ones with the reasons.
     pub fn available() -> Result<(Vec<Self>, Vec<Absent>), vm::Error> {
         let probe = vellum_host::kvm::create_vm(&vm::open()?)?;
         let (mut available, mut absent) = (Vec::new(), Vec::new());
@@ -114,73 +123,73 @@ pub type Absent = (Method, Error);
 /// Why pages cannot be tracked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// This kernel is too old, or this KVM leaves it out.
+    /// The kernel is too old, or its KVM lacks the method.
     #[error("this host has no {}: its KVM lacks {lacks}; {instead} would work", method.name())]
     Absent {
-        /// What was asked for.
+        /// The requested method.
         method: Method,
-        /// What is missing, and since when Linux has it.
+        /// The missing capability, and the Linux version that added it.
         lacks: &'static str,
-        /// What would work.
+        /// A method that works.
         instead: &'static str,
     },
-    /// The two lose data together.
+    /// Together they would lose pages.
     #[error(
-        "ring and initially-set exclude each other: with the ring KVM keeps no bitmap whose bits could be set at \
-         first, so every page written before its first harvest would be lost silently; choose one of them"
+        "ring and initially-set exclude each other: with a ring, KVM keeps no bitmap that could be set at \
+         first, so pages written before the first collection would be lost; choose one of them"
     )]
     RingWithInitiallySet,
     /// The VM has no ring.
-    #[error("a dirty ring must be chosen before a machine has vCPUs, and this one has none")]
+    #[error("this machine has no dirty ring; it must be chosen before the first vCPU is created")]
     TooLate,
-    /// The VM has a ring, and another method is asked for.
-    #[error("this machine has a dirty ring, and KVM gives it no bitmap: {} cannot follow it, ring would work", .0.name())]
+    /// The VM has a ring, and another method was requested.
+    #[error("this machine has a dirty ring, so KVM keeps no bitmap for {}; use ring", .0.name())]
     HasRing(Method),
-    /// There is one tracker at a time: two would take each other's view of what the VMM writes.
-    #[error("another tracker follows this machine's memory")]
+    /// Only one tracker is possible: two would take each other's records of the VMM's writes.
+    #[error("another dirty tracker already tracks this machine's memory")]
     Taken,
-    /// The machine does not stand still.
+    /// The machine is not stopped.
     #[error("pages cannot be tracked: {0}")]
     NotStill(Box<dyn Diagnose + Send + Sync>),
     /// An ioctl failed.
     #[error("{call} of memslot {slot}: {source}")]
     Slot {
-        /// Its name.
+        /// The ioctl.
         call: &'static str,
-        /// Which slot.
+        /// The memslot.
         slot: u32,
-        /// What KVM said.
+        /// KVM's error.
         source: io::Error,
     },
-    /// An ioctl on the whole VM failed.
+    /// An ioctl on the VM failed.
     #[error("{call}: {source}")]
     Ioctl {
-        /// Its name.
+        /// The ioctl.
         call: &'static str,
-        /// What KVM said.
+        /// KVM's error.
         source: io::Error,
     },
-    /// KVM named a page that nobody tracks.
+    /// KVM reported a page that is not tracked.
     #[error(
-        "the dirty ring of vCPU {vcpu} names page {page} of memslot {slot}, which is not tracked or not so large"
+        "the dirty ring of vCPU {vcpu} reports page {page} of memslot {slot}: the slot is not tracked or is smaller"
     )]
     Entry {
-        /// Whose ring.
+        /// The ring's vCPU.
         vcpu: usize,
-        /// The slot it names.
+        /// The reported memslot.
         slot: u32,
         /// The page in the slot.
         page: u64,
     },
-    /// Fewer entries came back to KVM than were taken.
-    #[error("KVM_RESET_DIRTY_RINGS gave back {reset} entries of {harvested} that were harvested")]
+    /// Fewer entries were returned to KVM than were taken.
+    #[error("KVM_RESET_DIRTY_RINGS reset {reset} of {harvested} harvested entries")]
     Reset {
-        /// What was taken.
+        /// Entries taken.
         harvested: u64,
-        /// What came back.
+        /// Entries returned.
         reset: u64,
     },
-    /// Memslots.
+    /// Memslots cannot be changed.
     #[error(transparent)]
     Vm(#[from] vm::Error),
 }
@@ -209,7 +218,7 @@ impl Diagnose for Error {
     }
 }
 
-/// What is known of one memslot.
+/// The dirty pages of a memslot.
 #[derive(Clone, Debug)]
 pub struct SlotLog {
     slot: Slot,
@@ -223,17 +232,17 @@ impl SlotLog {
         Self { words: vec![0; slot.bitmap_words()], slot }
     }
 
-    /// Whose log it is, and where that slot was at the latest collection.
+    /// The memslot, as of the latest collection.
     pub fn slot(&self) -> &Slot {
         &self.slot
     }
 
-    /// How many pages it has.
+    /// The number of pages.
     pub fn pages(&self) -> u64 {
         self.slot.pages()
     }
 
-    /// Takes over where the slot is now; where it is of another size, none of its pages is dirty.
+    /// Adopts the slot's current address. If its size has changed, no page is dirty.
     fn follow(&mut self, slot: &Slot) {
         if self.slot.bytes() != slot.bytes() {
             *self = Self::new(slot.clone());
@@ -248,7 +257,7 @@ impl SlotLog {
     }
 }
 
-/// The tracked slots, and the VMM's own writes to them.
+/// The tracked slots, and the log of the VMM's own writes.
 #[derive(Debug)]
 pub struct Slots {
     logs: Vec<SlotLog>,
@@ -257,7 +266,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Of a machine that stands still, for from now on what the VMM writes is logged.
+    /// Starts the log of the VMM's writes. The machine must be stopped, so that none is missed.
     fn new(vm: &Vm, _: &Quiesced<'_>) -> Result<Self, Error> {
         let memory = vm.memory.guest.clone();
         if !memory.iter().all(|region| region.bitmap().log().start()) {
@@ -275,7 +284,7 @@ impl Slots {
         Ok(())
     }
 
-    /// Follows slots that have been moved or made anew since the last collection.
+    /// Adopts changes of the slots since the last collection.
     fn follow(&mut self) -> Result<(), Error> {
         for log in &mut self.logs {
             let id = log.slot.id();
@@ -284,7 +293,7 @@ impl Slots {
         Ok(())
     }
 
-    /// Fetches KVM's bitmaps, of slots as they are now.
+    /// Fetches KVM's bitmaps for the current slots.
     fn fetch(&mut self) -> Result<(), Error> {
         for log in &mut self.logs {
             let (call, slot) = ("KVM_GET_DIRTY_LOG", log.slot.id());
@@ -297,10 +306,12 @@ impl Slots {
         Ok(())
     }
 
-    /// Adds what the VMM wrote since the last call. Called after KVM's bits are cleared, lest a bit be cleared in KVM that was not read
-    /// there; where that is deferred, one may be, and its page is read afterwards like any other that is named.
+    /// Adds the VMM's writes since the last call. Called after KVM's bits are cleared: otherwise a
+    /// bit could be cleared in KVM that was not fetched. With a deferred clear that can happen, but
+    /// the page is read afterwards like any other reported page.
     ///
-    /// Slots are found by host address, so that writes are right wherever in the guest's space a slot has moved.
+    /// Slots are found by host address, so writes are attributed correctly wherever a slot has
+    /// moved in the guest's space.
     fn merge_own(&mut self) {
         if plant::is(Mistake::VmmWritesLeftOut) {
             return;
@@ -311,7 +322,7 @@ impl Slots {
             region.bitmap().log().drain(|page| {
                 let hva = base + page * PAGE_SIZE;
                 let holds = |log: &SlotLog| hva >= log.slot.hva() && hva - log.slot.hva() < log.slot.bytes();
-                // Writes come in runs: the slot is most often the one of before.
+                // Writes come in runs, so the slot is usually the previous one.
                 if !self.logs.get(at).is_some_and(holds) {
                     at = self.logs.iter().position(holds).unwrap_or(usize::MAX);
                 }
@@ -323,17 +334,17 @@ impl Slots {
         }
     }
 
-    /// Switches KVM's log on or off.
+    /// Enables or disables KVM's log.
     fn enable(&self, on: bool) -> Result<(), Error> {
         if on {
-            // First, so that no write falls between.
+            // First, so that no write falls in between.
             self.forget_own();
         }
         let flags = if on { kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
         Ok(self.logs.iter().try_for_each(|log| self.memslots.set_flags(log.slot.id(), flags))?)
     }
 
-    /// Forgets what the VMM wrote until now.
+    /// Drops the log of the VMM's writes until now.
     fn forget_own(&self) {
         self.memory.iter().for_each(|region| region.bitmap().log().drain(|_| ()));
     }
@@ -345,32 +356,33 @@ impl Drop for Slots {
     }
 }
 
-/// Collects the pages that were written. See the module for the order in which to call it.
+/// Collects written pages. The module's documentation has the order of calls.
 pub trait DirtyTracker: Send {
-    /// How it asks KVM.
+    /// The method.
     fn method(&self) -> Method;
 
-    /// What it tracks.
+    /// The tracked slots.
     fn slots(&self) -> &Slots;
 
-    /// As above, to change.
+    /// The tracked slots, to change.
     fn slots_mut(&mut self) -> &mut Slots;
 
-    /// Reads what was written since the last collection into [`DirtyTracker::logs`].
+    /// Fetches what was written since the last collection into [`DirtyTracker::logs`].
     fn get(&mut self) -> Result<(), Error>;
 
-    /// Clears and protects what [`DirtyTracker::get`] read, and merges the VMM's own writes. The collection is complete
-    /// and pages may be read when this returns.
+    /// Clears and protects what [`DirtyTracker::get`] fetched, and merges the VMM's own writes.
+    /// When this returns, the collection is complete and pages may be read.
     fn clear(&mut self) -> Result<(), Error>;
 
-    /// Both: one collection.
+    /// One collection: get and clear.
     fn collect(&mut self) -> Result<(), Error> {
         self.get()?;
         self.clear()
     }
 
-    /// One collection whose pages are cleared later, chunk by chunk: none may be read before [`DirtyTracker::clear_chunks`] has been
-    /// called for it. A tracker that cannot clear in parts clears all at once, here.
+    /// One collection whose pages are cleared later, chunk by chunk. No page may be read before
+    /// [`DirtyTracker::clear_chunks`] was called for it. A tracker that cannot clear in parts
+    /// clears everything here.
     ///
     /// # Errors
     /// As [`DirtyTracker::collect`].
@@ -378,12 +390,13 @@ pub trait DirtyTracker: Send {
         self.collect()
     }
 
-    /// Clears and protects what [`DirtyTracker::get`] or [`DirtyTracker::collect_deferred`] read of the chunks that hold `pages` of the
-    /// `index`th tracked slot, and takes it out of [`DirtyTracker::logs`]: a second call does nothing. The slot's pages of those chunks,
-    /// which it returns, may be read from then on. A slot that is not tracked has nothing to clear.
+    /// Clears and protects the chunks that hold `pages` of the `index`th tracked slot, as far as
+    /// [`DirtyTracker::get`] or [`DirtyTracker::collect_deferred`] fetched them. Their bits are
+    /// removed from [`DirtyTracker::logs`], so a second call does nothing. Returns the pages of
+    /// those chunks, which may be read from then on. An untracked slot has nothing to clear.
     ///
     /// # Errors
-    /// Where KVM refuses; what could not be cleared is still in the logs.
+    /// KVM refuses. Bits that could not be cleared stay in the logs.
     fn clear_chunks(&mut self, _index: usize, _pages: Range<u64>) -> Result<Range<u64>, Error> {
         Ok(0..u64::MAX)
     }
@@ -393,14 +406,14 @@ pub trait DirtyTracker: Send {
         &self.slots().logs
     }
 
-    /// As above, for those who take bits out: between [`DirtyTracker::get`] and [`DirtyTracker::clear`] that leaves pages
-    /// dirty in KVM, where protection is manual.
+    /// The latest collection, to remove bits. Bits removed between [`DirtyTracker::get`] and
+    /// [`DirtyTracker::clear`] stay dirty in KVM, with manual protection.
     fn logs_mut(&mut self) -> &mut [SlotLog] {
         &mut self.slots_mut().logs
     }
 
-    /// How many pages each vCPU has written until the last collection, one as often as KVM has named it; empty for a tracker that does not
-    /// know who writes.
+    /// How many pages each vCPU has written until the last collection. A page counts as often as
+    /// KVM reported it. Empty if the tracker does not know the writers.
     fn written(&self) -> Vec<u64> {
         Vec::new()
     }
@@ -408,22 +421,25 @@ pub trait DirtyTracker: Send {
     /// Tracks memslot `id` of the tracker's VM from now on, wherever it moves.
     ///
     /// # Errors
-    /// Where the VM has no such slot.
+    /// The VM has no such slot.
     fn track(&mut self, id: u32) -> Result<(), Error> {
         self.slots_mut().track(id)
     }
 
-    /// Switches KVM's log of all tracked slots on or off, whether vCPUs run or not. Off discards what is not collected; on
-    /// begins anew: what was written before is in memory for whoever looks after this returns.
+    /// Enables or disables KVM's log of all tracked slots, whether vCPUs run or not. Disabling
+    /// discards what is not collected. Enabling starts afresh: earlier writes are visible in memory
+    /// when this returns.
     fn enable(&mut self, on: bool) -> Result<(), Error> {
         self.slots().enable(on)
     }
 }
 
-/// The tracker for `method` on a machine that stands still, tracking no slot yet. The VMM's own writes are logged from now on,
-/// until the tracker is dropped. For the ring, the machine must have been built with one.
+/// The tracker for `method` on a stopped machine, tracking no slot yet. The VMM's own writes are
+/// logged from now on, until the tracker is dropped. For the ring, the machine must have been built
+/// with one.
 ///
-/// `chunk` is how many pages one `KVM_CLEAR_DIRTY_LOG` clears, at least and in multiples of 64 of the host's; `None` for whole slots.
+/// `chunk` is the number of pages that one `KVM_CLEAR_DIRTY_LOG` clears, rounded to multiples of 64
+/// host pages; `None` for whole slots.
 pub fn tracker(
     method: Method,
     vm: &Vm,

@@ -1,8 +1,8 @@
 //! The dirty ring: each vCPU lists the pages that it writes, and stops when its list is full.
 //!
-//! Entries become bits of the same bitmaps that the other methods fill: the ring lists a page twice when it is
-//! protected between a fault and its write, for instance around `KVM_EXIT_DIRTY_RING_FULL`. The rings themselves, which vCPUs empty
-//! too, are [`DirtyRing`]'s.
+//! Entries become bits of the same bitmaps that the other methods fill. The ring lists a page twice
+//! if it is protected between a fault and its write, for instance around
+//! `KVM_EXIT_DIRTY_RING_FULL`. [`DirtyRing`] manages the rings themselves, which vCPUs empty too.
 
 use std::sync::Arc;
 
@@ -11,17 +11,17 @@ use crate::vm::Vm;
 use crate::vm::quiesced::Quiesced;
 use crate::vm::ring::{DirtyRing, Failed, Stray};
 
-/// Follows the rings of all vCPUs.
+/// Tracks the rings of all vCPUs.
 #[derive(Debug)]
 pub struct RingTracker {
     ring: Arc<DirtyRing>,
     slots: Slots,
-    /// Whether KVM's log of the tracked slots is on.
+    /// Whether KVM's log of the tracked slots is enabled.
     logged: bool,
 }
 
 impl RingTracker {
-    /// Follows `ring`, which is that of `vm`.
+    /// Tracks `ring`, which belongs to `vm`.
     pub(super) fn new(vm: &Vm, quiesced: &Quiesced<'_>, ring: Arc<DirtyRing>) -> Result<Self, Error> {
         Ok(Self { ring, slots: Slots::new(vm, quiesced)?, logged: false })
     }
@@ -60,7 +60,8 @@ impl DirtyTracker for RingTracker {
     }
 
     fn get(&mut self) -> Result<(), Error> {
-        // A memslot has a bitmap beside the rings as long as its log is on; rings still have what was written before it went off.
+        // A memslot has a backup bitmap beside the rings only while its log is enabled. Rings still
+        // hold entries from before it was disabled.
         if self.ring.has_backup_bitmap() && self.logged {
             self.slots.fetch()?;
         } else {
@@ -83,7 +84,7 @@ impl DirtyTracker for RingTracker {
 
     fn enable(&mut self, on: bool) -> Result<(), Error> {
         if on {
-            // What an earlier log has left there.
+            // Drop entries of an earlier log.
             self.ring.forget()?;
         }
         self.slots.enable(on)?;
@@ -94,7 +95,7 @@ impl DirtyTracker for RingTracker {
 
 impl Drop for RingTracker {
     fn drop(&mut self) {
-        // A vCPU whose ring stays full empties it itself.
+        // On failure nothing is lost: a vCPU with a full ring empties it itself.
         let _ = self.ring.abandon();
     }
 }

@@ -1,36 +1,36 @@
-//! Reading bitmaps, a bit a page, at the speed of memory.
+//! Reads bitmaps, a bit a page, at the speed of memory.
 //!
-//! A clean bitmap is read many words at a time without a branch inside, which the compiler turns into vector
-//! instructions. Of a block that is not clean a mask tells which words have bits, again without a branch: where dirty
-//! pages lie far apart, a test of each word would be mispredicted at every one of them. Dirty pages come out as runs, so
-//! that their user works on ranges and not on bits.
+//! A clean bitmap is read many words at a time without a branch, which the compiler vectorizes. For
+//! a block that is not clean, a mask tells which words have bits, again without a branch: with
+//! sparse dirty pages, a test of each word would be mispredicted at every page. Dirty pages are
+//! returned as runs, so users work on ranges instead of bits.
 
 use std::cmp::Ordering;
 use std::ops::Range;
 
-/// Words looked at at once: a cache line.
+/// Words tested at once: a cache line.
 const LINE: usize = 8;
 
 /// Words of a block: as many as a mask has bits.
 const BLOCK: usize = 64;
 
-/// Words that a bitmap of `pages` has.
+/// The number of words of a bitmap for `pages`.
 pub fn words_for(pages: u64) -> usize {
     pages.div_ceil(64) as usize
 }
 
-/// Whether none is.
+/// Whether no bit is set.
 pub fn is_clean(words: &[u64]) -> bool {
     first_other(words, 0).is_none()
 }
 
-/// The first run of dirty pages in `pages`: what a reader asks for who changes the bitmap as it goes on.
+/// The first run of dirty pages in `pages`, for a reader that changes the bitmap on the way.
 pub fn first_run(words: &[u64], pages: Range<u64>) -> Option<Range<u64>> {
     let start = first_page(words, pages.clone(), 0)?;
     Some(start..first_page(words, start..pages.end, u64::MAX).unwrap_or(pages.end))
 }
 
-/// The first of `pages` whose bit is not as those of `same`, which is all zeroes or all ones.
+/// The first of `pages` whose bit differs from those of `same`, which is all zeroes or all ones.
 fn first_page(words: &[u64], pages: Range<u64>, same: u64) -> Option<u64> {
     let index = (pages.start / 64) as usize;
     let rest = (words.get(index)? ^ same) >> (pages.start % 64);
@@ -43,7 +43,7 @@ fn first_page(words: &[u64], pages: Range<u64>, same: u64) -> Option<u64> {
     (page < pages.end).then_some(page)
 }
 
-/// Takes the bits of `pages` out.
+/// Clears the bits of `pages`.
 pub fn clear(words: &mut [u64], pages: Range<u64>) {
     let mut at = pages.start;
     while at < pages.end {
@@ -57,31 +57,33 @@ pub fn clear(words: &mut [u64], pages: Range<u64>) {
 fn first_other(words: &[u64], same: u64) -> Option<usize> {
     let differs = |line: &[u64]| line.iter().fold(0, |seen, word| seen | (word ^ same)) != 0;
     let mut at = 0;
-    // Several lines a test, because the test costs more than a line; what is left of such a step in finer ones.
+    // Test several lines at once, because a test costs more than a line. The rest is tested in
+    // finer steps.
     for step in [BLOCK, LINE, 1] {
         at += words[at..].chunks_exact(step).take_while(|part| !differs(part)).count() * step;
     }
     (at < words.len()).then_some(at)
 }
 
-/// The dirty pages of a bitmap as maximal runs, rising.
+/// The dirty pages of a bitmap as maximal runs, in rising order.
 #[derive(Clone, Debug)]
 pub struct Runs<'a> {
     words: &'a [u64],
     pages: u64,
-    /// The word under way, and its bits that no run has taken yet.
+    /// The current word, and its bits that no run has covered yet.
     index: usize,
     bits: u64,
-    /// Which words after that, in the block that it is in, have bits.
+    /// The later words of the current block that have bits.
     others: u64,
 }
 
-/// Which words of the block that begins at `first` have bits.
+/// The words with bits in the block that begins at `first`.
 fn occupied(words: &[u64], first: usize) -> u64 {
     let mask = |words: &[u64]| {
         words.iter().enumerate().fold(0, |mask, (index, word)| mask | u64::from(*word != 0) << index)
     };
-    // Line by line, of a known length: two short chains of dependent instructions take half the time of a long one.
+    // Line by line, with a known length: two short dependency chains take half the time of one long
+    // chain.
     let lines = |block: &[u64; BLOCK]| {
         let lines = block.as_chunks::<LINE>().0.iter().enumerate();
         lines.fold(0, |all, (index, line)| all | mask(line) << (index * LINE))
@@ -93,13 +95,13 @@ fn occupied(words: &[u64], first: usize) -> u64 {
 }
 
 impl Runs<'_> {
-    /// Goes to the word at `index`, or beyond the last.
+    /// Moves to the word at `index`, or beyond the last.
     fn go_to(&mut self, index: usize) {
         let block = index / BLOCK * BLOCK;
         if block != self.index / BLOCK * BLOCK {
             self.others = if index < self.words.len() { occupied(self.words, block) } else { 0 };
         }
-        // Shifted twice: by 64 at once is not defined.
+        // Shifted twice: a shift by 64 is undefined.
         self.others &= u64::MAX << (index - block) << 1;
         self.index = index;
         self.bits = self.words.get(index).copied().unwrap_or(0);
@@ -116,7 +118,7 @@ pub fn runs(words: &[u64], pages: u64) -> Runs<'_> {
 impl Iterator for Runs<'_> {
     type Item = Range<u64>;
 
-    // A call costs as much again as finding a run of one page.
+    // A call would double the time to find a run of one page.
     #[inline(always)]
     fn next(&mut self) -> Option<Range<u64>> {
         if self.bits == 0 {
@@ -136,23 +138,23 @@ impl Iterator for Runs<'_> {
             self.bits &= u64::MAX << high;
             self.index as u64 * 64 + u64::from(high)
         } else {
-            // The run goes on in the next word, and ends where one is not full.
+            // The run continues in the next word, and ends in the first word that is not full.
             let rest = self.index + 1;
             self.go_to(first_other(&self.words[rest..], u64::MAX).map_or(self.words.len(), |at| rest + at));
             let taken = (!self.bits).trailing_zeros();
             self.bits &= u64::MAX << taken;
             self.index as u64 * 64 + u64::from(taken)
         };
-        // Bits beyond the last page are none of ours.
+        // Bits beyond the last page are ignored.
         (start < self.pages).then(|| start..end.min(self.pages))
     }
 
-    /// What `for_each` and `sum` go by: word by word, without a state to keep from one run to the next. Where dirty pages lie
-    /// apart that takes a quarter less time.
+    /// Used by `for_each` and `sum`. Works word by word, without state between runs. With sparse
+    /// dirty pages that takes a quarter less time.
     #[inline]
     fn fold<B, F: FnMut(B, Range<u64>) -> B>(self, init: B, mut f: F) -> B {
         let Runs { words, pages, index, bits, .. } = self;
-        // Where a run began that reaches the end of its word.
+        // The start of a run that reaches the end of its word.
         let mut open = None;
         let mut word = |mut all: B, base: u64, mut bits: u64| {
             if let Some(start) = open {
@@ -164,7 +166,8 @@ impl Iterator for Runs<'_> {
                 open = None;
                 all = f(all, start..base + u64::from(taken));
             }
-            // A page alone in its word, as most are that lie apart: a third of the time is in what it spares.
+            // A page alone in its word, the usual case of sparse pages. This shortcut saves a third
+            // of the time.
             if bits.is_power_of_two() && bits >> 63 == 0 {
                 let page = base + u64::from(bits.trailing_zeros());
                 return f(all, page..page + 1);
@@ -181,7 +184,7 @@ impl Iterator for Runs<'_> {
             }
             all
         };
-        // The last word may have bits that stand for no page.
+        // The last word may have bits beyond the last page.
         let (whole, last) = ((pages / 64) as usize, !(u64::MAX << (pages % 64)));
         let valid = |index: usize, bits: u64| match index.cmp(&whole) {
             Ordering::Less => bits,
@@ -193,7 +196,7 @@ impl Iterator for Runs<'_> {
         base += 64;
         for block in words[..whole].get(index + 1..).unwrap_or_default().chunks(BLOCK) {
             if first_other(block, 0).is_none() {
-                // A run that reached the end of the block before ends there.
+                // Ends a run that reached the end of the previous block.
                 all = word(all, base, 0);
                 base += block.len() as u64 * 64;
                 continue;
@@ -223,7 +226,7 @@ mod tests {
         (0..pages).filter(|page| words[(page / 64) as usize] >> (page % 64) & 1 == 1).collect()
     }
 
-    /// Words as bitmaps have them: clean, full, or anything.
+    /// Words as in real bitmaps: clean, full, or random.
     fn bitmap() -> impl Strategy<Value = Vec<u64>> {
         let word = prop_oneof![6 => Just(0), 3 => Just(u64::MAX), 2 => any::<u64>(), 1 => (0..64).prop_map(|n| 1u64 << n), 1 => Just(1u64 << 63)];
         let stretch = (word, prop_oneof![1..80usize, 1..4usize, Just(BLOCK), Just(2 * BLOCK)])
@@ -239,7 +242,7 @@ mod tests {
                 let mut each = runs(&words, pages);
                 move || each.next()
             }).collect();
-            // Word by word from wherever the calls have come to.
+            // Fold after some calls of `next`.
             for taken in 0..=found.len().min(3) {
                 let (mut some, mut rest) = (runs(&words, pages), Vec::new());
                 (0..taken).for_each(|_| _ = some.next());
@@ -254,7 +257,7 @@ mod tests {
             prop_assert_eq!(found.into_iter().flatten().collect::<Vec<_>>(), bits(&words, pages));
         }
 
-        /// For a reader who takes out what it has read, as it goes on.
+        /// A reader that clears what it has read.
         #[test]
         fn runs_one_by_one_are_the_same(words in bitmap(), cut in 0..64u64, most in 1..100u64) {
             let pages = words.len() as u64 * 64 - cut;

@@ -1,8 +1,8 @@
 //! KVM's own counters: exits, faults, mappings by size, shadow pages.
 //!
-//! They come from the binary statistics of the VM and of its vCPUs; where the kernel has none (before 5.14), from
-//! debugfs if it is mounted and readable. Open them before the sandbox closes; reading then takes no path, of debugfs
-//! for the first [`READINGS`] times.
+//! They come from the binary statistics of the VM and its vCPUs. Kernels before 5.14 have none;
+//! then they come from debugfs, if it is mounted and readable. Open them before entering the
+//! sandbox. Later reads need no path, with debugfs only for the first [`READINGS`] times.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,10 +18,10 @@ use super::vcpu::{self, Vcpu};
 use vellum_sys as sys;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// All counters at one time, those of vCPUs summed. Names are KVM's.
+/// All counters at one time, summed over vCPUs, with KVM's names.
 pub type Snapshot = BTreeMap<String, u64>;
 
-/// Where the counters of one VM are read.
+/// The source of a VM's counters.
 #[derive(Debug)]
 pub struct Counters(Source);
 
@@ -31,50 +31,51 @@ enum Source {
     Debugfs(Debugfs),
 }
 
-/// Where debugfs has a directory for each VM.
+/// The directory in which debugfs has one directory for each VM.
 const DEBUGFS: &str = "/sys/kernel/debug/kvm";
 
-/// How often debugfs can be read without opening anything.
+/// How many readings of debugfs are possible without opening files.
 const READINGS: usize = 4;
 
-/// Debugfs's files give their value to the first read of a descriptor only, and none to pread (simple_attr_open, fs/libfs.c).
+/// A debugfs file returns its value only to the first read of a descriptor, and does not support
+/// pread (simple_attr_open, fs/libfs.c).
 #[derive(Debug)]
 struct Debugfs {
     dir: PathBuf,
     names: Vec<String>,
-    /// Descriptors that nobody read, a set a reading.
+    /// Unread descriptors, one set a reading.
     unread: Vec<Vec<File>>,
     taken: AtomicUsize,
 }
 
-/// The binary statistics of a VM or a vCPU: its scalar counters, and which word of the data each is.
+/// The binary statistics of a VM or a vCPU: its scalar counters, and their indexes in the data.
 #[derive(Debug)]
 struct Stats {
     file: File,
     counters: Vec<(String, usize)>,
-    /// Where the data start in the file.
+    /// The offset of the data in the file.
     start: u64,
-    /// How many words of them there are up to the last of the counters.
+    /// The number of words up to the last counter.
     words: usize,
 }
 
 /// Why there are no counters.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Neither source is there.
+    /// Neither source is available.
     #[error(
         "this kernel has no binary statistics (KVM_GET_STATS_FD, {binary}), and {} cannot be read ({debugfs}): mount -t debugfs none /sys/kernel/debug, and run as root",
         path.display()
     )]
     None {
-        /// What KVM said.
+        /// KVM's error.
         binary: io::Error,
-        /// Where debugfs would have them.
+        /// The directory in debugfs.
         path: PathBuf,
-        /// What the file system said.
+        /// The file system's error.
         debugfs: io::Error,
     },
-    /// The statistics are not what api.rst says.
+    /// The statistics cannot be read, or differ from api.rst.
     #[error("KVM_GET_STATS_FD: {0}")]
     Read(#[source] io::Error),
     /// A vCPU did not answer.
@@ -102,7 +103,7 @@ impl Counters {
         Ok(counters)
     }
 
-    /// Opens the counters of `vm`: all that takes a path.
+    /// Opens the counters of `vm`. Only this step opens paths.
     pub fn of_vm(vm: &VmFd) -> Result<Self, Error> {
         match sys::kvm::stats_fd(vm) {
             Ok(file) => Ok(Self(Source::Binary(vec![Stats::new(file).map_err(Error::Read)?]))),
@@ -110,7 +111,7 @@ impl Counters {
         }
     }
 
-    /// Adds those of a vCPU; debugfs has summed them already.
+    /// Adds the counters of a vCPU. debugfs has already summed them.
     pub fn add_vcpu(&mut self, vcpu: &VcpuFd) -> Result<(), Error> {
         self.add(sys::kvm::stats_fd(vcpu))
     }
@@ -122,7 +123,8 @@ impl Counters {
         Ok(())
     }
 
-    /// A directory a VM, named by its creator and descriptor; vCPUs are summed in it.
+    /// debugfs names a VM's directory by the creator's process ID and the descriptor. It sums
+    /// vCPUs.
     fn debugfs(root: &Path, vm: &VmFd, binary: io::Error) -> Result<Self, Error> {
         let path = root.join(name(vm));
         match Debugfs::open(path.clone()) {
@@ -131,7 +133,7 @@ impl Counters {
         }
     }
 
-    /// All counters now. Those of vCPUs that run may lag by what they have not written back.
+    /// Reads all counters. Those of running vCPUs may lag behind.
     pub fn read(&self) -> Result<Snapshot, Error> {
         let mut snapshot = Snapshot::new();
         match &self.0 {
@@ -149,19 +151,20 @@ impl Counters {
     }
 }
 
-/// What debugfs calls `vm`: by its creator and descriptor.
+/// The name of `vm` in debugfs: process ID and descriptor.
 pub fn name(vm: &VmFd) -> String {
     format!("{}-{}", std::process::id(), vm.as_raw_fd())
 }
 
-/// The counters in debugfs whose names begin with `prefix`, of the VM of another process that debugfs calls so.
+/// The debugfs counters with this prefix of another process's VM. `name` is the VM's name in
+/// debugfs.
 ///
 /// # Errors
-/// Where they cannot be read.
+/// They cannot be read.
 pub fn of_other(name: &str, prefix: &str) -> io::Result<Snapshot> {
-    // It comes from another process, and is to be no path.
+    // The name comes from another process. It must not contain a path.
     if name.contains(|c: char| !c.is_ascii_digit() && c != '-') {
-        return Err(io::Error::other("no name of a VM"));
+        return Err(io::Error::other("not a VM's name"));
     }
     let debugfs = Debugfs::open(Path::new(DEBUGFS).join(name))?;
     let mut snapshot = Snapshot::new();
@@ -192,7 +195,8 @@ impl Debugfs {
                 Some(files) => (&files[index]).read(&mut text),
                 None => File::open(self.dir.join(name)).and_then(|mut file| file.read(&mut text)),
             };
-            // Histograms and other prose are in the same directory: what is not one number is none of ours.
+            // The directory also has histograms and other text. Only files with a single number
+            // count.
             let number = len.ok().and_then(|len| std::str::from_utf8(&text[..len]).ok()?.trim().parse().ok());
             if let Some(number) = number {
                 snapshot.insert(name.clone(), number);
@@ -202,8 +206,9 @@ impl Debugfs {
 }
 
 impl Stats {
-    /// Reads header and descriptors (`struct kvm_stats_header`, `struct kvm_stats_desc`); they never change. One read
-    /// each, and one for all data: this happens before every run.
+    /// Reads header and descriptors (`struct kvm_stats_header`, `struct kvm_stats_desc`), which
+    /// never change. Uses one read for each, and later one for all data: this runs before every
+    /// benchmark run.
     fn new(file: File) -> io::Result<Self> {
         let u32_at = |bytes: &[u8], at: usize| {
             u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
@@ -230,7 +235,7 @@ impl Stats {
         Ok(Self { file, counters, start: data.into(), words })
     }
 
-    /// All values now, in the order of the file.
+    /// All current values, in the order of the file.
     fn data(&self) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; self.words * 8];
         self.file.read_exact_at(&mut bytes, self.start)?;
@@ -243,7 +248,8 @@ mod tests {
     use super::*;
     use vellum_sys::mmap;
 
-    /// Statistics as KVM lays them out (api.rst, 4.133): a descriptor each of `(name, flags, values)`, the values at 8 bytes each.
+    /// Statistics in KVM's layout (api.rst, 4.133): a descriptor for each `(name, flags, values)`,
+    /// and values of 8 bytes.
     fn statistics(of: &[(&str, u32, u16)], data: &[u64]) -> File {
         const NAME: usize = 48;
         let (descriptors, start) = (24 + NAME, 24 + NAME + of.len() * (16 + NAME));
@@ -280,7 +286,7 @@ mod tests {
         let data = stats.data().unwrap();
         let read: Vec<_> = stats.counters.iter().map(|(name, at)| (name.as_str(), data[*at])).collect();
         assert_eq!(read, [("exits", 7), ("peak", 1 << 40)]);
-        // Nothing behind the last scalar is read.
+        // Nothing after the last scalar is read.
         assert_eq!(data.len(), 5);
     }
 
@@ -312,7 +318,7 @@ mod tests {
         }
         std::fs::create_dir(dir.join("vcpu0")).unwrap();
         let counters = Counters(Source::Debugfs(Debugfs::open(dir.clone()).unwrap()));
-        // As often as descriptors are kept, and by the path after that.
+        // With the kept descriptors first, and then through the path.
         let all: Vec<_> = (0..READINGS + 1).map(|_| counters.read().unwrap()).collect();
         std::fs::remove_dir_all(&dir).unwrap();
         assert!(all.iter().all(|read| *read == [("exits".into(), 12)].into()), "{all:?}");

@@ -1,7 +1,8 @@
-//! The CR3 cache of a VM: asked for before it has vCPUs. With it a guest on shadow paging, which is told of it in CPUID, loads CR3 without
-//! an exit; it sees the addresses that its shadow page tables have in the host's memory.
+//! The CR3 cache of a VM. It must be enabled before the first vCPU. CPUID announces it to the
+//! guest. A guest on shadow paging then loads CR3 without an exit. The guest sees host physical
+//! addresses of its shadow page tables.
 //!
-//! A vCPU's part of it is in its state ([`crate::arch::state`]).
+//! The per-vCPU part is in the vCPU's state ([`crate::arch::state`]).
 
 use clap::ValueEnum;
 use kvm_bindings::kvm_enable_cap;
@@ -11,22 +12,22 @@ use vellum_host::cr3_cache::{Unavailable, entries};
 use vellum_sys::cr3_cache::CAPABILITY;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// Whether a VM is to have one.
+/// Whether a VM has a CR3 cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Choice {
-    /// It has none.
+    /// No cache.
     #[default]
     Off,
-    /// It has one, or is not made.
+    /// A cache; an error if the host has none.
     On,
-    /// It has one where the host can give it one.
+    /// A cache if the host has one.
     Auto,
 }
 
-/// Why a VM has none that was to have one.
+/// Why the requested cache is not possible.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// This host cannot.
+    /// The host does not support it.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
     /// KVM refuses.
@@ -44,10 +45,11 @@ impl Diagnose for Error {
 }
 
 impl Choice {
-    /// The same, decided: on or off. To be asked before the sandbox is entered, since files say why a host has none.
+    /// Resolves the choice to on or off. Call this before entering the sandbox: the reasons for a
+    /// missing cache come from files.
     ///
     /// # Errors
-    /// Where there must be one, and this host has none.
+    /// A cache is required, and this host has none.
     pub fn decided(self, kvm: &Kvm) -> Result<Self, Error> {
         if self == Self::Off {
             return Ok(Self::Off);
@@ -63,7 +65,7 @@ impl Choice {
     }
 }
 
-/// Gives `vm` one, as long as it has no vCPU; how many entries each will have.
+/// Enables the cache of `vm`, which has no vCPU yet. Returns the number of entries of each vCPU.
 pub(super) fn enable(vm: &VmFd) -> Result<u32, Error> {
     vm.enable_cap(&kvm_enable_cap { cap: CAPABILITY, ..Default::default() }).map_err(Error::Ioctl)?;
     Ok(vm.check_extension_raw(CAPABILITY.into()).max(0) as u32)

@@ -1,5 +1,6 @@
-//! How Arm's KVM splits blocks before their pages are written: so many bytes at a time as soon as they are logged, under a lock that it
-//! gives up in between. It is asked for before the VM has memslots; x86 has a module parameter instead (`kvm.eager_page_split`).
+//! Eager block splitting on Arm: KVM splits blocks as soon as they are logged, in chunks of a given
+//! size, and drops its lock between chunks. It must be enabled before the VM has memslots. x86 has
+//! a module parameter instead (`kvm.eager_page_split`).
 
 use std::io;
 
@@ -9,21 +10,21 @@ use crate::memory::short_size;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::dirty as sys;
 
-/// Why blocks are not split at once.
+/// Why eager splitting is not possible.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// This KVM knows no such thing.
+    /// This KVM lacks the capability.
     #[error(
-        "this KVM cannot be told to: KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE is Arm's, from Linux 6.5 on; on x86 it is the parameter \
+        "this KVM lacks KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE (Arm, Linux 6.5 and later); on x86 use the module parameter \
          kvm.eager_page_split"
     )]
     Absent,
-    /// No block is so large.
-    #[error("{} is the size of no block here: {sizes} would work", short_size(*asked))]
+    /// The size is not a block size.
+    #[error("{} is not a block size here; use {sizes}", short_size(*asked))]
     Size {
-        /// What was asked.
+        /// The requested size.
         asked: u64,
-        /// What there is, as a list in words.
+        /// The possible sizes, as text.
         sizes: String,
     },
     /// KVM refuses.
@@ -41,13 +42,13 @@ impl Diagnose for Error {
     }
 }
 
-/// Sizes in bytes that `vm` could split at a time, the smallest first; none where it cannot.
+/// The chunk sizes that `vm` supports in bytes, smallest first. Empty without support.
 pub fn sizes(vm: &VmFd) -> Vec<u64> {
     let sizes = sys::block_sizes(vm);
     (0..u64::BITS).map(|bit| 1 << bit).filter(|size| sizes & size != 0).collect()
 }
 
-/// Has `vm`, which has no memslots yet, split `bytes` at a time.
+/// Makes `vm`, which has no memslots yet, split `bytes` at a time.
 pub(super) fn enable(vm: &VmFd, bytes: u64) -> Result<(), Error> {
     let sizes = sizes(vm);
     if sizes.is_empty() {

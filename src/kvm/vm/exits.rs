@@ -1,5 +1,5 @@
-//! What `KVM_RUN` returned for: a count by reason, and the latest few for the report of a failure. What an exit means is decided
-//! elsewhere ([`super::vcpu`]).
+//! Reasons for returns from `KVM_RUN`: a count for each, and the latest few for a failure's report.
+//! [`super::vcpu`] handles the exits.
 
 use std::ops::AddAssign;
 
@@ -12,9 +12,9 @@ pub enum Reason {
     IoOut,
     /// The guest read from a port.
     IoIn,
-    /// The guest wrote where there is no memory.
+    /// The guest wrote to an address without memory.
     MmioWrite,
-    /// The guest read where there is no memory.
+    /// The guest read from an address without memory.
     MmioRead,
     /// The guest halted, and KVM has no local APIC to wait in.
     Hlt,
@@ -22,24 +22,24 @@ pub enum Reason {
     Shutdown,
     /// The guest ended an interrupt of the split I/O APIC.
     IoapicEoi,
-    /// An MSR that the VMM reads.
+    /// The guest read an MSR that the VMM handles.
     Rdmsr,
-    /// An MSR that the VMM writes.
+    /// The guest wrote an MSR that the VMM handles.
     Wrmsr,
     /// A hypercall.
     Hypercall,
     /// The vCPU's dirty ring is full.
     DirtyRingFull,
-    /// A signal: no reason of the guest's.
+    /// A signal interrupted the vCPU. The guest is not the cause.
     Interrupted,
     /// KVM could not resolve a fault.
     MemoryFault,
-    /// None of these.
+    /// Any other reason.
     Other,
 }
 
 impl Reason {
-    /// All of them.
+    /// All reasons.
     pub const ALL: [Self; 14] = [
         Self::IoOut,
         Self::IoIn,
@@ -57,7 +57,7 @@ impl Reason {
         Self::Other,
     ];
 
-    /// Its name as printed.
+    /// The name in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::IoOut => "io_out",
@@ -77,7 +77,7 @@ impl Reason {
         }
     }
 
-    /// Of what kvm-ioctls makes of it.
+    /// The reason of an exit from kvm-ioctls.
     pub fn of(exit: &VcpuExit<'_>) -> Self {
         match exit {
             VcpuExit::IoOut(..) => Self::IoOut,
@@ -98,17 +98,17 @@ impl Reason {
     }
 }
 
-/// How many exits there were for each reason.
+/// The number of exits for each reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exits([u64; Reason::ALL.len()]);
 
 impl Exits {
-    /// Counts one.
+    /// Counts an exit.
     pub fn count(&mut self, reason: Reason) {
         self.0[reason as usize] += 1;
     }
 
-    /// How many there were for `reason`.
+    /// The number of exits for `reason`.
     pub fn of(&self, reason: Reason) -> u64 {
         self.0[reason as usize]
     }
@@ -129,7 +129,7 @@ impl AddAssign for Exits {
 #[derive(Clone, Copy)]
 struct Noted {
     reason: Reason,
-    /// The port, address, vector or number that came with it; 0 for none.
+    /// The port, address, vector or number of the exit; 0 without one.
     detail: u64,
 }
 
@@ -141,7 +141,7 @@ pub(super) struct Recent {
 }
 
 impl Recent {
-    /// Keeps `exit`, and says why it was.
+    /// Records `exit` and returns its reason.
     pub(super) fn note(&mut self, exit: &VcpuExit<'_>) -> Reason {
         let reason = Reason::of(exit);
         let detail = match exit {
@@ -157,7 +157,7 @@ impl Recent {
         reason
     }
 
-    /// The exits, newest last.
+    /// The exits as text, newest last.
     pub(super) fn describe(&self) -> String {
         let (newer, older) = self.ring.split_at(self.count % self.ring.len());
         let mut text = String::from("last exits, newest last:");

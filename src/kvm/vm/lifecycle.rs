@@ -1,6 +1,6 @@
 //! How a run ends.
 
-/// Why Vellum exits, and with which status: the one list, printed by `vellum run --help`.
+/// Why Vellum exits, and its exit status. `vellum run --help` prints this list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// The guest powered off, or its workload is done.
@@ -9,7 +9,8 @@ pub enum Exit {
     Error,
     /// The command line or a file is wrong.
     Usage,
-    /// A test or a benchmark that was not run, or not all of it: this host lacks something, or the time was over. No failure was found.
+    /// A test or benchmark did not run completely: this host lacks something, or the time was over.
+    /// It found no failure.
     NotRun,
     /// The guest asked for a reset.
     Reset,
@@ -27,7 +28,7 @@ pub enum Exit {
     Timeout,
     /// A signal ended the run.
     Signal(i32),
-    /// The guest ended itself by the debug exit port with this status (multiboot guests only).
+    /// The guest ended itself with this status through the debug exit port (multiboot guests only).
     Guest(u8),
 }
 
@@ -52,7 +53,7 @@ impl Exit {
     }
 }
 
-/// The list as `--help` prints it.
+/// The list in `--help`.
 pub const HELP: &str = "\
 Exit status:
   0 power-off, or the workload is done    12 triple fault

@@ -1,8 +1,9 @@
-//! What KVM knows of a VM's memory.
+//! The memslots that KVM knows.
 //!
-//! KVM holds host addresses, not mappings. [`Memslots`] holds the slots that KVM has, and with them their mappings, until KVM
-//! has let go of them: a slot is replaced or deleted, or the VM and its vCPUs are gone. For that, everything that can make KVM
-//! use a VM's memory holds its `Memslots`: the [`Vm`](super::Vm), each [`Processor`](super::Processor), each dirty tracker.
+//! KVM stores host addresses, not mappings. [`Memslots`] holds the slots that KVM has, and thereby
+//! their mappings, until KVM no longer uses them: a slot is replaced or deleted, or the VM and its
+//! vCPUs are gone. Therefore everything that lets KVM use a VM's memory holds its `Memslots`: the
+//! [`Vm`](super::Vm), each [`Processor`](super::Processor), each dirty tracker.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,9 +19,9 @@ use vellum_sys::dirty as sys;
 /// The memslots of one VM.
 #[derive(Debug)]
 pub struct Memslots {
-    // First, so that the mappings go last.
+    // First, so that it is dropped before the mappings.
     fd: Arc<VmFd>,
-    /// What KVM was last told of each slot, by its number.
+    /// The slots as KVM was last told, by their numbers.
     table: Mutex<BTreeMap<u32, Slot>>,
 }
 
@@ -29,16 +30,16 @@ impl Memslots {
         Self { fd, table: Mutex::default() }
     }
 
-    /// The lock is held over each call to KVM, so that the table says of a slot what KVM knows of it.
+    /// Held during each call to KVM, so the table matches what KVM knows.
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
-        // Nothing panics between a call and its entry.
+        // Nothing panics between a call and the update of its entry.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds or moves a slot, or changes its flags.
     ///
     /// # Errors
-    /// Where KVM refuses; it then has what it had before.
+    /// KVM refuses. It then keeps its previous state.
     pub fn set(&self, slot: &Slot, flags: u32) -> Result<(), Error> {
         self.tell(&mut self.lock(), slot, flags)
     }
@@ -46,7 +47,7 @@ impl Memslots {
     /// Changes the flags of slot `id`.
     ///
     /// # Errors
-    /// Where there is no such slot, or KVM refuses.
+    /// The slot does not exist, or KVM refuses.
     pub fn set_flags(&self, id: u32, flags: u32) -> Result<(), Error> {
         let mut table = self.lock();
         let slot = table.get(&id).ok_or(Error::NoSlot(id))?.clone();
@@ -61,24 +62,25 @@ impl Memslots {
             memory_size: slot.bytes(),
             userspace_addr: slot.hva(),
         };
-        // SAFETY: the slot is a part of a mapping that it holds (`Slot::new`), and is itself held in the table until KVM has
-        // given it up. Guest memory is accessed as such: through atomics and vm-memory's volatile accesses.
+        // SAFETY: the slot is part of a mapping that it keeps alive (`Slot::new`). The table keeps
+        // the slot until KVM no longer uses it. Guest memory is accessed only through atomics and
+        // vm-memory's volatile accesses.
         ioctl("KVM_SET_USER_MEMORY_REGION", unsafe { self.fd.set_user_memory_region(region) })?;
         table.insert(slot.id(), slot.clone());
         Ok(())
     }
 
-    /// Deletes slot `id`, and with it what its dirty log holds.
+    /// Deletes slot `id`, and thereby its dirty log.
     ///
     /// # Errors
-    /// Where there is no such slot, or KVM refuses.
+    /// The slot does not exist, or KVM refuses.
     pub fn delete(&self, id: u32) -> Result<(), Error> {
         let mut table = self.lock();
         if !table.contains_key(&id) {
             return Err(Error::NoSlot(id));
         }
         let region = kvm_userspace_memory_region { slot: id, ..Default::default() };
-        // SAFETY: without a size KVM takes no memory but gives it up.
+        // SAFETY: with size 0 KVM takes no memory; it releases the slot.
         ioctl("KVM_SET_USER_MEMORY_REGION", unsafe { self.fd.set_user_memory_region(region) })?;
         table.remove(&id);
         Ok(())
@@ -89,11 +91,12 @@ impl Memslots {
         self.lock().get(&id).cloned()
     }
 
-    /// Copies the dirty bitmap of slot `id` into the words that `bitmap` has for the slot as it is now; clears it and protects its
-    /// pages at once unless protection is manual. There must be [`Slot::bitmap_words`] at least.
+    /// Copies the dirty bitmap of slot `id` into the words that `bitmap` returns for the current
+    /// slot. Without manual protection KVM also clears the bitmap and protects its pages. At least
+    /// [`Slot::bitmap_words`] words are needed.
     ///
     /// # Errors
-    /// Where there is no such slot, the words are too few, or KVM refuses.
+    /// The slot does not exist, there are too few words, or KVM refuses.
     pub fn dirty_log<'a>(&self, id: u32, bitmap: impl FnOnce(&Slot) -> &'a mut [u64]) -> io::Result<()> {
         let table = self.lock();
         let slot = table.get(&id).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
@@ -104,7 +107,8 @@ impl Memslots {
                 "the bitmap is smaller than the memslot's",
             ));
         }
-        // SAFETY: `words` has a bit for each page of the slot, which is as KVM has it while the table is locked.
+        // SAFETY: `words` has a bit for each page of the slot. KVM has the same slot while the
+        // table is locked.
         unsafe { sys::get_log(&self.fd, id, words) }
     }
 }

@@ -1,7 +1,7 @@
 //! A machine: KVM's VM, its memory and its vCPUs.
 //!
-//! Start with [`Vm`]; [`memory`] maps what it is given, [`memslots`] tells KVM, [`vcpu`] runs it, [`lifecycle`] says how it
-//! ends.
+//! Start with [`Vm`]. [`memory`] maps guest memory, [`memslots`] tells KVM, [`vcpu`] runs it,
+//! [`lifecycle`] says how it ends.
 
 pub mod counters;
 pub mod cr3_cache;
@@ -26,42 +26,42 @@ use vellum_host as host;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::kick::RunPage;
 
-/// Why a machine cannot be had from KVM.
+/// Why KVM cannot provide a machine.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// KVM is not there, not permitted, busy.
+    /// KVM is missing, not permitted or busy.
     #[error(transparent)]
     Kvm(#[from] host::kvm::Unusable),
     /// An ioctl failed.
     #[error("{call}: {source}")]
     Ioctl {
-        /// Its name.
+        /// The ioctl.
         call: &'static str,
-        /// What KVM said.
+        /// KVM's error.
         source: kvm_ioctls::Error,
     },
-    /// Guest memory.
+    /// Guest memory failed.
     #[error(transparent)]
     Memory(#[from] memory::Error),
-    /// vCPU threads.
+    /// A vCPU thread failed.
     #[error(transparent)]
     Vcpu(#[from] vcpu::Error),
-    /// Dirty rings.
+    /// Dirty rings are not possible.
     #[error(transparent)]
     Ring(#[from] ring::Error),
-    /// The CR3 cache.
+    /// The CR3 cache is not possible.
     #[error(transparent)]
     Cr3Cache(#[from] cr3_cache::Error),
-    /// Blocks that are split at once.
+    /// Eager splitting is not possible.
     #[error(transparent)]
     EagerSplit(#[from] eager_split::Error),
     /// KVM has no such memslot.
     #[error("there is no memslot {0}")]
     NoSlot(u32),
-    /// More vCPUs than KVM has.
+    /// More vCPUs than KVM allows.
     #[error("{asked} is out of range: this KVM has from 1 to {most}")]
     Cpus {
-        /// What was asked.
+        /// The requested number.
         asked: usize,
         /// `KVM_CAP_MAX_VCPUS`.
         most: usize,
@@ -83,7 +83,7 @@ impl Diagnose for Error {
     }
 }
 
-/// Names the ioctl that failed.
+/// Adds the ioctl's name to its error.
 pub fn ioctl<T>(call: &'static str, result: Result<T, kvm_ioctls::Error>) -> Result<T, Error> {
     result.map_err(|source| Error::Ioctl { call, source })
 }
@@ -100,17 +100,18 @@ pub struct Vm {
     pub fd: Arc<VmFd>,
     /// RAM.
     pub memory: Memory,
-    /// The ring that each vCPU has, where the machine was made with one.
+    /// The vCPUs' dirty rings, if the machine was created with them.
     pub dirty_ring: Option<Arc<DirtyRing>>,
-    /// How many address spaces each vCPU can switch among without an exit, where it may do that at all.
+    /// The number of address spaces among which each vCPU can switch without an exit, if the CR3
+    /// cache is enabled.
     pub cr3_cache: Option<u32>,
     memslots: Arc<Memslots>,
 }
 
-/// A vCPU as KVM has it.
+/// A KVM vCPU.
 #[derive(Debug)]
 pub struct Processor {
-    // First, so that the memory that it runs on goes last.
+    // First, so that it is dropped before the memory on which it runs.
     fd: VcpuFd,
     page: Arc<RunPage>,
     ring: Option<Arc<DirtyRing>>,
@@ -126,18 +127,18 @@ impl Deref for Processor {
 }
 
 impl Vm {
-    /// Makes a VM over `memory`.
+    /// Creates a VM with `memory`.
     pub fn new(kvm: &Kvm, memory: Memory) -> Result<Self, Error> {
         Self::with_dirty_ring(kvm, memory, None)
     }
 
-    /// Makes a VM over `memory` whose vCPUs have dirty rings of so many entries: KVM wants to know before it has
-    /// memslots (for the backup bitmap) and vCPUs (for the rings).
+    /// Creates a VM with `memory` whose vCPUs have dirty rings of this size. KVM must know before
+    /// it has memslots (for the backup bitmap) and vCPUs (for the rings).
     pub fn with_dirty_ring(kvm: &Kvm, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         Self::over(host::kvm::create_vm(kvm)?, memory, entries)
     }
 
-    /// The same of a VM that has nothing yet.
+    /// Like [`Vm::with_dirty_ring`], with an empty VM.
     pub fn over(fd: VmFd, memory: Memory, entries: Option<u32>) -> Result<Self, Error> {
         let fd = Arc::new(fd);
         let memslots = Arc::new(Memslots::new(fd.clone()));
@@ -150,7 +151,8 @@ impl Vm {
         Ok(Self { fd, memory, dirty_ring, cr3_cache: None, memslots })
     }
 
-    /// Lets its guest load CR3 without an exit, if that is the choice. It has no vCPU yet; the guest has to be told in CPUID.
+    /// Enables the CR3 cache, if chosen. The VM must have no vCPU yet. CPUID must announce it to
+    /// the guest.
     pub fn with_cr3_cache(mut self, choice: cr3_cache::Choice) -> Result<Self, Error> {
         self.cr3_cache = match choice {
             cr3_cache::Choice::Off => None,
@@ -159,16 +161,13 @@ impl Vm {
         Ok(self)
     }
 
-    /// Its memslots.
+    /// The memslots.
     pub fn memslots(&self) -> &Arc<Memslots> {
         &self.memslots
     }
 
-    /// Makes vCPU `index`.
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "this is where a vCPU gets hold of the memory that it runs on"
-    )]
+    /// Creates vCPU `index`.
+    #[expect(clippy::disallowed_methods, reason = "a vCPU takes a reference to its memory here")]
     pub fn create_vcpu(&self, index: usize) -> Result<Processor, Error> {
         let fd = ioctl("KVM_CREATE_VCPU", self.fd.create_vcpu(index as u64))?;
         let mapped = |error: io::Error| kvm_ioctls::Error::new(error.raw_os_error().unwrap_or(libc::EIO));

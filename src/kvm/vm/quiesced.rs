@@ -4,34 +4,34 @@ use kvm_ioctls::VcpuFd;
 
 use super::vcpu::{Answer, Error, Vcpu};
 
-/// A machine that stands still for as long as this lives: its vCPUs are out of `KVM_RUN` and of what their exits mean, and its
-/// devices do nothing.
+/// A stopped machine, for as long as this value lives: vCPUs are out of `KVM_RUN` and handle no
+/// exits, and devices do nothing.
 ///
-/// It borrows the vCPUs, so that nobody can resume them meanwhile. Devices are the machine's: it stops them when it makes this,
-/// and lets them go on after it is done with it.
+/// It borrows the vCPUs, so they cannot be resumed meanwhile. The machine stops its devices when it
+/// creates this value, and resumes them afterwards.
 pub struct Quiesced<'a> {
     vcpus: &'a mut [Vcpu],
 }
 
 impl<'a> Quiesced<'a> {
-    /// Of a machine with these `vcpus`, which are paused. `devices` stops whatever else writes to its memory; `|| ()` where there
-    /// is nothing else.
+    /// A machine with these `vcpus`, which are paused. `devices` stops other writers of its memory;
+    /// `|| ()` if there are none.
     ///
     /// # Errors
-    /// Where a vCPU is not paused.
+    /// A vCPU is not paused.
     pub fn new(vcpus: &'a mut [Vcpu], devices: impl FnOnce()) -> Result<Self, Error> {
         if let Some(vcpu) = vcpus.iter().find(|vcpu| !vcpu.stands_still()) {
             return Err(Error::NotPaused(vcpu.index()));
         }
-        // After the vCPUs, which could start a device again.
+        // After the vCPUs, which could restart a device.
         devices();
         Ok(Self { vcpus })
     }
 
-    /// Runs `call` for each vCPU, all at once, each on its own thread.
+    /// Runs `call` on each vCPU's thread, on all at once.
     ///
     /// # Errors
-    /// Where a vCPU has exited.
+    /// A vCPU has exited.
     pub fn each<R: Send + 'static>(
         &self,
         call: impl Fn(&VcpuFd) -> R + Clone + Send + 'static,
@@ -39,10 +39,10 @@ impl<'a> Quiesced<'a> {
         self.each_its_own(|_| call.clone())
     }
 
-    /// As [`Quiesced::each`], where each vCPU, by its number, has a call of its own.
+    /// Like [`Quiesced::each`], with a separate call for each vCPU number.
     ///
     /// # Errors
-    /// Where a vCPU has exited.
+    /// A vCPU has exited.
     pub fn each_its_own<R: Send + 'static, C: FnOnce(&VcpuFd) -> R + Send + 'static>(
         &self,
         call: impl Fn(usize) -> C,
@@ -50,10 +50,10 @@ impl<'a> Quiesced<'a> {
         each(self.vcpus, call)
     }
 
-    /// The same for all but the first.
+    /// Like [`Quiesced::each_its_own`], without the first vCPU.
     ///
     /// # Errors
-    /// Where one has exited.
+    /// A vCPU has exited.
     pub fn others_their_own<R: Send + 'static, C: FnOnce(&VcpuFd) -> R + Send + 'static>(
         &self,
         call: impl Fn(usize) -> C,
@@ -61,10 +61,10 @@ impl<'a> Quiesced<'a> {
         each(self.vcpus.get(1..).unwrap_or_default(), call)
     }
 
-    /// Runs `call` for the first vCPU, on its own thread.
+    /// Runs `call` on the first vCPU's thread.
     ///
     /// # Errors
-    /// Where it has exited, or there is none.
+    /// The vCPU has exited, or there is none.
     pub fn first<R: Send + 'static>(
         &self,
         call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
@@ -73,7 +73,7 @@ impl<'a> Quiesced<'a> {
     }
 }
 
-/// Runs what `call` gives for each of `vcpus` on its own thread, on all of them at once.
+/// Runs the result of `call` for each of `vcpus` on its own thread, on all at once.
 fn each<R: Send + 'static, C: FnOnce(&VcpuFd) -> R + Send + 'static>(
     vcpus: &[Vcpu],
     call: impl Fn(usize) -> C,

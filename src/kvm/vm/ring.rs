@@ -1,5 +1,5 @@
-//! The dirty rings of a VM, one for each vCPU: asked for before the VM has memslots or vCPUs. Who follows pages by them is
-//! [`crate::dirty::ring`].
+//! The dirty rings of a VM, one for each vCPU. They must be enabled before the VM has memslots or
+//! vCPUs. [`crate::dirty::ring`] tracks pages with them.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,15 +12,16 @@ use super::memslots::Memslots;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::dirty::{self as sys, Ring};
 
-/// The size of a dirty ring in entries where none is asked for: the largest that KVM has ever allowed.
+/// The default size of a dirty ring in entries: the largest that KVM has ever allowed.
 pub const RING_ENTRIES: u32 = 65536;
 
-/// The dirty rings of a machine: made with its VM, one added with each vCPU, and there as long as it is. Where KVM writes next in a
-/// ring is known to nobody who was not there from the first entry on.
+/// The dirty rings of a machine. They are created with its VM, one is added with each vCPU, and
+/// they live as long as the VM: only a reader that has followed a ring from its first entry knows
+/// where KVM writes next.
 ///
-/// A vCPU whose ring is full empties all of them itself ([`DirtyRing::drain_rings`]), whoever follows its pages and however busy that
-/// one is. So what has been written is in two places, the rings and bitmaps in which relieved entries wait;
-/// [`DirtyRing::harvest`] and [`DirtyRing::take`] fetch both.
+/// A vCPU with a full ring empties all rings itself ([`DirtyRing::drain_rings`]), independent of
+/// any tracker. So written pages are in two places: in the rings, and in bitmaps that hold drained
+/// entries. [`DirtyRing::harvest`] and [`DirtyRing::take`] fetch both.
 #[derive(Debug)]
 pub struct DirtyRing {
     entries: u32,
@@ -28,19 +29,19 @@ pub struct DirtyRing {
     relieved: AtomicU64,
     inner: Mutex<Inner>,
     vm: Arc<VmFd>,
-    // Mappings of rings keep KVM's VM alive, and that uses this memory.
+    // Mappings of rings keep KVM's VM alive, and the VM uses this memory.
     _memslots: Arc<Memslots>,
 }
 
 #[derive(Debug)]
 struct Inner {
-    /// In the order of the vCPUs, with how many entries each has had.
+    /// Ordered by vCPU, with the number of entries read from each.
     rings: Vec<(Ring, u64)>,
-    /// Entries harvested that have not been given back to KVM.
+    /// Harvested entries that were not returned to KVM yet.
     harvested: u64,
-    /// What was harvested, a bit a page, by memslot.
+    /// The harvested pages, a bit a page, by memslot.
     seen: Vec<SlotPages>,
-    /// An entry that fits no memslot in `seen`.
+    /// An entry that matches no memslot in `seen`.
     stray: Option<Stray>,
 }
 
@@ -52,27 +53,27 @@ struct SlotPages {
     words: Vec<u64>,
 }
 
-/// An entry of a page that nobody follows.
+/// An entry for a page that is not tracked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stray {
-    /// Whose ring.
+    /// The ring's vCPU.
     pub vcpu: usize,
-    /// The memslot that it names.
+    /// The entry's memslot.
     pub slot: u32,
-    /// The page in it.
+    /// The page in the memslot.
     pub page: u64,
 }
 
-/// What became of a reset.
+/// Why a reset failed.
 #[derive(Debug)]
 pub enum Failed {
     /// KVM refuses.
     Ioctl(io::Error),
-    /// Fewer entries went back than were harvested.
+    /// Fewer entries were reset than were harvested.
     Fewer {
-        /// What was harvested.
+        /// Entries harvested.
         harvested: u64,
-        /// What went back.
+        /// Entries reset.
         reset: u64,
     },
 }
@@ -80,18 +81,18 @@ pub enum Failed {
 /// Why a VM cannot have dirty rings.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// This kernel is too old, or this KVM leaves it out.
+    /// The kernel is too old, or its KVM lacks rings.
     #[error(
         "this host has no ring: its KVM lacks KVM_CAP_DIRTY_LOG_RING (Linux 5.11); \
          manual-protect would work"
     )]
     Absent,
-    /// A size that KVM does not give.
+    /// KVM does not support the size.
     #[error("{entries} is out of range: a power of two from 1024 to {most} would work here")]
     Size {
-        /// What was asked for.
+        /// The requested size.
         entries: u32,
-        /// What this KVM offers.
+        /// The maximum of this KVM.
         most: u32,
     },
     /// KVM refuses.
@@ -109,26 +110,27 @@ impl Diagnose for Error {
     }
 }
 
-/// Checks a ring's size against what `vm` offers.
+/// Checks a ring's size against the limits of `vm`.
 ///
 /// # Errors
-/// Where `vm` has no rings, or none of this size.
+/// `vm` has no rings, or not of this size.
 pub fn check(vm: &VmFd, entries: u32) -> Result<(), Error> {
     let most = sys::ring_entries(vm).ok_or(Error::Absent)?;
-    // KVM keeps 64 entries and the length of the processor's own buffer (512 with PML) in reserve
-    // (virt/kvm/dirty_ring.c, kvm_dirty_ring_get_rsvd_entries); a ring must hold more than that.
+    // KVM reserves 64 entries plus the size of the processor's own buffer (512 with PML;
+    // virt/kvm/dirty_ring.c, kvm_dirty_ring_get_rsvd_entries). A ring must be larger.
     if !entries.is_power_of_two() || !(1024..=most).contains(&entries) {
         return Err(Error::Size { entries, most });
     }
     Ok(())
 }
 
-/// How often in a row a reset may do nothing: since Linux 6.16 what counts as a pending signal ends it early (virt/kvm/dirty_ring.c),
-/// and work that the kernel has queued for the thread does, where signals are blocked too.
+/// How many resets in a row may do nothing. Since Linux 6.16 a pending signal ends a reset early
+/// (virt/kvm/dirty_ring.c). So does work that the kernel has queued for the thread, even if signals
+/// are blocked.
 const IDLE_RESETS: u32 = 1000;
 
 impl DirtyRing {
-    /// Gives the future vCPUs of `vm`, which has no memslots yet, rings of so many entries.
+    /// Gives the future vCPUs of `vm`, which has no memslots yet, rings of this many entries.
     pub(super) fn enable(vm: &Arc<VmFd>, memslots: &Arc<Memslots>, entries: u32) -> Result<Self, Error> {
         check(vm, entries)?;
         let backup_bitmap = sys::enable_ring(vm, entries).map_err(Error::Ioctl)?;
@@ -156,27 +158,28 @@ impl DirtyRing {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Entries of each ring, a power of two.
+    /// The size of each ring in entries, a power of two.
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// Whether KVM keeps a bitmap beside them, for what no vCPU writes.
+    /// Whether KVM keeps a backup bitmap, for writes that no vCPU makes.
     pub fn has_backup_bitmap(&self) -> bool {
         self.backup_bitmap
     }
 
-    /// How often a vCPU has stopped for a full ring.
+    /// How often a vCPU has stopped with a full ring.
     pub fn relieved(&self) -> u64 {
         self.relieved.load(Ordering::Relaxed)
     }
 
-    /// How many entries each vCPU has had.
+    /// The number of entries of each vCPU so far.
     pub fn written(&self) -> Vec<u64> {
         self.lock().rings.iter().map(|(_, written)| *written).collect()
     }
 
-    /// Follows memslot `slot`, which has so many pages, from now on. What was seen of it stays unless it has become another size.
+    /// Tracks memslot `slot` with this number of pages from now on. Its harvested pages are kept,
+    /// unless its size has changed.
     pub fn follow(&self, slot: u32, pages: u64) {
         let seen = &mut self.lock().seen;
         match seen.iter_mut().find(|seen| seen.slot == slot) {
@@ -191,7 +194,7 @@ impl DirtyRing {
         }
     }
 
-    /// Empties the rings, and follows no memslot any more: what is harvested then is forgotten.
+    /// Empties the rings and stops tracking. Harvested pages are dropped.
     ///
     /// # Errors
     /// As [`DirtyRing::reset`].
@@ -203,7 +206,7 @@ impl DirtyRing {
         inner.reset(&self.vm)
     }
 
-    /// Empties the rings, and forgets what was written until now.
+    /// Empties the rings and drops all pages written until now.
     ///
     /// # Errors
     /// As [`DirtyRing::reset`].
@@ -215,17 +218,18 @@ impl DirtyRing {
         inner.reset(&self.vm)
     }
 
-    /// Reads what the rings hold; [`DirtyRing::take`] tells it, slot by slot. The entries are KVM's again after [`DirtyRing::reset`].
+    /// Reads the rings. [`DirtyRing::take`] returns the pages, slot by slot. [`DirtyRing::reset`]
+    /// returns the entries to KVM.
     ///
     /// # Errors
-    /// Where an entry is of no page that is followed.
+    /// An entry is for a page that is not tracked.
     pub fn harvest(&self) -> Result<(), Stray> {
         let mut inner = self.lock();
         inner.harvest();
         inner.stray.take().map_or(Ok(()), Err)
     }
 
-    /// Moves the pages of memslot `slot` that were harvested to `words`, beside those that are there.
+    /// Moves the harvested pages of memslot `slot` to `words`, in addition to those already set.
     pub fn take(&self, slot: u32, words: &mut [u64]) {
         let mut inner = self.lock();
         if let Some(seen) = inner.seen.iter_mut().find(|seen| seen.slot == slot) {
@@ -233,19 +237,20 @@ impl DirtyRing {
         }
     }
 
-    /// Gives the harvested entries back to KVM, which protects their pages again. Only then may the pages be read.
+    /// Returns the harvested entries to KVM, which protects their pages again. Only then may the
+    /// pages be read.
     ///
     /// # Errors
-    /// Where KVM refuses, or has not all of them back.
+    /// KVM refuses, or did not reset all of them.
     pub fn reset(&self) -> Result<(), Failed> {
         self.lock().reset(&self.vm)
     }
 
-    /// As [`DirtyRing::reset`], until a signal ends it, `delay` from now: a test of what KVM does then. Returns how many entries went back;
-    /// the others are left to [`DirtyRing::reset`].
+    /// Like [`DirtyRing::reset`], interrupted by a signal after `delay`: tests what KVM does then.
+    /// Returns how many entries were reset. [`DirtyRing::reset`] handles the rest.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn reset_interrupted(&self, delay: Duration) -> io::Result<u64> {
         let mut inner = self.lock();
         let reset = u64::from(sys::reset_rings_interrupted(&self.vm, delay)?);
@@ -253,14 +258,14 @@ impl DirtyRing {
         Ok(reset)
     }
 
-    /// Empties all rings: what a vCPU does whose own is full, before it goes on.
+    /// Empties all rings. A vCPU with a full ring does that before it continues.
     ///
     /// # Errors
     /// As [`DirtyRing::reset`].
     pub(super) fn drain_rings(&self) -> Result<(), Failed> {
         self.relieved.fetch_add(1, Ordering::Relaxed);
-        // Under one lock, so that what is in the bitmaps when somebody else looks has been protected again, or is so by that one's
-        // own reset.
+        // Under one lock: when a tracker reads the bitmaps, their pages have been protected again,
+        // or the tracker's own reset does it.
         let mut inner = self.lock();
         inner.harvest();
         inner.reset(&self.vm)
@@ -270,12 +275,12 @@ impl DirtyRing {
 impl Inner {
     fn harvest(&mut self) {
         let Self { rings, harvested, seen, stray } = self;
-        // Where nobody follows anything there is nobody to tell.
+        // Without tracked slots, an unknown page is not an error.
         let followed = !seen.is_empty();
         for (vcpu, (ring, written)) in rings.iter_mut().enumerate() {
             let mut at = 0;
             let count = u64::from(ring.harvest(|slot, page| {
-                // Address space 1 is SMM's, whose slots are the same.
+                // Address space 1 is SMM's. Its slots are the same.
                 let slot = slot & 0xffff;
                 if seen.get(at).is_none_or(|seen| seen.slot != slot) {
                     at = seen.iter().position(|seen| seen.slot == slot).unwrap_or(usize::MAX);

@@ -1,8 +1,8 @@
-//! Workloads without an operating system on Arm: the code, the entries of the page tables it runs on, and the registers it starts
-//! with.
+//! Workloads without an operating system on Arm: the code, its page table entries, and the initial
+//! registers.
 //!
-//! The code runs at EL1 with the MMU on; it has no stack, no exception vectors and no interrupts, and leaves the guest by a write to the
-//! doorbell page, which no memslot backs.
+//! The code runs at EL1 with the MMU on. It has no stack, no exception vectors and no interrupts.
+//! It leaves the guest by a write to the doorbell page, which no memslot backs.
 
 mod tables;
 mod touch;
@@ -19,14 +19,15 @@ use vellum_kvm::arch::regs::{MAIR_EL1, PC, PSTATE, PSTATE_EL1H, SCTLR_EL1, TCR_E
 use vellum_kvm::vm::{Error, ioctl};
 use vellum_sys::clock;
 
-// The `write` workload. A function of Arm's procedure call standard in everything but its return: x0 holds the control block, and with
-// flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.
+// The `write` workload. A function of Arm's procedure call standard except for its return: x0 holds
+// the control block. With flags::RETURN it returns to its caller after ringing the doorbell, so
+// that a process can run it too.
 //
-//   x0  control block             x4  page index relative to the hot set's end, sequential order
-//   x1  the latest stamp's        x5  accesses left in this pass
-//       writer word               x6  the stamp's writer word at the start of the pass
-//   x2  xorshift state            x7  shuffle state
-//   x3  deadline, counter         x8 to x17  scratch
+//     x0  control block             x4  page index relative to the hot set's end, sequential order
+//     x1  the latest stamp's        x5  accesses left in this pass
+//         writer word               x6  the stamp's writer word at the start of the pass
+//     x2  xorshift state            x7  shuffle state
+//     x3  deadline, counter         x8 to x17  scratch
 write_section!(
     ".pushsection .rodata.vellum_workload_write, \"a\", %progbits",
     ".balign 64",
@@ -34,7 +35,7 @@ write_section!(
     ".globl vellum_workload_write_guest",
     ".globl vellum_workload_write_end",
     "vellum_workload_write:",
-    // Nothing that a caller keeps is used, so that a guest, which has no stack, enters at the same place.
+    // No callee-saved register is used, so a guest, which has no stack, enters at the same place.
     "vellum_workload_write_guest:",
     "1:  ldr x2, [x0, {seed}]",
     "    ldr x1, [x0, {written}]",
@@ -59,7 +60,7 @@ write_section!(
     "    eor x2, x2, x2, lsl #13",
     "    eor x2, x2, x2, lsr #7",
     "    eor x2, x2, x2, lsl #17",
-    // The hot set: decided by the low half, placed by a multiplicative hash of the whole.
+    // The hot set: the low half decides, a multiplicative hash of the whole selects the page.
     "    mov w9, w2",
     "    ldr x10, [x0, {hot_below}]",
     "    cmp x9, x10",
@@ -71,7 +72,7 @@ write_section!(
     "    mul x8, x8, x2",
     "    umulh x14, x8, x15",
     "    b 7f",
-    // The rest, in its order.
+    // The other pages, in their order.
     "5:  ldr x13, [x0, {pages}]",
     "    sub x13, x13, x15",
     "    ldr x8, [x0, {order}]",
@@ -111,9 +112,11 @@ write_section!(
     "    b.lo 8f",
     "    ldr x8, [x13]",
     "    b 70f",
-    // Stamp. The first access to the page is a store: a load would first fault in a page of zeroes to read, and a second fault would have to
-    // break it. x16: when it began; x14: who wrote the page before. Who writes it is stored last, with all that was before it: whoever
-    // sees that sees the rest. Neither reading of the counter is fenced: docs/src/explanation/benchmarks.md says what is timed then.
+    // Stamp. The first access to the page is a store: a load would first map a zero page, and a
+    // second fault would have to replace it. x16: start time; x14: the page's previous writer. The
+    // writer word is stored last, with release order: a reader that sees it also sees the other
+    // words. Neither counter read is fenced; docs/src/explanation/benchmarks.md says what is timed
+    // then.
     "8:  add x1, x1, #1",
     "    ldr x9, [x0, {epoch}]",
     "    ldr x15, [x0, {first_page}]",
@@ -140,7 +143,7 @@ write_section!(
     "    cmp x8, x10",
     "    b.ls 82f",
     "    str x8, [x0, {slowest}]",
-    // Bucket: below 16 itself, else ((log2 - 4) << 4) + (ticks >> (log2 - 4)).
+    // Bucket: below 16 the value itself, else ((log2 - 4) << 4) + (ticks >> (log2 - 4)).
     "82: orr x10, x8, {SUB}",
     "    clz x9, x10",
     "    mov x11, {MAX_SHIFT}",
@@ -151,7 +154,8 @@ write_section!(
     "    ldr x11, [x10, {latency}]",
     "    add x11, x11, #1",
     "    str x11, [x10, {latency}]",
-    // x14: who wrote the page before. Not the first write of the page in this pass, if it was this vCPU's since then.
+    // x14: the page's previous writer. If this vCPU has written the page before in this pass, it is
+    // not the pass's first write of it.
     "83: sub x8, x1, x6",
     "    sub x14, x14, x6",
     "    sub x8, x8, #1",
@@ -167,7 +171,7 @@ write_section!(
     "    ldr x10, [x0, {warm}]",
     "    cmp x9, x10",
     "    b.lo 69f",
-    // Paced: wait for the deadline; after a stall no more than `burst` is caught up.
+    // Paced: wait for the deadline. After a stall, at most `burst` is caught up.
     "    add x3, x3, x8",
     "84: mrs x8, cntvct_el0",
     "    ldr x9, [x0, {burst}]",
@@ -206,7 +210,7 @@ write_section!(
     "    mov w8, {PASS}",
     "    b 90f",
     "80: mov w8, {STOPPED}",
-    // Ring, and start over with whatever the host has written meanwhile.
+    // Ring, and start again with the parameters that the host has written meanwhile.
     "90: str x2, [x0, {seed}]",
     "    str x7, [x0, {shuffle}]",
     "    mrs x9, cntvct_el0",
@@ -218,8 +222,9 @@ write_section!(
     "    tst w10, {RETURN}",
     "    b.eq 1b",
     "    ret",
-    // The same write where a journal is kept, out of the way of those that keep none. A write belongs to the phase in which it begins. A
-    // guest that is moved in the middle of one learns of it at the next, and the gap of its move is the one before.
+    // The same write with a journal, separate from the path without one. A write belongs to the
+    // phase in which it begins. A guest that moves in the middle of a write learns of it at the
+    // next write; the gap of its move is then the previous one.
     "91: ldr x8, [x0, {phase}]",
     "    str x8, [x0, {writing}]",
     "    mrs x16, cntvct_el0",
@@ -229,7 +234,7 @@ write_section!(
     "    stlr x1, [x17]",
     "    mrs x8, cntvct_el0",
     "    ldr x15, [x0, {writing}]",
-    // x8: the end; x9: the gap since the write before; x13: the gap before that.
+    // x8: the end; x9: the gap since the previous write; x13: the gap before that.
     "    ldr x9, [x0, {last}]",
     "    sub x9, x8, x9",
     "    str x8, [x0, {last}]",
@@ -270,7 +275,7 @@ write_section!(
     "    cmp x8, x10",
     "    b.ls 95f",
     "    str x8, [x11, {slowest}]",
-    // The bucket as above, in the histogram of the phase.
+    // The bucket as above, in the phase's histogram.
     "95: mov x10, {BUCKETS}",
     "    mul x15, x15, x10",
     "    orr x10, x8, {SUB}",
@@ -292,27 +297,29 @@ write_section!(
     MAX_SHIFT = const 63 - SUB_BITS,
 );
 
-// Descriptors of stage 1 (Arm DDI 0487, D8.3): memory that EL1 reads, writes and executes, write-back and shared by all vCPUs.
+// Stage 1 descriptors (Arm DDI 0487, D8.3): memory that EL1 reads, writes and executes, write-back
+// and shared by all vCPUs.
 const VALID: u64 = 1 << 0;
 const TABLE_OR_PAGE: u64 = 1 << 1;
 const DEVICE: u64 = 1 << 2;
 const INNER_SHAREABLE: u64 = 3 << 8;
-// Set in advance: a processor that sets it while a pass is timed would be part of the figure.
+// Set in advance: otherwise the processor would set it during a timed pass.
 const ACCESSED: u64 = 1 << 10;
 const NO_EXECUTION: u64 = 3 << 53;
-/// An entry that leads to another table.
+/// An entry that points to another table.
 pub(super) const TABLE: u64 = VALID | TABLE_OR_PAGE;
 /// An entry that maps a 4 KiB page.
 pub(super) const LEAF: u64 = LARGE | TABLE_OR_PAGE;
 /// An entry that maps a 2 MiB block.
 pub(super) const LARGE: u64 = VALID | INNER_SHAREABLE | ACCESSED;
-/// The same where the doorbell is: nothing reads it ahead.
+/// A 2 MiB block with the doorbell, as device memory: it is not read speculatively.
 pub(super) const DOORBELL: u64 = VALID | DEVICE | ACCESSED | NO_EXECUTION;
 
-/// Attributes 0 and 1 (MAIR_EL1): write-back memory, and devices without gathering, reordering or early acknowledgement.
+/// Attributes 0 and 1 (MAIR_EL1): write-back memory, and devices without gathering, reordering or
+/// early acknowledgement.
 const MEMORY_AND_DEVICE: u64 = 0xff;
-/// TCR_EL1: 48 bits of address below, none above; tables in write-back memory that vCPUs share; pages of 4 KiB; 40 bits of
-/// guest-physical address.
+/// TCR_EL1: 48-bit lower address range, no upper one; tables in write-back memory shared by vCPUs;
+/// 4 KiB pages; 40-bit guest-physical addresses.
 const TABLES: u64 = 16 | 1 << 8 | 1 << 10 | 3 << 12 | 1 << 23 | 2 << 32;
 /// SCTLR_EL1: the MMU and caches on, and the bits that are always 1.
 const MMU_AND_CACHES: u64 = 1 | 1 << 2 | 1 << 12 | 0x30d0_0800;
@@ -320,7 +327,7 @@ const MMU_AND_CACHES: u64 = 1 | 1 << 2 | 1 << 12 | 0x30d0_0800;
 /// Makes a fresh vCPU run at `entry`.
 pub fn set_entry(fd: &VcpuFd, setup: &Setup, entry: Entry) -> Result<(), Error> {
     let mut setup = *setup;
-    // All of them run from the beginning.
+    // All vCPUs run from the beginning.
     setup.features[0] &= !(1 << KVM_ARM_VCPU_POWER_OFF);
     ioctl("KVM_ARM_VCPU_INIT", fd.vcpu_init(&setup))?;
     let values = [
@@ -335,7 +342,7 @@ pub fn set_entry(fd: &VcpuFd, setup: &Setup, entry: Entry) -> Result<(), Error> 
     values.into_iter().try_for_each(|(register, value)| ioctl("KVM_SET_ONE_REG", set(fd, register, value)))
 }
 
-/// Every vCPU runs at once: none was switched off.
+/// Does nothing: no vCPU is powered off.
 pub fn set_runnable(_fd: &VcpuFd) -> Result<(), Error> {
     Ok(())
 }

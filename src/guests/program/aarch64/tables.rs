@@ -1,14 +1,14 @@
-//! The code of [`crate::tables`]: EL1, no stack. To load a table is to write TTBR0_EL1 and to forget all translations, as a
-//! processor without address space identifiers has to.
+//! The code of [`crate::tables`]: EL1, no stack. Loading a table means writing TTBR0_EL1 and
+//! dropping all translations, as on a processor without address space identifiers.
 
 use super::{LEAF, TABLE};
 use crate::tables::{Command, TABLE_BYTES};
 
-//   x0  control block            x5  visits left
-//   x1  counter at the start     x6  this table's number
-//   x2  frames                   x7  this table, guest-virtual
-//   x3  window                   x8  this table, guest-physical
-//   x4  the command              x9 to x12  scratch
+//     x0  control block            x5  visits left
+//     x1  counter at the start     x6  this table's number
+//     x2  frames                   x7  this table, guest-virtual
+//     x3  window                   x8  this table, guest-physical
+//     x4  the command              x9 to x12  scratch
 tables_section!(
     ".pushsection .rodata.vellum_workload_tables, \"a\", %progbits",
     ".balign 64",
@@ -113,7 +113,8 @@ tables_section!(
     "    cmp x11, x9",
     "    b.lo 41b",
     "    b 3b",
-    // Switch, and the loop without the loads. x5: tables left; x6: where to start over; x4: loads left.
+    // Switch, and the loop without loads. x5: tables left; x6: the number of tables, to start
+    // again; x4: loads left.
     "50: ldr x8, [x0, {tables_gpa}]",
     "    ldr x5, [x0, {count}]",
     "    mov x6, x5",
@@ -144,7 +145,7 @@ tables_section!(
     "54: subs x4, x4, #1",
     "    b.ne 51b",
     "    b 80f",
-    // The loop stays in the first table, so that its reads have somewhere to go.
+    // The loop stays in the first table, so that its reads are mapped.
     "60:",
     "    dsb ishst",
     "    msr ttbr0_el1, x8",
@@ -167,7 +168,7 @@ tables_section!(
     "    ldr x8, [x0, {tables_gpa}]",
     "64: subs x4, x4, #1",
     "    b.ne 61b",
-    // Back home, and the time.
+    // Back to the home table, and the time.
     "80: ldr x8, [x0, {home}]",
     "    dsb ishst",
     "    msr ttbr0_el1, x8",

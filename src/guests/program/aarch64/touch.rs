@@ -1,9 +1,9 @@
 //! The code of [`crate::touch`]: no stack.
 
-/// The instruction that comes back from where a run executes: `ret`.
+/// The instruction that returns from an executed page: `ret`.
 pub const COME_BACK: [u8; 4] = 0xd65f_03c0u32.to_le_bytes();
 
-//   x0  control block      x1  blocks left      x2   this block      x8  page in the run      x10  pages left
+//     x0  control block   x1  blocks left   x2  this block   x8  page in the run   x10  pages left
 touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", %progbits",
     ".balign 64",
@@ -27,7 +27,7 @@ touch_section!(
     "    cbz x5, 5f",
     "    cmp x5, #2",
     "    b.eq 6f",
-    // Few instructions a page, lest they be what is measured where no access faults.
+    // Few instructions a page, so that they do not dominate the figure when no access faults.
     "4:  str x10, [x8]",
     "    add x8, x8, x3",
     "    subs x10, x10, #1",

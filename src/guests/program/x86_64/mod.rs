@@ -1,9 +1,10 @@
-//! Workloads without an operating system on x86-64: the code, the page tables it runs on, and the registers it starts
-//! with.
+//! Workloads without an operating system on x86-64: the code, its page table entries, and the
+//! initial registers.
 //!
-//! The code runs in long mode at CPL 3, so that a KVM without hardware virtualization (kvm_pvm) executes it natively
-//! too; it has no stack, no descriptor tables and no interrupts, and leaves the guest by a write to the doorbell page,
-//! which no memslot backs. A workload that needs privileged instructions asks for CPL 0.
+//! The code runs in long mode at CPL 3, so that a KVM without hardware virtualization (kvm_pvm)
+//! also executes it natively. It has no stack, no descriptor tables and no interrupts. It leaves
+//! the guest by a write to the doorbell page, which no memslot backs. A workload that needs
+//! privileged instructions runs at CPL 0.
 
 mod tables;
 mod touch;
@@ -17,22 +18,22 @@ use crate::program::{Entry, Privilege};
 use vellum_kvm::arch::cpuid::Setup;
 use vellum_kvm::vm::{Error, ioctl};
 
-// The `write` workload. A function of the System V ABI in everything but its return: rdi holds the control block, and
-// with flags::RETURN it returns to its caller after ringing the doorbell, so that a plain process can run it too.
+// The `write` workload. A function of the System V ABI except for its return: rdi holds the control
+// block. With flags::RETURN it returns to its caller after ringing the doorbell, so that a process
+// can run it too.
 //
-//   rdi  control block            r8   page index relative to the hot set's end, sequential order
-//   rsi  the latest stamp's       r9   accesses left in this pass
-//        writer word              r10  the same at the start of the pass
-//   rbx  xorshift state
-//   rbp  deadline, TSC            r11  shuffle state
-//   rax rcx rdx r12 r13 r14 r15   scratch
+//     rdi  control block            r8   page index relative to the hot set's end, sequential order
+//     rsi  the latest stamp's       r9   accesses left in this pass
+//          writer word              r10  the stamp's writer word at the start of the pass
+//     rbx  xorshift state           r11  shuffle state
+//     rbp  deadline, TSC            rax rcx rdx r12 r13 r14 r15   scratch
 write_section!(
     ".pushsection .rodata.vellum_workload_write, \"a\", @progbits",
     ".balign 64",
     ".globl vellum_workload_write",
     ".globl vellum_workload_write_guest",
     ".globl vellum_workload_write_end",
-    // Another codegen unit than this one may ask for the entry.
+    // Another codegen unit may refer to the entry.
     ".globl vellum_workload_write_guest",
     ".hidden vellum_workload_write_guest",
     "vellum_workload_write:",
@@ -70,7 +71,7 @@ write_section!(
     "    mov rax, rbx",
     "    shl rax, 17",
     "    xor rbx, rax",
-    // The hot set: decided by the low half, placed by a multiplicative hash of the whole.
+    // The hot set: the low half decides, a multiplicative hash of the whole selects the page.
     "    mov ecx, ebx",
     "    cmp rcx, [rdi + {hot_below}]",
     "    jae 5f",
@@ -79,7 +80,7 @@ write_section!(
     "    mul r14",
     "    mov r13, rdx",
     "    jmp 7f",
-    // The rest, in its order.
+    // The other pages, in their order.
     "5:  mov r12, [rdi + {pages}]",
     "    sub r12, r14",
     "    mov rax, [rdi + {order}]",
@@ -115,9 +116,9 @@ write_section!(
     "    jb 8f",
     "    mov rax, [r12]",
     "    jmp 70f",
-    // Stamp. The first access to the page is a store: a load would first fault in a page of zeroes to read, and a second
-    // fault would have to break it. r15: when it began, or 0; rax: who wrote the page before.
-    // Neither rdtsc is fenced: docs/src/explanation/benchmarks.md says what is timed then.
+    // Stamp. The first access to the page is a store: a load would first map a zero page, and a
+    // second fault would have to replace it. r15: start time, if timed; r13: the page's previous
+    // writer. Neither rdtsc is fenced; docs/src/explanation/benchmarks.md says what is timed then.
     "8:  inc rsi",
     "    mov rcx, [rdi + {epoch}]",
     "    mov r14, r13",
@@ -146,7 +147,7 @@ write_section!(
     "    cmp rax, [rdi + {slowest}]",
     "    jbe 82f",
     "    mov [rdi + {slowest}], rax",
-    // Bucket: below 16 itself, else ((log2 - 4) << 4) + (ticks >> (log2 - 4)).
+    // Bucket: below 16 the value itself, else ((log2 - 4) << 4) + (ticks >> (log2 - 4)).
     "82: mov rdx, rax",
     "    or rdx, {SUB}",
     "    bsr rcx, rdx",
@@ -155,7 +156,8 @@ write_section!(
     "    shl ecx, {SUB_BITS}",
     "    add rax, rcx",
     "    inc qword ptr [rdi + rax * 8 + {latency}]",
-    // r13: who wrote the page before. Not the first write of the page in this pass, if it was this vCPU's since then.
+    // r13: the page's previous writer. If this vCPU has written the page before in this pass, it is
+    // not the pass's first write of it.
     "83: mov rax, rsi",
     "    sub rax, r10",
     "    sub r13, r10",
@@ -170,7 +172,7 @@ write_section!(
     "    mov rcx, [rdi + {pass}]",
     "    cmp rcx, [rdi + {warm}]",
     "    jb 69f",
-    // Paced: wait for the deadline; after a stall no more than `burst` is caught up.
+    // Paced: wait for the deadline. After a stall, at most `burst` is caught up.
     "    add rbp, rax",
     "84: rdtsc",
     "    shl rdx, 32",
@@ -209,7 +211,7 @@ write_section!(
     "    mov eax, {PASS}",
     "    jmp 90f",
     "80: mov eax, {STOPPED}",
-    // Ring, and start over with whatever the host has written meanwhile.
+    // Ring, and start again with the parameters that the host has written meanwhile.
     "90: mov [rdi + {seed}], rbx",
     "    mov [rdi + {shuffle}], r11",
     "    mov r14d, eax",
@@ -224,9 +226,10 @@ write_section!(
     "    jz vellum_workload_write_guest",
     "    pop r15; pop r14; pop r13; pop r12; pop rbp; pop rbx",
     "    ret",
-    // The same write where a journal is kept, out of the way of those that keep none. From the stores on, r12 and r14 are free.
-    // A write belongs to the phase in which it begins. A guest that is moved in the middle of one learns of it at the next, and the
-    // gap of its move is the one before.
+    // The same write with a journal, separate from the path without one. After the stores, r12 and
+    // r14 are free. A write belongs to the phase in which it begins. A guest that moves in the
+    // middle of a write learns of it at the next write; the gap of its move is then the previous
+    // one.
     "91: mov rax, [rdi + {phase}]",
     "    mov [rdi + {writing}], rax",
     "    rdtsc",
@@ -241,7 +244,7 @@ write_section!(
     "    shl rdx, 32",
     "    or rax, rdx",
     "    mov r14, [rdi + {writing}]",
-    // rax: the end; rcx: the gap since the write before; r12: the gap before that.
+    // rax: the end; rcx: the gap since the previous write; r12: the gap before that.
     "    mov rcx, rax",
     "    sub rcx, [rdi + {last}]",
     "    mov [rdi + {last}], rax",
@@ -276,7 +279,7 @@ write_section!(
     "    cmp rax, [rdi + r14 * 8 + {slowest}]",
     "    jbe 95f",
     "    mov [rdi + r14 * 8 + {slowest}], rax",
-    // The bucket as above, in the histogram of the phase.
+    // The bucket as above, in the phase's histogram.
     "95: imul r14d, r14d, {BUCKETS}",
     "    mov rdx, rax",
     "    or rdx, {SUB}",
@@ -297,31 +300,33 @@ write_section!(
 const PRESENT: u64 = 1 << 0;
 const WRITABLE: u64 = 1 << 1;
 const USER: u64 = 1 << 2;
-// Set in advance: a processor, or KVM in its stead, that sets them while a pass is timed would be part of the figure.
+// Set in advance: otherwise the processor, or KVM in its place, would set them during a timed pass.
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// An entry that leads to another table.
+/// An entry that points to another table.
 pub(super) const TABLE: u64 = PRESENT | WRITABLE | USER | ACCESSED;
 /// An entry that maps a 4 KiB page.
 pub(super) const LEAF: u64 = TABLE | DIRTY;
 /// An entry that maps a 2 MiB page.
 pub(super) const LARGE: u64 = LEAF | PAGE_SIZE_BIT;
-/// The same where the doorbell is, which needs nothing of its own.
+/// A 2 MiB page with the doorbell. It needs no special bits.
 pub(super) const DOORBELL: u64 = LARGE;
 
-/// Bit 1, which is always set, and IF (SDM volume 1, 3.4.3). Nothing interrupts these guests; but Bochs 3.0 does not tell its
-/// kernel of an interrupt while a guest runs that was entered with IF as clear as the kernel's own: one that makes no exits
-/// then keeps the CPU for good.
+/// Bit 1, which is always set, and IF (SDM volume 1, 3.4.3). Nothing interrupts these guests. But
+/// if a guest was entered with IF as clear as the kernel's own, Bochs 3.0 does not report
+/// interrupts to its kernel while the guest runs. A guest without exits would then keep the CPU for
+/// ever.
 const RFLAGS: u64 = 1 << 1 | 1 << 9;
 
 /// Puts a fresh vCPU into long mode at `entry`.
 pub fn set_entry(fd: &VcpuFd, cpuid: &Setup, entry: Entry) -> Result<(), Error> {
-    // First of all: KVM judges guest-physical addresses and long-mode segments by CPUID.
+    // First, because KVM checks guest-physical addresses and long-mode segments against CPUID.
     ioctl("KVM_SET_CPUID2", fd.set_cpuid2(cpuid))?;
     let mut sregs = ioctl("KVM_GET_SREGS", fd.get_sregs())?;
     let dpl = if entry.privilege == Privilege::User { 3 } else { 0 };
-    // SDM volume 3, 3.4.5: type 11 is code (execute, read, accessed), 3 data (read, write, accessed).
+    // SDM volume 3, 3.4.5: type 11 is code (execute, read, accessed), 3 data (read, write,
+    // accessed).
     let segment = kvm_segment { limit: u32::MAX, present: 1, s: 1, g: 1, dpl, ..Default::default() };
     let selector = |index: u16| (index << 3) | u16::from(dpl);
     sregs.cs = kvm_segment { selector: selector(1), type_: 11, l: 1, ..segment };
@@ -339,7 +344,7 @@ pub fn set_entry(fd: &VcpuFd, cpuid: &Setup, entry: Entry) -> Result<(), Error> 
     ioctl("KVM_SET_REGS", fd.set_regs(&regs))
 }
 
-/// Lets a vCPU run at once, whatever its local APIC waits for.
+/// Makes a vCPU runnable at once, even if its local APIC waits for a SIPI.
 pub fn set_runnable(fd: &VcpuFd) -> Result<(), Error> {
     let state = kvm_bindings::kvm_mp_state { mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE };
     ioctl("KVM_SET_MP_STATE", fd.set_mp_state(state))

@@ -6,11 +6,11 @@ use super::{LEAF, TABLE};
 use crate::tables::{Command, LONGEST_PAUSE, MIN_PAUSE, NUMBER, TRIAL, Tables};
 use vellum_sys::cr3_cache;
 
-//   rdi  control block            r8   this table, guest-virtual
-//   rsi  TSC at the start         r9   this table, guest-physical: its CR3
-//   rbx  frames                   r10  visits left
-//   rbp  window                   r11  this table's number
-//   r12  the command              rax rcx rdx   scratch
+//     rdi  control block            r8   this table, guest-virtual
+//     rsi  TSC at the start         r9   this table, guest-physical: its CR3
+//     rbx  frames                   r10  visits left
+//     rbp  window                   r11  this table's number
+//     r12  the command              rax rcx rdx   scratch
 tables_section!(
     ".pushsection .rodata.vellum_workload_tables, \"a\", @progbits",
     ".balign 64",
@@ -94,7 +94,8 @@ tables_section!(
     "    cmp rcx, 1 << ({TABLE_SHIFT} - 3)",
     "    jb 41b",
     "    jmp 2b",
-    // Switch, and the loop without the loads. r10: tables left; r11: where to start over; r12: loads left.
+    // Switch, and the loop without loads. r10: tables left; r11: the number of tables, to start
+    // again; r12: loads left.
     "50: mov r9, [rdi + {tables_gpa}]",
     "    mov r10, [rdi + {count}]",
     "    mov r11, r10",
@@ -120,7 +121,7 @@ tables_section!(
     "54: dec r12",
     "    jnz 51b",
     "    jmp 80f",
-    // The loop stays in the first table, so that its reads have somewhere to go.
+    // The loop stays in the first table, so that its reads are mapped.
     "60: mov cr3, r9",
     "    rdtsc",
     "    shl rdx, 32",
@@ -159,9 +160,10 @@ tables_section!(
     "    or rax, rdx",
     "    mov rsi, rax",
     "    jmp 80f",
-    // Switch by way of the page, in r8. The section begins with the first comparison and ends with the load of CR3, and KVM may have
-    // it begin anew at each instruction: it changes nothing but rax. rbx: how often it came to its end; r13: loads of this trial;
-    // r14: how many of them hit; r15: loads until the next one.
+    // Switch through the CR3 cache page, in r8. The section begins with the first comparison and
+    // ends with the load of CR3. KVM may restart it at each instruction, so it changes nothing but
+    // rax. rbx: how often it reached its end; r13: loads of this sample; r14: how many of them hit;
+    // r15: loads until the next one.
     "71: mov r8, [rdi + {cache_va}]",
     "    xor ebx, ebx",
     "    xor r13d, r13d",
@@ -170,7 +172,7 @@ tables_section!(
     "    mov [rdi + {pause}], r15",
     "    mov [rdi + {looked_up}], r15",
     "    jmp 72f",
-    // In a pause, at the end of which the page is registered again.
+    // In a pause. At its end the page is registered again.
     "70: dec r15",
     "    jnz 74f",
     "    mov r13d, {REGISTERS}",
@@ -191,7 +193,8 @@ tables_section!(
     "    inc r14",
     "    jmp 88f",
     "89: mov cr3, r9",
-    // As a Linux guest does: of a trial's loads three eighths have to hit, or it does without for a while.
+    // As in a Linux guest: three eighths of a sample's loads must hit, or the guest does without
+    // the page for a while.
     "88: inc r13",
     "    cmp r13, {TRIAL}",
     "    jb 75f",
@@ -211,7 +214,8 @@ tables_section!(
     "    mov [rdi + {pause}], rax",
     "    mov r15, rax",
     "    mov r13d, {UNREGISTERS}",
-    // The operation in r13, where there is a KVM that took the page: it takes rbx and rsi, which have their places meanwhile.
+    // The operation in r13, if KVM accepted the page. The hypercall uses rbx and rsi, which are
+    // saved meanwhile.
     "85: cmp qword ptr [rdi + {registered}], 0",
     "    jle 86f",
     "    mov [rdi + {hits}], rbx",
@@ -227,7 +231,8 @@ tables_section!(
     "    mov rsi, [rdi + {ticks}]",
     "86: test r13, r13",
     "    mov r13d, 0",
-    // That was the last load of a pause; else one that has been done.
+    // After an operation of 0 this was the last load of a pause; otherwise the load has already
+    // been done.
     "    jz 74f",
     "    jmp 75f",
     "87: shr rax, 1",
@@ -257,7 +262,8 @@ tables_section!(
     "    jmp 80f",
     "90: cmp rax, {MISBEHAVE}",
     "    jne 199f",
-    // r8: the page; r9: the chosen table's CR3; r11: its number; r12: xorshift state; r14: steps left; r15: wrong switches.
+    // r8: the page; r9: the chosen table's CR3; r11: its number; r12: xorshift state; r14: steps
+    // left; r15: wrong switches.
     "    mov r8, [rdi + {cache_va}]",
     "    mov r14, r12",
     "    mov r12, [rdi + {seed}]",
@@ -304,7 +310,7 @@ tables_section!(
     "    jb 142f",
     "    je 143f",
     "    jmp 144f",
-    // A switch by way of the page, in a section as above.
+    // A switch through the page, in a section as above.
     "92: xor eax, eax",
     "    cmp r9, [r8]",
     "    cmove rax, [r8 + 8]",
@@ -324,15 +330,15 @@ tables_section!(
     "    je 91b",
     "    inc r15",
     "    jmp 91b",
-    // The table itself.
+    // A load of the table itself.
     "120: mov cr3, r9",
     "    jmp 95b",
-    // The table with bits below its address: the same shadow root, which KVM cannot tell apart.
+    // The table with bits below its address: KVM has the same shadow root for both.
     "121: and ecx, 0xfff",
     "    or rcx, r9",
     "    mov cr3, rcx",
     "    jmp 95b",
-    // A root, outside of the section: what it is for nobody asks.
+    // A load of an entry's root outside of the section. The result is not checked.
     "122: and ecx, 3",
     "    shl ecx, 4",
     "    mov rax, [r8 + rcx + 8]",
@@ -340,7 +346,7 @@ tables_section!(
     "    jz 91b",
     "    mov cr3, rax",
     "    jmp 91b",
-    // An entry's host_cr3 overwritten, and then wanted.
+    // An entry's host_cr3 is overwritten, and then used.
     "123: and ecx, 3",
     "    shl ecx, 4",
     "    mov rax, [r8 + rcx]",
@@ -355,7 +361,8 @@ tables_section!(
     "    mov r11, rdx",
     "    mov [r8 + rcx + 8], r12",
     "    jmp 92b",
-    // A registration of what has no business there, for code that is not there; then of what has.
+    // A registration of an invalid page, and of a section that does not exist; then a valid
+    // registration.
     "130: mov r13, rcx",
     "    and r13d, 7",
     "    mov rdx, [rdi + {cache_gpa}]",
@@ -380,7 +387,7 @@ tables_section!(
     "    add rdx, 0x100000",
     "    cmp r13d, 6",
     "    jb 135f",
-    // A page of the last table, which KVM shadows, or will.
+    // A page of the last table, which KVM shadows, or will shadow.
     "    mov rdx, r12",
     "    shr rdx, 40",
     "    and edx, 3",
@@ -410,7 +417,7 @@ tables_section!(
     "    dec r13d",
     "    jns 139b",
     "    jmp 91b",
-    // What else is a flush: CR4.PGE, INVLPG, the same CR3 again.
+    // Other kinds of flush: CR4.PGE, INVLPG, the same CR3 again.
     "141: mov rax, cr4",
     "    xor rax, 0x80",
     "    mov cr4, rax",
@@ -419,7 +426,7 @@ tables_section!(
     "142: mov rax, cr3",
     "    mov cr3, rax",
     "    jmp 91b",
-    // A page table is written to.
+    // A write to a page table.
     "143: and ecx, 0xff",
     "    mov r13, r11",
     "    shl r13, {TABLE_SHIFT}",
@@ -431,7 +438,8 @@ tables_section!(
     "    xor eax, eax",
     "146: mov [r13 + rcx * 8 + 0x3080], rax",
     "    jmp 92b",
-    // Entries of the page that nobody looks for, and with them a root or a number; then no registration at all, until the next one.
+    // An entry of the page gets an arbitrary CR3; or the page is unregistered until the next
+    // registration.
     "144: test r12d, 0x10000",
     "    jz 145f",
     "    and ecx, 3",
@@ -457,14 +465,14 @@ tables_section!(
     "197: mov [rdi + {seed}], r12",
     "    mov [rdi + {wrong}], r15",
     "    jmp 196f",
-    // Any value: what follows is where it was only if the table at that address says so.
+    // An arbitrary value: the code continues only if the table at that address maps it.
     "199: mov rax, [rdi + {value}]",
     "    mov cr3, rax",
     "196: rdtsc",
     "    shl rdx, 32",
     "    or rax, rdx",
     "    mov rsi, rax",
-    // Back home, and the time.
+    // Back to the home table, and the time.
     "80: mov rax, [rdi + {home}]",
     "    mov cr3, rax",
     "    rdtsc",

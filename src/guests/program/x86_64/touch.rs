@@ -1,9 +1,9 @@
 //! The code of [`crate::touch`]: CPL 3, no stack.
 
-/// The instruction that comes back from where a run executes: `jmp rcx`.
+/// The instruction that returns from an executed page: `jmp rcx`.
 pub const COME_BACK: [u8; 2] = [0xff, 0xe1];
 
-//   rdi  control block      rbx  blocks left      r8   this block      r9   page in the run      r10  pages left
+//     rdi  control block   rbx  blocks left   r8  this block   r9  page in the run   r10  pages left
 touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", @progbits",
     ".balign 64",
@@ -32,7 +32,7 @@ touch_section!(
     "    jz 5f",
     "    cmp r13, 2",
     "    je 6f",
-    // Few instructions a page, lest they be what is measured where no access faults.
+    // Few instructions a page, so that they do not dominate the figure when no access faults.
     "4:  mov [r9], r10",
     "    add r9, r11",
     "    dec r10",

@@ -1,8 +1,10 @@
-//! The clocks of a machine that moves: the generic timer's counter, which all vCPUs share (Arm DDI 0487, D12).
+//! The clocks of a machine that moves: the counter of the generic timer, which all vCPUs share (Arm
+//! DDI 0487, D12).
 //!
-//! It is saved with the host's real time beside it, and by that goes on elsewhere ([`ClockPolicy`]): forward by the time that has
-//! passed, and never backwards. KVM keeps each vCPU's counter as an offset from the host's, and what sets the counter of one vCPU
-//! sets the offset of all of them. Its frequency is the host's: nothing scales it.
+//! The counter is saved with the host's real time. From that it continues on another host
+//! ([`ClockPolicy`]): it advances by the time that has passed, and never goes back. KVM stores each
+//! vCPU's counter as an offset from the host's. Setting the counter of one vCPU sets the offset of
+//! all. Its frequency is the host's and cannot be scaled.
 
 use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
@@ -11,10 +13,11 @@ use super::state::Error;
 pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::clock;
 
-/// Whether a guest whose counter has `saved` kHz goes on with it on a host where it has `here` kHz. `scales`: no host does.
+/// Checks that a guest whose counter has `saved` kHz can run on a host where it has `here` kHz.
+/// `scales` is false on all Arm hosts.
 ///
 /// # Errors
-/// Both frequencies.
+/// Both frequencies, if they differ.
 pub fn tsc_fits(saved: u32, here: u32, scales: bool) -> Result<(), Error> {
     if scales || saved == here { Ok(()) } else { Err(Error::Frequency { saved, here }) }
 }
@@ -28,16 +31,16 @@ pub fn khz(_vcpu: &VcpuFd) -> Option<u32> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counter {
-    /// What the guest would have read.
+    /// The value that the guest would have read.
     pub value: u64,
-    /// Its frequency in Hz.
+    /// The frequency in Hz.
     pub hz: u64,
-    /// The host's real time then, in nanoseconds.
+    /// The host's real time at the reading, in nanoseconds.
     pub realtime: u64,
 }
 
 impl Counter {
-    /// What it is `now`.
+    /// The value at real time `now`.
     pub fn later(&self, meanwhile: ClockPolicy, now: u64) -> u64 {
         let passed = meanwhile.passed(self.realtime, now).as_nanos();
         let ticks = passed * u128::from(self.hz) / 1_000_000_000;
@@ -45,13 +48,13 @@ impl Counter {
     }
 }
 
-/// The clock that KVM keeps for a VM: none beside its vCPUs' counters.
+/// The VM-wide clock of KVM. Arm has none besides the vCPUs' counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Clock {}
 
 impl Clock {
-    /// There is nothing to read.
+    /// Returns an empty state.
     ///
     /// # Errors
     /// Never.
@@ -59,7 +62,7 @@ impl Clock {
         Ok(Self {})
     }
 
-    /// There is nothing to set.
+    /// Does nothing.
     ///
     /// # Errors
     /// Never.

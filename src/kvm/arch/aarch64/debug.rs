@@ -1,4 +1,4 @@
-//! What a debugger sees of a vCPU, on x86-64: here it is refused. The interface is that of `arch/x86_64/debug.rs`.
+//! Debugging of vCPUs: not supported on Arm. The interface is that of `arch/x86_64/debug.rs`.
 
 use kvm_bindings::kvm_guest_debug;
 use kvm_ioctls::VcpuFd;
@@ -6,28 +6,27 @@ use kvm_ioctls::VcpuFd;
 use crate::arch::watch::{Access, Watch};
 use crate::vm::vcpu::SLOTS;
 
-/// Why there is no debugger here.
-pub const IMPOSSIBLE: Option<&str> = Some(
-    "x86-64 guests alone can be debugged: the stub knows neither an Arm guest's registers nor its page tables",
-);
-/// It cannot.
+/// Why debugging is not supported.
+pub const IMPOSSIBLE: Option<&str> =
+    Some("only x86-64 guests can be debugged: the GDB stub does not support Arm registers and page tables");
+/// Returns false.
 pub fn blocks_interrupts(_: u32) -> bool {
     false
 }
 
-/// None.
+/// Empty.
 pub const BREAKPOINT: &[u8] = &[];
-/// None.
+/// Zero.
 pub const BYTES: usize = 0;
-/// None.
+/// Empty.
 pub const DESCRIPTION: &str = "";
 
-/// None.
+/// A placeholder: there are no registers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Registers;
 
 impl Registers {
-    /// None.
+    /// Returns the placeholder.
     ///
     /// # Errors
     /// Never.
@@ -35,7 +34,7 @@ impl Registers {
         Ok(Self)
     }
 
-    /// Nothing.
+    /// Does nothing.
     ///
     /// # Errors
     /// Never.
@@ -43,34 +42,34 @@ impl Registers {
         Ok(())
     }
 
-    /// None.
+    /// Returns zero.
     pub fn pc(&self) -> u64 {
         0
     }
 
-    /// None.
+    /// Returns no bytes.
     pub fn to_bytes(&self) -> [u8; BYTES] {
         []
     }
 
-    /// The same.
+    /// Returns the placeholder.
     #[must_use]
     pub fn with_bytes(&self, _: &[u8; BYTES]) -> Self {
         *self
     }
 }
 
-/// None.
+/// Finds no address.
 pub fn physical(_: &VcpuFd, _: u64) -> Option<u64> {
     None
 }
 
-/// None.
+/// Offers no hardware breakpoint.
 pub fn watch(_: u64, _: u64, _: Access) -> Option<Watch> {
     None
 }
 
-/// Nothing is debugged.
+/// Returns an empty debug mode.
 pub fn control(_: &[Option<Watch>; SLOTS], _: bool, _: bool, _: bool) -> kvm_guest_debug {
     kvm_guest_debug::default()
 }

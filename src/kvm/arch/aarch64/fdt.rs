@@ -1,5 +1,5 @@
-//! The device tree (Devicetree Specification 0.4; Linux's Documentation/devicetree/bindings): what a kernel is told of its machine, its
-//! command line and its initrd.
+//! The device tree (Devicetree Specification 0.4; Linux's Documentation/devicetree/bindings): it
+//! tells a kernel its machine, its command line and its initrd.
 
 use std::ops::Range;
 
@@ -14,35 +14,35 @@ use super::layout::{
 };
 use crate::arch::fixed::{Parts, PciHost, Uart, Virtio};
 
-/// The names of the interrupt controller, of the clock and of the translation service within the tree.
+/// The phandles of the interrupt controller, the clock and the translation service.
 const GIC: u32 = 1;
 const CLOCK: u32 = 2;
 const ITS: u32 = 3;
-/// Kinds of interrupts: shared and private peripheral ones.
+/// Types of interrupts: shared and private peripheral interrupts.
 const SHARED: u32 = 0;
 const PRIVATE: u32 = 1;
-/// How they are signalled.
+/// Trigger types.
 const EDGE: u32 = 1;
 const LEVEL: u32 = 4;
-/// The generic timer's private interrupts: secure, not secure, virtual, of the hypervisor (Arm BSA, table 11). KVM has the last but one
-/// and the second.
+/// The generic timer's private interrupts: secure, non-secure, virtual, hypervisor (Arm BSA, table
+/// 11). KVM provides the virtual and the non-secure one.
 const TIMERS: [u32; 4] = [13, 14, 11, 10];
-/// The largest page that a guest can have: what is reserved is so in multiples of it.
+/// The largest page size of a guest. Reserved memory is a multiple of it.
 const LARGEST_PAGE: u64 = 0x1_0000;
 
-/// What is told beside the machine itself.
+/// What the tree tells beside the machine itself.
 pub struct Chosen<'a> {
     /// RAM, in order.
     pub ram: &'a [Range<u64>],
     /// The command line.
     pub cmdline: &'a str,
-    /// Where the initrd is.
+    /// The initrd's address range.
     pub initrd: Option<&'a Range<u64>>,
     /// Random bytes for the kernel's generators.
     pub seed: &'a [u8],
 }
 
-/// The tree of a machine of `parts`.
+/// Builds the tree of a machine with `parts`.
 pub fn build(parts: &Parts<Mode>, told: &Chosen<'_>) -> Result<Vec<u8>, Error> {
     let mut fdt = FdtWriter::new()?;
     let root = fdt.begin_node("")?;
@@ -130,7 +130,7 @@ fn controller(fdt: &mut FdtWriter, parts: &Parts<Mode>) -> Result<(), Error> {
     }
     fdt.end_node(node)?;
 
-    // GICv2 wants to know to which CPUs a private interrupt belongs.
+    // GICv2 needs a CPU mask for private interrupts.
     let cpus = if parts.irqchip == Mode::Gicv2 { (1 << parts.cpus.min(8)) - 1 } else { 0 };
     let node = fdt.begin_node("timer")?;
     fdt.property_string("compatible", "arm,armv8-timer")?;
@@ -140,7 +140,7 @@ fn controller(fdt: &mut FdtWriter, parts: &Parts<Mode>) -> Result<(), Error> {
     fdt.end_node(node)
 }
 
-/// The service that takes the messages of devices, within the interrupt controller's node.
+/// The ITS, which takes the devices' messages. Its node is inside the interrupt controller's.
 fn translation(fdt: &mut FdtWriter) -> Result<(), Error> {
     let node = fdt.begin_node(&format!("its@{GIC_TRANSLATION:x}"))?;
     fdt.property_string("compatible", "arm,gic-v3-its")?;
@@ -151,8 +151,9 @@ fn translation(fdt: &mut FdtWriter) -> Result<(), Error> {
     fdt.end_node(node)
 }
 
-/// The PCI host bridge (bindings/pci/host-generic-pci.yaml). It routes no interrupts, since its functions send messages: each is known to
-/// the translation service by its bus, device and function number.
+/// The PCI host bridge (bindings/pci/host-generic-pci.yaml). It routes no legacy interrupts,
+/// because its functions send messages. The ITS identifies each by its bus, device and function
+/// number.
 fn bridge(fdt: &mut FdtWriter, host: &PciHost) -> Result<(), Error> {
     let (ecam, window) = (&host.ecam, &host.window);
     let node = fdt.begin_node(&format!("pcie@{:x}", ecam.start))?;
@@ -162,7 +163,7 @@ fn bridge(fdt: &mut FdtWriter, host: &PciHost) -> Result<(), Error> {
     fdt.property_u32("#size-cells", 2)?;
     fdt.property_array_u32("bus-range", &[0, 0])?;
     fdt.property_array_u64("reg", &[ecam.start, ecam.end - ecam.start])?;
-    // Memory of 32 bits; its address on the bus, that of the processors, its size.
+    // 32-bit memory: the address on the bus, the CPU's address, the size.
     let [start, size] = [window.start, window.end - window.start].map(|at| [(at >> 32) as u32, at as u32]);
     let ranges = [&[0x0200_0000][..], &start, &start, &size].concat();
     fdt.property_array_u32("ranges", &ranges)?;
@@ -171,7 +172,7 @@ fn bridge(fdt: &mut FdtWriter, host: &PciHost) -> Result<(), Error> {
     fdt.end_node(node)
 }
 
-/// The devices that every board has.
+/// The devices of every board.
 fn devices(fdt: &mut FdtWriter, uart: Uart) -> Result<(), Error> {
     let node = fdt.begin_node("apb-pclk")?;
     fdt.property_string("compatible", "fixed-clock")?;
@@ -205,7 +206,7 @@ fn devices(fdt: &mut FdtWriter, uart: Uart) -> Result<(), Error> {
     fdt.end_node(node)
 }
 
-/// The VM generation ID, in memory that the kernel does not use for anything else.
+/// The VM generation ID, in memory reserved for it.
 fn generation(fdt: &mut FdtWriter, at: u64) -> Result<(), Error> {
     let page = at & !(LARGEST_PAGE - 1);
     let reserved = fdt.begin_node("reserved-memory")?;

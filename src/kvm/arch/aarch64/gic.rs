@@ -1,8 +1,9 @@
-//! The state of KVM's interrupt controller: which registers there are, in the order in which they are restored
+//! The state of KVM's interrupt controller: its registers in the order in which they are restored
 //! (Documentation/virt/kvm/devices/arm-vgic.rst and arm-vgic-v3.rst; Arm IHI 0048 and IHI 0069).
 //!
-//! The implementation's revision comes first, for what the others mean depends on it; whether a line is a level or an edge comes before
-//! what is pending on it, and the lines' levels before what is latched; the CPU interfaces come last.
+//! The implementation revision comes first, because the meaning of others depends on it. Level or
+//! edge configuration comes before pending state, and line levels before latched state. The CPU
+//! interfaces come last.
 
 use kvm_bindings::{
     KVM_DEV_ARM_VGIC_GRP_CPU_REGS, KVM_DEV_ARM_VGIC_GRP_CPU_SYSREGS, KVM_DEV_ARM_VGIC_GRP_DIST_REGS,
@@ -16,19 +17,20 @@ use vellum_sys::kvm_device::Width;
 /// A register of the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Register {
-    /// The group of attributes that it belongs to.
+    /// The attribute group.
     pub group: u32,
-    /// Which attribute it is.
+    /// The attribute.
     pub attr: u64,
-    /// Its width.
+    /// The width.
     pub width: Width,
     /// The attribute that clears the bits that this one sets.
     pub clear: Option<u64>,
-    /// There may be none: how many active priorities there are depends on the host's processor.
+    /// Whether the register may be missing: the number of active priority registers depends on the
+    /// host's processor.
     pub optional: bool,
 }
 
-/// The distributor's registers that both versions have.
+/// Distributor registers of both versions.
 const CTLR: u64 = 0x0;
 const IIDR: u64 = 0x8;
 const IGROUPR: u64 = 0x80;
@@ -40,11 +42,11 @@ const ISACTIVER: u64 = 0x300;
 const ICACTIVER: u64 = 0x380;
 const IPRIORITYR: u64 = 0x400;
 const ICFGR: u64 = 0xc00;
-/// GICv2: which CPUs an interrupt goes to; what is pending of SGIs from each CPU.
+/// GICv2: an interrupt's target CPUs; pending SGIs by source CPU.
 const ITARGETSR: u64 = 0x800;
 const CPENDSGIR: u64 = 0xf10;
 const SPENDSGIR: u64 = 0xf20;
-/// GICv3: where an interrupt goes to.
+/// GICv3: an interrupt's target.
 const IROUTER: u64 = 0x6000;
 /// GICv3: a redistributor's own registers, and the offset of its frame for SGIs and PPIs.
 const GICR_CTLR: u64 = 0x0;
@@ -53,12 +55,13 @@ const GICR_PROPBASER: u64 = 0x70;
 const GICR_PENDBASER: u64 = 0x78;
 const SGI: u64 = 0x1_0000;
 
-/// The affinity of vCPU `index` as KVM gives it (`reset_mpidr`, arch/arm64/kvm/sys_regs.c), packed as a device attribute has it.
+/// The affinity that KVM gives vCPU `index` (`reset_mpidr`, arch/arm64/kvm/sys_regs.c), packed as
+/// in a device attribute.
 pub fn affinity(index: u64) -> u64 {
     (index & 0xf) | (index >> 4 & 0xff) << 8 | (index >> 12 & 0xff) << 16
 }
 
-/// All registers of the controller of a machine with so many vCPUs, in the order of restoring.
+/// All registers of the controller for this number of vCPUs, in the order of restoring.
 pub fn registers(mode: Mode, cpus: u64) -> Vec<Register> {
     match mode {
         Mode::Gicv3 => version_3(cpus),
@@ -70,16 +73,17 @@ fn word(group: u32, attr: u64) -> Register {
     Register { group, attr, width: Width::Word, clear: None, optional: false }
 }
 
-/// What one register of 32 bits says of `bits` each of interrupts `from..to`, as offsets.
+/// The offsets of 32-bit registers with `bits` for each of interrupts `from..to`.
 fn each(base: u64, bits: u64, from: u32, to: u32) -> impl Iterator<Item = u64> {
     let per_register = 32 / bits;
     (u64::from(from) / per_register..u64::from(to).div_ceil(per_register)).map(move |at| base + 4 * at)
 }
 
-/// The registers of interrupts `from..to`, with `at` in every attribute: the part that both versions and all frames share.
+/// The registers of interrupts `from..to`, with `at` added to each attribute: the part common to
+/// both versions and all frames.
 fn of_interrupts(group: u32, at: u64, from: u32, to: u32) -> Vec<Register> {
     let mut all: Vec<_> = each(IGROUPR, 1, from, to).map(|offset| word(group, at + offset)).collect();
-    // SGIs are edges for good.
+    // SGIs are always edge-triggered.
     let configurable = from.max(16);
     all.extend(each(ICFGR, 2, configurable, to).map(|offset| word(group, at + offset)));
     all.extend(each(IPRIORITYR, 8, from, to).map(|offset| word(group, at + offset)));
@@ -90,7 +94,7 @@ fn of_interrupts(group: u32, at: u64, from: u32, to: u32) -> Vec<Register> {
     all
 }
 
-/// With the lines' levels ahead of what is latched.
+/// Inserts the lines' levels before latched state.
 fn with_levels(mut registers: Vec<Register>, levels: impl Iterator<Item = u64>) -> Vec<Register> {
     let pending = |register: &Register| {
         register.clear.is_some_and(|clear| clear & 0xfff >= ICPENDR && clear & 0xfff < ISACTIVER)
@@ -130,15 +134,18 @@ fn version_3(cpus: u64) -> Vec<Register> {
     all
 }
 
-/// The system registers of GICv3's CPU interface by their encoding, and whether a host may have none.
+/// The system registers of GICv3's CPU interface by their encoding, and whether a host may lack
+/// them.
 fn cpu_interface() -> Vec<(u64, bool)> {
     let number = |op1: u64, crm: u64, op2: u64| 3 << 14 | op1 << 11 | 12 << 7 | crm << 3 | op2;
-    // ICC_SRE_EL1, ICC_CTLR_EL1, ICC_IGRPEN0_EL1, ICC_IGRPEN1_EL1, ICC_BPR0_EL1, ICC_BPR1_EL1: CRn is 12. ICC_PMR_EL1 has CRn 4.
+    // ICC_SRE_EL1, ICC_CTLR_EL1, ICC_IGRPEN0_EL1, ICC_IGRPEN1_EL1, ICC_BPR0_EL1, ICC_BPR1_EL1: CRn
+    // is 12. ICC_PMR_EL1 has CRn 4.
     let mut all: Vec<_> = [(12, 5), (12, 4), (12, 6), (12, 7), (8, 3), (12, 3)]
         .map(|(crm, op2)| (number(0, crm, op2), false))
         .into();
     all.push((3 << 14 | 4 << 7 | 6 << 3, false));
-    // ICC_AP0R0_EL1 to 3, ICC_AP1R0_EL1 to 3: a host with 5 bits of priority has the first of each alone.
+    // ICC_AP0R0_EL1 to 3, ICC_AP1R0_EL1 to 3. A host with 5 priority bits has only the first of
+    // each.
     all.extend((4..8).map(|op2| (number(0, 8, op2), op2 > 4)));
     all.extend((0..4).map(|op2| (number(0, 9, op2), op2 > 0)));
     all

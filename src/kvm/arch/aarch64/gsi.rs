@@ -1,8 +1,9 @@
-//! Interrupts by number: who has which GSI. Nobody else picks a number.
+//! Assigns interrupt numbers (GSIs) to devices. No other module does.
 //!
-//! GSI n is the shared peripheral interrupt n, which is INTID 32 + n: KVM routes them so by itself. All are edge triggered. Numbers behind
-//! those are for devices that send messages by themselves (MSI-X), which a GICv3 takes by its translation service. KVM takes all routes at
-//! once, so that those of the shared interrupts are told again with those of messages.
+//! GSI n is shared peripheral interrupt n, which is INTID 32 + n; KVM routes them so by default.
+//! All are edge-triggered. Higher GSIs are for devices that send messages (MSI-X). A GICv3 takes
+//! these through its ITS. KVM takes all routes at once, so each update also repeats the routes of
+//! shared interrupts.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -16,12 +17,12 @@ use vmm_sys_util::eventfd::EventFd;
 use super::layout::{GENERATION_GSI, SERIAL_GSI};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// How many shared peripheral interrupts a machine has.
+/// The number of shared peripheral interrupts of a machine.
 pub const SHARED: u32 = 64;
-/// The INTID of the first of them: below are those that each vCPU has of its own.
+/// The INTID of the first. Lower ones are private to each vCPU.
 pub const FIRST_SHARED: u32 = 32;
 
-/// Those that no device of the board has.
+/// The interrupts without a fixed board device.
 pub const FREE: [u32; 32] = {
     let mut free = [0; 32];
     let (mut at, mut number) = (0, 0);
@@ -35,24 +36,22 @@ pub const FREE: [u32; 32] = {
     free
 };
 
-/// Why there is no interrupt.
+/// Why an interrupt cannot be assigned.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Two devices want the same.
-    #[error("interrupt {0} has a device already; this is a fault of the machine's address map")]
+    /// Two devices want the same interrupt.
+    #[error("interrupt {0} already has a device; this is a bug in the machine's address map")]
     Taken(u32),
     /// Too many devices.
     #[error("all {} interrupts for devices are taken", FREE.len())]
     None,
-    /// More messages than KVM has routes for.
-    #[error("all {MAX_ROUTES} numbers of interrupts are taken")]
+    /// More messages than KVM has routes.
+    #[error("all {MAX_ROUTES} interrupt numbers are taken")]
     NoMessage,
-    /// A controller without a translation service.
-    #[error(
-        "a GICv2 takes no messages, which devices on a PCI bus send; use gicv3, or devices that are reached by mmio"
-    )]
+    /// The controller has no ITS.
+    #[error("a GICv2 does not support MSI, which PCI devices need; use gicv3, or the mmio transport")]
     NoMessages,
-    /// KVM.
+    /// KVM refuses the connection.
     #[error("KVM_IRQFD: {0}")]
     Irqfd(#[source] kvm_ioctls::Error),
 }
@@ -67,66 +66,66 @@ impl Diagnose for Error {
     }
 }
 
-/// An interrupt that somebody has, and nobody else.
+/// An interrupt assigned to one device.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Gsi(u32);
 
 impl Gsi {
-    /// Its number, as the device tree names it.
+    /// The number, as in the device tree.
     pub fn number(&self) -> u32 {
         self.0
     }
 }
 
-/// KVM_MAX_IRQ_ROUTES (include/linux/kvm_host.h), and as many numbers.
+/// KVM_MAX_IRQ_ROUTES (include/linux/kvm_host.h).
 const MAX_ROUTES: usize = 4096;
 
 /// All interrupts of a machine.
 pub struct Gsis {
     vm: Arc<VmFd>,
-    /// Which have a device, a bit each.
+    /// The assigned shared interrupts, a bit each.
     taken: Mutex<u64>,
-    /// What each number from [`SHARED`] on sends; `None` while nothing is known of it.
+    /// The message of each GSI from [`SHARED`] on; `None` before it is set.
     messages: Mutex<Vec<Option<Message>>>,
     takes_messages: bool,
 }
 
-/// A message of a device.
+/// A device's message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Message {
-    /// Who sends it, as the translation service knows devices.
+    /// The device ID, as the ITS knows it.
     sender: u32,
     address: u64,
     data: u32,
 }
 
 impl Gsis {
-    /// None has a device yet. `takes_messages`: whether the controller can have a translation service.
+    /// No interrupt is assigned yet. `takes_messages` says whether the controller can have an ITS.
     pub fn new(vm: Arc<VmFd>, takes_messages: bool) -> Self {
         Self { vm, taken: Mutex::new(0), messages: Mutex::new(Vec::new()), takes_messages }
     }
 
-    /// The interrupt of this number, for a device that has it on every board.
+    /// Assigns this interrupt number, for a fixed board device.
     ///
     /// # Errors
-    /// Where another has it.
+    /// Another device has it.
     pub fn claim(&self, number: u32) -> Result<Gsi, Error> {
         take(&mut self.lock(), number).ok_or(Error::Taken(number))
     }
 
-    /// One that is free.
+    /// Assigns a free interrupt.
     ///
     /// # Errors
-    /// Where none is.
+    /// All are taken.
     pub fn pick(&self) -> Result<Gsi, Error> {
         let mut taken = self.lock();
         FREE.into_iter().find_map(|number| take(&mut taken, number)).ok_or(Error::None)
     }
 
-    /// A number for a message of a device's own, which [`Gsis::route`] tells KVM.
+    /// Assigns a GSI for a device's own message. [`Gsis::route`] tells KVM the message.
     ///
     /// # Errors
-    /// Where the controller takes none, or there are too many.
+    /// The controller takes no messages, or there are too many.
     pub fn message(&self) -> Result<Gsi, Error> {
         if !self.takes_messages {
             return Err(Error::NoMessages);
@@ -140,13 +139,13 @@ impl Gsis {
         Ok(Gsi(number as u32))
     }
 
-    /// Whether a device sends messages.
+    /// Whether any device sends messages.
     pub fn has_messages(&self) -> bool {
         !self.messages().is_empty()
     }
 
-    /// Has a signal of `gsi`, which is a [message's](Gsis::message), write `data` to `address`, on behalf of `sender`; what the translation
-    /// service does not know is lost, as on a bus.
+    /// Makes a signal of `gsi`, a [message's](Gsis::message), write `data` to `address` with the
+    /// device ID `sender`. Messages unknown to the ITS are lost, as on hardware.
     pub fn route(&self, gsi: &Gsi, sender: u16, address: u64, data: u32) {
         let message = Some(Message { sender: sender.into(), address, data });
         let mut messages = self.messages();
@@ -156,30 +155,31 @@ impl Gsis {
         }
         let routing = KvmIrqRouting::from_entries(&entries(&messages)).expect("no more than KVM takes");
         if let Err(error) = self.vm.set_gsi_routing(&routing) {
-            // What a guest writes cannot make this fail; running out of memory can. Its interrupts stay as they were.
+            // A guest's writes cannot make this fail, but lack of memory can. Routes then stay as
+            // they were.
             tracing::error!(%error, "KVM_SET_GSI_ROUTING");
         }
     }
 
-    /// Lets each signal of `event` be one edge of `gsi`. KVM takes it when the controller is complete.
+    /// Makes each signal of `event` an edge of `gsi`. The controller must be complete.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn connect(&self, gsi: &Gsi, event: &EventFd) -> Result<(), Error> {
         self.vm.register_irqfd(event, gsi.0).map_err(Error::Irqfd)
     }
 
     fn lock(&self) -> MutexGuard<'_, u64> {
-        self.taken.lock().expect("nobody panics with it")
+        self.taken.lock().expect("the lock is not poisoned")
     }
 
     fn messages(&self) -> MutexGuard<'_, Vec<Option<Message>>> {
-        self.messages.lock().expect("nobody panics with it")
+        self.messages.lock().expect("the lock is not poisoned")
     }
 }
 
-/// All routes, as KVM takes them: what it routes by itself (`kvm_vgic_setup_default_irq_routing`, arch/arm64/kvm/vgic/vgic-irqfd.c), and
-/// the messages that are known.
+/// All routes for KVM: its defaults (`kvm_vgic_setup_default_irq_routing`,
+/// arch/arm64/kvm/vgic/vgic-irqfd.c), and the known messages.
 fn entries(messages: &[Option<Message>]) -> Vec<kvm_irq_routing_entry> {
     let shared = (0..SHARED).map(|gsi| {
         let mut entry = kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_IRQCHIP, ..Default::default() };

@@ -1,5 +1,5 @@
-//! The interrupt controller, which is KVM's, in one of two versions, and its saved state ([`super::gic`]). A GICv3 has a translation
-//! service beside it ([`super::its`]) where devices send messages.
+//! KVM's interrupt controller in one of two versions, and its saved state ([`super::gic`]). A GICv3
+//! also has an ITS ([`super::its`]) if devices send messages.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -21,20 +21,21 @@ use vellum_host as host;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::kvm_device;
 
-/// Which version, as `--irqchip` names it.
+/// The controller's version, as `--irqchip` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// GICv3: redistributors, the CPU interface in system registers.
+    /// GICv3: redistributors, and the CPU interface in system registers.
     #[default]
     Gicv3,
-    /// GICv2: the CPU interface in memory, 8 vCPUs at most. Hosts with a GICv2, and those whose GICv3 can imitate one.
+    /// GICv2: the CPU interface in memory, at most 8 vCPUs. For hosts with a GICv2, or with a GICv3
+    /// that can emulate one.
     Gicv2,
 }
 
 impl Mode {
-    /// That of a machine for which none is named: the newer one of those that this host's KVM has. Where nobody can tell, making it
-    /// fails, and says why.
+    /// The default: the newer version that this host's KVM supports. If KVM cannot be asked,
+    /// creating the machine fails later with the reason.
     pub fn of_host() -> Self {
         let vm = Kvm::new().ok().and_then(|kvm| host::kvm::create_vm(&kvm).ok());
         let has = |type_| vm.as_ref().is_some_and(|vm| kvm_device::exists(vm, type_));
@@ -44,10 +45,11 @@ impl Mode {
     }
 }
 
-/// What vCPUs hold of interrupts, which the controller's state depends on: nothing that it does not have.
+/// State in vCPUs on which the controller's state depends: none on Arm.
 pub type HeldVectors = ();
 
-/// The interrupt controller of a machine. vCPUs are made after it, and then it is [completed](Irqchip::complete).
+/// The interrupt controller of a machine. vCPUs are created after it, and then it is
+/// [completed](Irqchip::complete).
 pub struct Irqchip {
     vm: Arc<VmFd>,
     gsis: Arc<Gsis>,
@@ -55,18 +57,18 @@ pub struct Irqchip {
     device: DeviceFd,
     cpus: OnceLock<u64>,
     its: OnceLock<Its>,
-    /// What [`Irqchip::commit`] gives it.
+    /// The ITS state that [`Irqchip::commit`] restores.
     arrived: Mutex<Option<its::State>>,
 }
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     mode: Mode,
-    /// Group of attributes, attribute, value.
+    /// Attribute group, attribute, value.
     registers: Vec<(u32, u64, u64)>,
-    /// Of the translation service, where there is one.
+    /// The ITS's state, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     its: Option<its::State>,
 }
@@ -77,27 +79,27 @@ pub enum Error {
     /// An ioctl failed.
     #[error("{0}: {1}; try the other kind")]
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
-    /// KVM does not give a register, or does not take one.
+    /// KVM refuses to read or write a register.
     #[error(
         "register {attr:#x} of group {group} of the interrupt controller: {error}; is this KVM older than the source's?"
     )]
     Register {
-        /// Its group.
+        /// The attribute group.
         group: u32,
         /// The attribute.
         attr: u64,
-        /// What KVM said.
+        /// KVM's error.
         error: kvm_ioctls::Error,
     },
-    /// The tables of the translation service cannot be written to guest memory, or read there.
+    /// The ITS tables cannot be written to or read from guest memory.
     #[error(
-        "the tables of the interrupt translation service: {0}; has the guest named places for them that are not in its memory?"
+        "the tables of the interrupt translation service: {0}; has the guest placed them outside its memory?"
     )]
     Tables(#[source] kvm_ioctls::Error),
     /// The state is of the other version.
-    #[error("the saved machine has the other interrupt controller; use the same")]
+    #[error("the saved machine has the other interrupt controller; use its --irqchip")]
     OtherMode,
-    /// The state has a register that there is not.
+    /// The state does not match the machine's registers.
     #[error("the saved interrupt controller has {0}; the file is damaged or from another version")]
     Implausible(&'static str),
 }
@@ -113,10 +115,10 @@ impl Diagnose for Error {
 }
 
 impl Irqchip {
-    /// Makes it.
+    /// Creates the controller.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn new(vm: &Arc<VmFd>, mode: Mode) -> Result<Self, Error> {
         let type_ = match mode {
             Mode::Gicv3 => kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
@@ -152,11 +154,11 @@ impl Irqchip {
         })
     }
 
-    /// All vCPUs, so many, have been made, and the numbers of all messages are known. From now on events can be
-    /// [connected](Gsis::connect).
+    /// Completes the controller, when all vCPUs exist and all messages have numbers. From now on
+    /// events can be [connected](Gsis::connect).
     ///
     /// # Errors
-    /// Where KVM refuses: there are more than this version knows.
+    /// KVM refuses: this version does not support that many vCPUs.
     pub fn complete(&self, cpus: usize) -> Result<(), Error> {
         kvm_device::tell(&self.device, KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_CTRL_INIT.into())
             .map_err(|e| Error::Ioctl("KVM_DEV_ARM_VGIC_CTRL_INIT", e))?;
@@ -168,44 +170,45 @@ impl Irqchip {
         Ok(())
     }
 
-    /// Where its registers are that KVM does not have: it has all of them.
+    /// The address range of registers emulated in userspace: none, KVM emulates all.
     pub fn registers(&self) -> Option<(u64, u64)> {
         None
     }
 
-    /// Nobody reads registers that there are not.
+    /// Never called: there are no such registers.
     pub fn read(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
 
-    /// Nobody writes registers that there are not.
+    /// Never called: there are no such registers.
     pub fn write(&self, _offset: u64, _data: &[u8]) {}
 
-    /// Who has which interrupt.
+    /// The machine's interrupt numbers.
     pub fn gsis(&self) -> &Arc<Gsis> {
         &self.gsis
     }
 
-    /// Drives the line of interrupt `gsi`, one that no event is [connected](Gsis::connect) to.
+    /// Drives the line of interrupt `gsi`, which must not be [connected](Gsis::connect) to an
+    /// event.
     pub fn set_line(&self, gsi: u32, asserted: bool) {
         if gsi < SHARED {
             let line = KVM_ARM_IRQ_TYPE_SPI << KVM_ARM_IRQ_TYPE_SHIFT | (FIRST_SHARED + gsi);
-            // It fails for a line that there is not.
+            // This fails only for a line that does not exist.
             let _ = self.vm.set_irq_line(line, asserted);
         }
     }
 
-    /// Ends of interrupts are KVM's business.
+    /// Does nothing: KVM handles ends of interrupts.
     pub fn eoi(&self, _vector: u8) {}
 
     fn plan(&self) -> Vec<gic::Register> {
         gic::registers(self.mode, self.cpus.get().copied().unwrap_or(0))
     }
 
-    /// What [`Irqchip::restore`] needs, beside what it has KVM write to guest memory.
+    /// Saves the state for [`Irqchip::restore`]. KVM also writes a part to guest memory.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn save(&self, _held: &HeldVectors) -> Result<State, Error> {
         let its = self.its.get().map(Its::save).transpose()?;
         if its.is_some() {
@@ -223,10 +226,11 @@ impl Irqchip {
         Ok(State { mode: self.mode, registers, its })
     }
 
-    /// Takes over what [`Irqchip::save`] gave, but for what [`Irqchip::commit`] is for.
+    /// Restores what [`Irqchip::save`] returned, except for the ITS, which [`Irqchip::commit`]
+    /// restores.
     ///
     /// # Errors
-    /// Where KVM refuses, or the state is of the other version or of a machine with other vCPUs.
+    /// KVM refuses, or the state is of the other version or of a machine with other vCPUs.
     pub fn restore(&self, state: State) -> Result<(), Error> {
         if state.mode != self.mode {
             return Err(Error::OtherMode);
@@ -246,26 +250,27 @@ impl Irqchip {
             kvm_device::set(&self.device, group, attr, value).map_err(refused)?;
         }
         if saved.next().is_some() {
-            return Err(Error::Implausible("registers that this machine has not"));
+            return Err(Error::Implausible("registers that this machine lacks"));
         }
         match (self.its.get(), state.its) {
             (Some(_), Some(state)) => {
-                *self.arrived.lock().expect("nobody panics with it") = Some(state);
+                *self.arrived.lock().expect("the lock is not poisoned") = Some(state);
                 Ok(())
             }
             (None, None) => Ok(()),
             (Some(_), None) => Err(Error::Implausible("no translation service, which this machine has")),
-            (None, Some(_)) => Err(Error::Implausible("a translation service, which this machine has not")),
+            (None, Some(_)) => Err(Error::Implausible("a translation service, which this machine lacks")),
         }
     }
 
-    /// Restores what makes KVM write to guest memory: it takes pending LPIs out of the tables there. Whether messages of devices that
-    /// were sent since [`Irqchip::restore`] are lost, since nobody knew them.
+    /// Restores the ITS. That makes KVM write guest memory: it clears pending LPIs in the tables
+    /// there. Returns whether device messages sent since [`Irqchip::restore`] are lost, because the
+    /// ITS did not know them yet.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn commit(&self) -> Result<bool, Error> {
-        let arrived = self.arrived.lock().expect("nobody panics with it").take();
+        let arrived = self.arrived.lock().expect("the lock is not poisoned").take();
         match (self.its.get(), arrived) {
             (Some(its), Some(state)) => its.restore(&state).map(|()| true),
             _ => Ok(false),

@@ -1,8 +1,10 @@
-//! The interrupt translation service (Arm IHI 0069, chapter 5): by it a GICv3 takes the messages that devices on a PCI bus send, as LPIs.
-//! It is KVM's (Documentation/virt/kvm/devices/arm-vgic-its.rst).
+//! KVM's interrupt translation service, the ITS (Arm IHI 0069, chapter 5;
+//! Documentation/virt/kvm/devices/arm-vgic-its.rst). Through it a GICv3 takes the messages of PCI
+//! devices as LPIs.
 //!
-//! Its tables, and which LPIs are pending, lie in guest memory. KVM keeps them elsewhere while the machine runs, and writes them there when
-//! it is saved. No vCPU writes them, so that a dirty ring has nothing of it: they are in the bitmap beside the ring.
+//! Its tables and pending LPIs belong in guest memory. KVM keeps them elsewhere while the machine
+//! runs, and writes them there on save. No vCPU writes them, so they are not in a dirty ring but in
+//! its backup bitmap.
 
 use kvm_bindings::{
     KVM_DEV_ARM_ITS_RESTORE_TABLES, KVM_DEV_ARM_ITS_SAVE_TABLES, KVM_DEV_ARM_VGIC_CTRL_INIT,
@@ -16,32 +18,32 @@ use super::irqchip::Error;
 use super::layout;
 use vellum_sys::kvm_device::{self, Width};
 
-/// The registers that outlive a migration, in the order in which they are restored, but for [`CTLR`]: the revision of the tables' layout;
-/// the queue of commands, of which the reader's place is reset by its base; the tables' places, of which KVM has those of devices and of
-/// collections.
+/// The registers that a migration carries, in the order of restoring, except [`CTLR`]: the revision
+/// of the table layout; the command queue, whose base resets the read pointer; the bases of KVM's
+/// two tables, for devices and collections.
 const REGISTERS: [u64; 6] = [IIDR, 0x80, 0x90, 0x88, 0x100, 0x108];
-/// Which layout the tables have.
+/// The revision of the table layout.
 const IIDR: u64 = 0x4;
-/// Whether it is enabled: the last that is restored.
+/// The enable bit. It is restored last.
 const CTLR: u64 = 0x0;
 
-/// The service of a machine.
+/// The ITS of a machine.
 pub struct Its(DeviceFd);
 
-/// What of it outlives a migration, beside what KVM writes to guest memory.
+/// The state that a migration carries, besides the tables in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
-    /// Those of [`REGISTERS`].
+    /// The values of [`REGISTERS`].
     registers: [u64; REGISTERS.len()],
     ctlr: u64,
 }
 
 impl Its {
-    /// Makes it, for a machine with a GICv3.
+    /// Creates the ITS of a machine with a GICv3.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn new(vm: &VmFd) -> Result<Self, Error> {
         let type_ = kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_ITS;
         let mut request = kvm_create_device { type_, ..Default::default() };
@@ -59,10 +61,10 @@ impl Its {
         Ok(Self(device))
     }
 
-    /// Has KVM write its tables to guest memory, and returns the rest.
+    /// Makes KVM write its tables to guest memory, and returns the rest.
     ///
     /// # Errors
-    /// Where KVM refuses: the guest has named places for the tables that are not in its memory.
+    /// KVM refuses: the guest has placed the tables outside its memory.
     pub fn save(&self) -> Result<State, Error> {
         self.tell(KVM_DEV_ARM_ITS_SAVE_TABLES)?;
         let mut registers = [0; REGISTERS.len()];
@@ -72,11 +74,11 @@ impl Its {
         Ok(State { registers, ctlr: self.get(CTLR)? })
     }
 
-    /// Takes over what [`Its::save`] gave, of which KVM reads the tables in guest memory, where it clears what is pending; after the
-    /// rest of the controller.
+    /// Restores what [`Its::save`] returned, after the rest of the controller. KVM reads the tables
+    /// from guest memory, and clears pending bits there.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn restore(&self, state: &State) -> Result<(), Error> {
         for (offset, value) in REGISTERS.into_iter().zip(state.registers) {
             self.set(offset, value)?;

@@ -1,13 +1,13 @@
 //! The guest-physical address map.
 //!
 //! ```text
-//! 0x0100_0000             the interrupt controller: distributor, GICv2's CPU interface, GICv3's translation service
+//! 0x0100_0000             the interrupt controller: distributor, GICv2's CPU interface, GICv3's ITS
 //! 0x0400_0000             GICv3's redistributors, 128 KiB a vCPU
 //! 0x0900_0000             serial port, real-time clock
 //! 0x0a00_0000             virtio-mmio devices
 //! 0x1000_0000             a workload's own slot: code, control blocks, page tables (`guests/`)
 //! 0x3000_0000             the doorbell: never backed, a write leaves the guest
-//! 0x3800_0000             configuration spaces of the PCI bus (ECAM), where there is one
+//! 0x3800_0000             configuration spaces of the PCI bus (ECAM), if there is one
 //! 0x3a00_0000    96 MiB   its BARs
 //! 0x4000_0000  1 GiB      RAM, all of it in one piece
 //!   0x4000_0000             the device tree, at most 1 MiB
@@ -15,72 +15,73 @@
 //!   0x4020_0000             the kernel
 //! ```
 //!
-//! Every address is a multiple of 64 KiB, the largest page that a host or a guest can have.
+//! Every address is a multiple of 64 KiB, the largest page size of hosts and guests.
 
 use crate::arch::fixed::{Device, Fixed, PciHost, Uart};
 use crate::memory::plan::Space;
 
 /// The distributor of the interrupt controller, 64 KiB.
 pub const GIC_DISTRIBUTOR: u64 = 0x0100_0000;
-/// Its size as the device tree says it.
+/// Its size in the device tree.
 pub const GIC_DISTRIBUTOR_SIZE: u64 = 0x1_0000;
 /// GICv2's CPU interface, 8 KiB.
 pub const GIC_CPU: u64 = 0x0102_0000;
 /// Its size.
 pub const GIC_CPU_SIZE: u64 = 0x2000;
-/// GICv3's translation service (Arm IHI 0069, 12.18): a frame of registers, and one to which devices write.
+/// GICv3's ITS (Arm IHI 0069, 12.18): a frame of registers, and one to which devices write.
 pub const GIC_TRANSLATION: u64 = 0x0104_0000;
 /// Its size.
 pub const GIC_TRANSLATION_SIZE: u64 = 0x2_0000;
 /// GICv3's redistributors, one after the other.
 pub const GIC_REDISTRIBUTORS: u64 = 0x0400_0000;
-/// What each takes (Arm IHI 0069, 12.10): a frame for itself and one for SGIs and PPIs.
+/// The size of each (Arm IHI 0069, 12.10): a frame for itself and one for SGIs and PPIs.
 pub const GIC_REDISTRIBUTOR_SIZE: u64 = 0x2_0000;
 /// The serial port.
 pub const SERIAL: u64 = 0x0900_0000;
-/// The room for its registers. A 16550's are a byte apart.
+/// The size of its register range. A 16550's registers are a byte apart.
 pub const SERIAL_SIZE: u64 = 0x1000;
-/// What it can be.
+/// The supported types.
 pub const UARTS: &[Uart] = &[Uart::Ns16550, Uart::Pl011];
 /// The real-time clock.
 pub const RTC: u64 = 0x0901_0000;
 /// Its size.
 pub const RTC_SIZE: u64 = 0x1000;
-/// Where virtio-mmio devices start, a page each.
+/// The first virtio-mmio device, a page each.
 pub const VIRTIO_BASE: u64 = 0x0a00_0000;
 /// A workload's own slot.
 pub const WORKLOAD_BASE: u64 = 0x1000_0000;
-/// The end of the room for it.
+/// Its end.
 pub const WORKLOAD_END: u64 = DOORBELL;
 /// The doorbell page.
 pub const DOORBELL: u64 = 0x3000_0000;
-/// The largest guest-physical address plus one: 40 bits, which the oldest KVM gives every guest.
+/// The end of the guest-physical address space: 40 bits, which the oldest KVM supports for every
+/// guest.
 pub const MAX_ADDRESS: u64 = 1 << 40;
 
-/// Where RAM goes.
+/// The addresses of RAM.
 #[expect(clippy::single_range_in_vec_init, reason = "there is one range, not the numbers in it")]
 pub const RAM: Space = Space(&[1 << 30..MAX_ADDRESS]);
-/// Where RAM starts.
+/// The start of RAM.
 pub const RAM_START: u64 = RAM.0[0].start;
-/// How many bytes of RAM lie in one piece from its start on.
+/// The maximum size of RAM in one piece from its start.
 pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
 
-/// Where the device tree is written.
+/// The address of the device tree.
 pub const FDT: u64 = RAM_START;
-/// How large it may be.
+/// Its maximum size.
 pub const FDT_SIZE: u64 = 1 << 20;
-/// Where PCI is reached: one bus, 1 MiB of configuration spaces.
+/// PCI: one bus, with 1 MiB of configuration spaces.
 pub const PCI: PciHost =
     PciHost { ports: None, ecam: 0x3800_0000..0x3810_0000, window: 0x3a00_0000..0x4000_0000 };
-/// Where the VM generation ID is.
+/// The address of the VM generation ID.
 pub const VMGENID: u64 = RAM_START + 0x1f_f010;
-/// Where an image may be loaded: what is below is written by the loader.
+/// The lowest load address of an image. The loader writes below it.
 pub const KERNEL: u64 = RAM_START + (2 << 20);
 
-/// The devices that every board has.
+/// The devices of every board.
 pub const FIXED: &[Fixed] =
     &[Fixed::in_memory(Device::Serial, SERIAL, SERIAL_SIZE), Fixed::in_memory(Device::Pl031, RTC, RTC_SIZE)];
 /// The interrupt of the serial port.
 pub const SERIAL_GSI: u32 = 0;
-/// The interrupt by which a guest hears of a new VM generation ID.
+/// The interrupt that reports a new VM generation ID.
 pub const GENERATION_GSI: u32 = 1;

@@ -1,4 +1,4 @@
-//! Arm's 64-bit architecture: the physical layout, how its kernels are booted, what they are told, and the state of its vCPUs.
+//! 64-bit Arm: the physical layout, booting, the device tree, and the state of vCPUs.
 
 pub mod boot;
 pub mod clocks;

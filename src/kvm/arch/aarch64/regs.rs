@@ -1,4 +1,5 @@
-//! The registers with which the first vCPU enters a kernel. The others wait for PSCI's CPU_ON, as on hardware.
+//! The registers with which the first vCPU enters a kernel. The others wait for PSCI's CPU_ON, as
+//! on hardware.
 
 use kvm_bindings::{KVM_REG_ARM_CORE, KVM_REG_ARM64, KVM_REG_SIZE_U64, kvm_regs, user_pt_regs};
 use kvm_ioctls::VcpuFd;
@@ -9,7 +10,7 @@ use super::boot::Entry;
 use super::cpuid::{Setup, sysreg};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// PSTATE: EL1 with its own stack pointer; debug exceptions, SErrors, interrupts and fast interrupts masked.
+/// PSTATE: EL1 with its own stack pointer; debug exceptions, SErrors, IRQs and FIQs masked.
 pub const PSTATE_EL1H: u64 = 0x3c5;
 
 /// Why the first vCPU's registers could not be set.
@@ -26,7 +27,7 @@ impl Diagnose for Error {
     }
 }
 
-/// The number of a core register at this offset of `struct kvm_regs` (api.rst, 4.68).
+/// KVM's number of the core register at this offset in `struct kvm_regs` (api.rst, 4.68).
 pub const fn core(offset: usize) -> u64 {
     KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_CORE as u64 | (offset / 4) as u64
 }
@@ -41,14 +42,14 @@ pub const PC: u64 = core(offset_of!(kvm_regs, regs) + offset_of!(user_pt_regs, p
 /// PSTATE.
 pub const PSTATE: u64 = core(offset_of!(kvm_regs, regs) + offset_of!(user_pt_regs, pstate));
 const SP: u64 = core(offset_of!(kvm_regs, regs) + offset_of!(user_pt_regs, sp));
-// System registers by name (Arm DDI 0487, D19.2).
-/// Control of stage 1.
+// System registers (Arm DDI 0487, D19.2).
+/// Stage 1 control.
 pub const SCTLR_EL1: u64 = sysreg(3, 0, 1, 0, 0);
-/// Root of the page tables of the lower addresses.
+/// The root of the lower half's page tables.
 pub const TTBR0_EL1: u64 = sysreg(3, 0, 2, 0, 0);
-/// Form of the page tables.
+/// The format of the page tables.
 pub const TCR_EL1: u64 = sysreg(3, 0, 2, 0, 2);
-/// Memory attributes of stage 1.
+/// The memory attributes of stage 1.
 pub const MAIR_EL1: u64 = sysreg(3, 0, 10, 2, 0);
 const ESR_EL1: u64 = sysreg(3, 0, 5, 2, 0);
 const FAR_EL1: u64 = sysreg(3, 0, 6, 0, 0);
@@ -56,19 +57,20 @@ const VBAR_EL1: u64 = sysreg(3, 0, 12, 0, 0);
 const ELR_EL1: u64 = core(offset_of!(kvm_regs, elr_el1));
 const SP_EL1: u64 = core(offset_of!(kvm_regs, sp_el1));
 
-/// Sets one register of 64 bits.
+/// Sets a 64-bit register.
 ///
 /// # Errors
-/// Where KVM refuses.
+/// KVM refuses.
 pub fn set(vcpu: &VcpuFd, register: u64, value: u64) -> Result<(), kvm_ioctls::Error> {
     vcpu.set_one_reg(register, &value.to_le_bytes()).map(drop)
 }
 
-/// Sets what a vCPU begins with where a kernel is booted, on its own thread; `entry` for the one that enters the kernel
-/// (Documentation/arch/arm64/booting.rst): the device tree's address in x0, the MMU off.
+/// Sets the initial state of a vCPU that boots a kernel, on its own thread. `entry` is for the vCPU
+/// that enters the kernel (Documentation/arch/arm64/booting.rst): the device tree's address in x0,
+/// the MMU off.
 ///
 /// # Errors
-/// Where KVM refuses.
+/// KVM refuses.
 pub fn begin<M: GuestMemoryBackend>(
     vcpu: &VcpuFd,
     setup: &Setup,
@@ -83,7 +85,7 @@ pub fn begin<M: GuestMemoryBackend>(
         .map_err(|error| Error::Ioctl("KVM_SET_ONE_REG", error))
 }
 
-/// The registers as a failure's report shows them.
+/// The registers as text for a failure's report.
 pub fn describe(vcpu: &VcpuFd) -> String {
     let get = |register| {
         let mut value = [0; 8];

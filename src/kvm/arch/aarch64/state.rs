@@ -1,10 +1,12 @@
-//! A vCPU's state: what a new process needs to carry on, in the order in which KVM can take it.
+//! A vCPU's state, in the order in which KVM can take it.
 //!
-//! KVM lists the registers that a vCPU has (`KVM_GET_REG_LIST`): core and vector registers, system registers, timers, and what its
-//! firmware is (PSCI's version, mitigations). All are saved by their numbers. Saving and restoring must happen while every vCPU is
-//! out of `KVM_RUN`, after pending I/O has been completed.
+//! KVM lists the registers of a vCPU (`KVM_GET_REG_LIST`): core and vector registers, system
+//! registers, timers, and firmware registers (PSCI's version, mitigations). All are saved by their
+//! numbers. Save and restore only while every vCPU is out of `KVM_RUN`, after pending I/O has
+//! completed.
 //!
-//! The counters come first, with [`State::onward`]: the machine's vCPUs share an offset from the host's, so that one sets it for all.
+//! The counters are restored first, by [`State::onward`]. The machine's vCPUs share an offset from
+//! the host's counter, so one vCPU sets it for all.
 
 use std::io;
 
@@ -20,31 +22,31 @@ use super::irqchip::HeldVectors;
 use vellum_sys::clock;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// More registers than any vCPU has; the list of KVM takes no more.
+/// More registers than any vCPU has. KVM's list takes no more.
 pub(super) const MAX_REGISTERS: usize = 500;
-/// The widest register in words of 64 bits: a vector register.
+/// The widest register in 64-bit words: a vector register.
 const MAX_WORDS: usize = 2;
 
-/// The counters as KVM numbers them: that of the virtual timer with the encoding of its compare value (api.rst, 4.68), that of the
-/// physical one.
+/// KVM's numbers of the counters. The virtual one has the encoding of its timer's compare value
+/// (api.rst, 4.68).
 const VIRTUAL_COUNTER: u64 = sysreg(3, 3, 14, 3, 2);
 const PHYSICAL_COUNTER: u64 = sysreg(3, 3, 14, 0, 1);
 
-/// What of a vCPU outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     setup: kvm_vcpu_init,
     mp_state: kvm_mp_state,
-    /// The virtual counter, and the physical one where this KVM has it as a register.
+    /// The virtual counter, and the physical one if this KVM has it as a register.
     counter: Counter,
     physical: Option<Counter>,
-    /// Number and value, in words of 64 bits of which the lowest is first.
+    /// Number and value, as 64-bit words with the lowest first.
     registers: Vec<(u64, Vec<u64>)>,
     events: Option<Events>,
 }
 
-/// A system error or an external abort that the guest has not taken yet.
+/// An SError or external abort that the guest has not taken yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Events {
@@ -60,35 +62,35 @@ pub enum Error {
     /// An ioctl failed.
     #[error("{call} of the vCPU's state: {source}")]
     Ioctl {
-        /// Its name.
+        /// The ioctl.
         call: &'static str,
-        /// What KVM said.
+        /// KVM's error.
         source: io::Error,
     },
     /// KVM refuses a register's value.
     #[error(
-        "register {register:#x} cannot be set to {value:x?}: {error}; is the destination's CPU or KVM another than the source's?"
+        "register {register:#x} cannot be set to {value:x?}: {error}; do CPU and KVM match the source's?"
     )]
     Register {
-        /// Its number.
+        /// The register's number.
         register: u64,
         /// The saved value.
         value: Vec<u64>,
-        /// What KVM said.
+        /// KVM's error.
         error: kvm_ioctls::Error,
     },
-    /// The guest's counter would run at another speed.
+    /// The guest's counter would run at another frequency.
     #[error(
-        "the guest's counter has {saved} kHz and those of guests here have {here} kHz, which no host scales; use a host whose \
+        "the guest's counter has {saved} kHz, guests here have {here} kHz, and Arm cannot scale it; use a host whose \
          counter has the guest's frequency, or allow the difference"
     )]
     Frequency {
-        /// What the guest was promised.
+        /// The guest's frequency in kHz.
         saved: u32,
-        /// What it would have here.
+        /// This host's frequency in kHz.
         here: u32,
     },
-    /// A state that no vCPU can have had.
+    /// An invalid state.
     #[error("the saved vCPU has {0}; the file is damaged or from another version")]
     Implausible(&'static str),
 }
@@ -103,24 +105,24 @@ fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Resu
     result.map_err(|source| Error::Ioctl { call, source: source.into() })
 }
 
-/// What of this host's KVM saving and restoring depends on; asked once per machine.
+/// KVM capabilities on which saving and restoring depends; queried once a machine.
 #[derive(Clone, Debug)]
 pub struct Context {
     setup: kvm_vcpu_init,
     has_events: bool,
-    /// Whether the machine's vCPUs have CR3 caches: never.
+    /// Whether vCPUs have CR3 caches: never.
     pub has_cr3_cache: bool,
     /// Whether a guest's counter can have another frequency than the host's: never.
     pub scales_tsc: bool,
-    /// Whether a guest whose counter has another frequency is taken nonetheless.
+    /// Whether a guest with another counter frequency is accepted.
     pub allows_other_tsc: bool,
 }
 
 impl Context {
-    /// Asks KVM.
+    /// Queries KVM.
     ///
     /// # Errors
-    /// Where it does not say what its vCPUs are.
+    /// KVM does not report its vCPUs' parameters.
     pub fn new(_kvm: &Kvm, vm: &VmFd, _has_irqchip: bool) -> Result<Self, Error> {
         let setup = call("KVM_ARM_PREFERRED_TARGET", setup(vm))?;
         let has_events = vm.check_extension_raw(KVM_CAP_VCPU_EVENTS.into()) > 0;
@@ -129,15 +131,15 @@ impl Context {
     }
 }
 
-/// How the counters of all vCPUs of a machine go on: one has set them.
+/// Proof that one vCPU has set the counters of all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Onward;
 
 impl State {
-    /// Reads it from KVM.
+    /// Reads the state from KVM.
     ///
     /// # Errors
-    /// Where an ioctl fails.
+    /// An ioctl fails.
     pub fn save(vcpu: &VcpuFd, context: &Context) -> Result<Self, Error> {
         let mp_state = call("KVM_GET_MP_STATE", vcpu.get_mp_state())?;
         let mut list = RegList::new(MAX_REGISTERS).expect("the number is within the limit of the list");
@@ -171,10 +173,10 @@ impl State {
         })
     }
 
-    /// How the counters of this vCPU and of the others go on, asked of the machine's first vCPU, which sets them.
+    /// Sets the counters of all vCPUs through the machine's first vCPU.
     ///
     /// # Errors
-    /// Where an ioctl fails, or this host's counter has another frequency.
+    /// An ioctl fails, or this host's counter has another frequency.
     pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: ClockPolicy) -> Result<Onward, Error> {
         let [saved, here] =
             [self.counter.hz, clock::counter_hz()].map(|hz| u32::try_from(hz / 1000).unwrap_or(u32::MAX));
@@ -194,10 +196,11 @@ impl State {
         call("KVM_ARM_VCPU_INIT", vcpu.vcpu_init(&self.setup))
     }
 
-    /// Gives it to KVM, to a vCPU that has not run. `onward` is what the machine's first vCPU said.
+    /// Writes the state to a KVM vCPU that has not run. `_onward` comes from the machine's first
+    /// vCPU.
     ///
     /// # Errors
-    /// Where an ioctl fails, or the state is not one that `save` can have given.
+    /// An ioctl fails, or the state is invalid.
     pub fn restore(
         &self,
         vcpu: &VcpuFd,
@@ -228,7 +231,7 @@ impl State {
         call("KVM_SET_MP_STATE", vcpu.set_mp_state(self.mp_state))
     }
 
-    /// Nothing was held back.
+    /// Does nothing: no state was held back.
     ///
     /// # Errors
     /// Never.
@@ -237,7 +240,7 @@ impl State {
     }
 }
 
-/// What all of a machine's vCPUs hold of interrupts.
+/// The vCPUs' state on which the interrupt controller depends.
 pub fn held(_vcpus: &[State]) -> HeldVectors {}
 
 fn get(vcpu: &VcpuFd, register: u64) -> Result<Vec<u64>, Error> {
@@ -247,7 +250,8 @@ fn get(vcpu: &VcpuFd, register: u64) -> Result<Vec<u64>, Error> {
     Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
 }
 
-/// Sets a register. Many of what a processor is can be read but not set; that is no loss where the value is there already.
+/// Sets a register. Many ID registers are read-only; that is no error if they already have the
+/// value.
 fn set(vcpu: &VcpuFd, register: u64, value: &[u64]) -> Result<(), Error> {
     let bytes: Vec<u8> = value.iter().flat_map(|word| word.to_le_bytes()).collect();
     match vcpu.set_one_reg(register, &bytes) {

@@ -1,5 +1,5 @@
-//! What tells a kernel which devices there are: a device tree ([`super::fdt`]). It has the kernel's command line and initrd in it, so
-//! that the loader writes it, last; here is what it is made from.
+//! The input of the device tree ([`super::fdt`]). The tree contains the command line and the
+//! initrd's address, so the loader writes it last.
 
 use vm_memory::GuestMemoryBackend;
 
@@ -10,18 +10,18 @@ use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 /// GICv2 has a bit a CPU in a byte (Arm IHI 0048, 4.3.12).
 const MAX_CPUS_V2: u32 = 8;
 
-/// What a device tree is made from.
+/// The input of a device tree.
 #[derive(Clone, Debug)]
 pub struct Tables {
     /// The machine.
     pub parts: Parts<Mode>,
 }
 
-/// Why there can be no device tree.
+/// Why a device tree is not possible.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// GICv2 has no room for them.
-    #[error("{0}: a machine with a GICv2 has {MAX_CPUS_V2} vCPUs at most; use a GICv3")]
+    /// GICv2 does not support that many.
+    #[error("{0}: a machine with a GICv2 has at most {MAX_CPUS_V2} vCPUs; use a GICv3")]
     Cpus(u32),
 }
 
@@ -36,7 +36,7 @@ impl Diagnose for Error {
 /// Checks that a machine of `parts` can be described.
 ///
 /// # Errors
-/// Where its interrupt controller does not know as many vCPUs.
+/// The interrupt controller does not support that many vCPUs.
 pub fn prepare<M: GuestMemoryBackend>(_memory: &M, parts: Parts<Mode>) -> Result<Tables, Error> {
     match parts.irqchip {
         Mode::Gicv2 if parts.cpus > MAX_CPUS_V2 => Err(Error::Cpus(parts.cpus)),

@@ -1,9 +1,10 @@
-//! The ACPI tables that describe a machine: RSDP, XSDT, FADT, MADT, a DSDT, and MCFG where there is PCI.
+//! The ACPI tables of a machine: RSDP, XSDT, FADT, MADT, a DSDT, and MCFG if there is PCI.
 //!
-//! The hardware-reduced profile (ACPI 6.5, 4.1): no PM timer, no SCI, no 8259, so that a kernel asks for nothing that a
-//! split interrupt controller lacks. Power-off goes through the sleep control register, reset through the i8042's
-//! command port. CPUs are named by the MADT alone, which is where Linux looks for them. All interrupts are edge
-//! triggered, since irqfd delivers them. Without an SCI events come by a generic event device (ACPI 6.5, 5.6.9).
+//! They use the hardware-reduced profile (ACPI 6.5, 4.1): no PM timer, no SCI, no 8259. So a kernel
+//! needs nothing that a split interrupt controller lacks. Power-off uses the sleep control
+//! register, reset the i8042's command port. Only the MADT names CPUs; Linux looks for them there.
+//! All interrupts are edge-triggered, because irqfds deliver them. Without an SCI, events come
+//! through a generic event device (ACPI 6.5, 5.6.9).
 
 use acpi_tables::{
     Aml,
@@ -24,15 +25,15 @@ use super::{ioapic, ports};
 use crate::arch::fixed::{PciHost, Virtio};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// Where the RSDP is written: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
+/// The address of the RSDP: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
 pub const RSDP: u64 = 0xe_0000;
-/// Where the tables must end.
+/// The maximum end of the tables.
 const END: u64 = 0x10_0000;
 /// The local APICs' address after reset (Intel SDM vol. 3, 12.4.1).
 const LOCAL_APIC: u32 = 0xfee0_0000;
 const OEM_ID: [u8; 6] = *b"VELLUM";
 const OEM_TABLE_ID: [u8; 8] = *b"VELLUM  ";
-/// FADT `IAPC_BOOT_ARCH`: VGA is not there.
+/// FADT `IAPC_BOOT_ARCH`: no VGA.
 const BOOT_NO_VGA: u16 = 1 << 2;
 /// MADT: processor enabled.
 const ENABLED: u32 = 1;
@@ -40,10 +41,10 @@ const ENABLED: u32 = 1;
 /// Why the tables could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// More devices or vCPUs than the area before 1 MiB can describe.
+    /// More devices or vCPUs than fit the area below 1 MiB.
     #[error("ACPI tables of {0} bytes do not fit below 1 MiB; use fewer devices or vCPUs")]
     TooLarge(usize),
-    /// There is no RAM where the tables go.
+    /// There is no RAM for the tables.
     #[error("ACPI tables cannot be written below 1 MiB; use more memory")]
     Memory(#[from] GuestMemoryError),
 }
@@ -57,11 +58,11 @@ impl Diagnose for Error {
     }
 }
 
-/// Writes the tables for vCPUs with the local APIC ids `apic_ids`, for `virtio` and for a VM generation ID at `vmgenid`, if there is one,
-/// and returns the RSDP's address.
+/// Writes the tables for vCPUs with the local APIC IDs `apic_ids`, for `virtio` and for a VM
+/// generation ID at `vmgenid`, if there is one. Returns the RSDP's address.
 ///
 /// # Errors
-/// Where they do not fit, or guest memory has no RAM below 1 MiB.
+/// The tables do not fit, or guest memory has no RAM below 1 MiB.
 pub fn write<M: GuestMemoryBackend>(
     memory: &M,
     apic_ids: impl IntoIterator<Item = u32>,
@@ -70,7 +71,7 @@ pub fn write<M: GuestMemoryBackend>(
 ) -> Result<u64, Error> {
     let mut tables = Vec::new();
     let mut place = |table: &dyn Fn(&mut Vec<u8>)| {
-        // The RSDP's 36 bytes come first; each table on a 16-byte boundary.
+        // The RSDP's 36 bytes come first. Each table starts on a 16-byte boundary.
         let at = (RSDP + 36 + tables.len() as u64).next_multiple_of(16);
         tables.resize((at - RSDP - 36) as usize, 0);
         table(&mut tables);
@@ -107,7 +108,7 @@ fn fadt(dsdt: u64) -> FADTBuilder {
         .dsdt_64(dsdt)
         .flag(Flags::HwReducedAcpi)
         .flag(Flags::ResetRegSup)
-        // Set: buttons are not fixed hardware, and there are none.
+        // If set, buttons are not fixed hardware. There are none.
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton);
     fadt.iapc_boot_arch = BOOT_NO_VGA.into();
@@ -119,13 +120,14 @@ fn fadt(dsdt: u64) -> FADTBuilder {
 }
 
 fn madt(apic_ids: impl IntoIterator<Item = u32>) -> Sdt {
-    // Revision 5: ACPI 6.2 or later. The header is followed by the local APICs' address and flags (no 8259).
+    // Revision 5: ACPI 6.2 or later. The header is followed by the local APICs' address and flags
+    // (no 8259).
     let mut madt = Sdt::new(*b"APIC", 44, 5, OEM_ID, OEM_TABLE_ID, 1);
     madt.write_u32(36, LOCAL_APIC);
     let mut structures = Vec::new();
     for (uid, id) in (0u32..).zip(apic_ids) {
         match u8::try_from(id) {
-            // Type 0, processor local APIC; its id 255 is the broadcast.
+            // Type 0, processor local APIC. ID 255 is the broadcast.
             Ok(id) if id < u8::MAX => {
                 structures.extend_from_slice(&[0, 8, uid as u8, id]);
                 structures.extend_from_slice(&ENABLED.to_le_bytes());
@@ -137,7 +139,8 @@ fn madt(apic_ids: impl IntoIterator<Item = u32>) -> Sdt {
             }
         }
     }
-    // Type 1, I/O APIC: id 0, interrupts from GSI 0. ISA interrupts are wired one to one, so there are no overrides.
+    // Type 1, I/O APIC: ID 0, interrupts from GSI 0. ISA interrupts are wired one to one, so there
+    // are no overrides.
     structures.extend_from_slice(&[1, 12, 0, 0]);
     structures.extend_from_slice([ioapic::BASE as u32, 0].map(u32::to_le_bytes).as_flattened());
     // Type 4, local APIC NMI: LINT1 of all processors.
@@ -146,7 +149,8 @@ fn madt(apic_ids: impl IntoIterator<Item = u32>) -> Sdt {
     madt
 }
 
-/// The DSDT: the legacy devices, the virtio devices, the VM generation ID, and what `\_S5` writes to the sleep control register.
+/// The DSDT: legacy devices, virtio devices, the VM generation ID, and the value that `\_S5` writes
+/// to the sleep control register.
 fn dsdt(virtio: &Virtio, vmgenid: Option<u64>) -> Sdt {
     let mut aml = Vec::new();
     let port = |base: u16, len: u8| IO::new(base, base, 1, len);
@@ -170,7 +174,8 @@ fn dsdt(virtio: &Virtio, vmgenid: Option<u64>) -> Sdt {
     match virtio {
         Virtio::Mmio(devices) => {
             for (uid, d) in (0u32..).zip(devices) {
-                // The host bus enumerates what has no parent: an id of Linux's, see drivers/virtio/virtio_mmio.c.
+                // Linux's own ID for virtio-mmio, see drivers/virtio/virtio_mmio.c. The host bus
+                // enumerates devices without a parent.
                 let (memory, gsi) =
                     (Memory32Fixed::new(true, d.base as u32, d.size as u32), interrupt(d.gsi));
                 device(&mut aml, &format!("V{uid:03X}"), &"LNRO0005", uid, vec![&memory, &gsi]);
@@ -190,9 +195,11 @@ fn dsdt(virtio: &Virtio, vmgenid: Option<u64>) -> Sdt {
     dsdt
 }
 
-/// The host bridge (PCI Firmware 3.3, section 4). It routes no interrupts, since its functions send messages.
+/// The host bridge (PCI Firmware 3.3, section 4). It routes no legacy interrupts, because its
+/// functions send messages.
 fn bridge(aml: &mut Vec<u8>, host: &PciHost) {
-    // PCI Express, for its configuration spaces in memory; and PCI, for kernels that know only that.
+    // PCI Express, for the configuration spaces in memory; and PCI, for kernels that know only
+    // that.
     let (hid, cid) = (EISAName::new("PNP0A08"), EISAName::new("PNP0A03"));
     let (hid, cid) = (Name::new("_HID".into(), &hid), Name::new("_CID".into(), &cid));
     let [uid, segment, bus] = ["_UID", "_SEG", "_BBN"].map(|name| Name::new(name.into(), &0u8));
@@ -206,9 +213,10 @@ fn bridge(aml: &mut Vec<u8>, host: &PciHost) {
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(aml);
 }
 
-/// The VM generation ID at `at`, and the event device that notifies a guest of a new one.
+/// The VM generation ID at `at`, and the event device that reports a new one.
 fn generation(aml: &mut Vec<u8>, at: u64, interrupt: &Interrupt) {
-    // Guests look for either: the second, which its specification has, is longer than ACPI allows.
+    // Guests look for either. The second, from its specification, is longer than ACPI allows for an
+    // ID.
     let (hid, cid) = (Name::new("_HID".into(), &"VMGENCTR"), Name::new("_CID".into(), &"VM_Gen_Counter"));
     let (low, high) = (at as u32, (at >> 32) as u32);
     let ddn = Name::new("_DDN".into(), &"VM_Gen_Counter");
@@ -218,7 +226,8 @@ fn generation(aml: &mut Vec<u8>, at: u64, interrupt: &Interrupt) {
     let (hid, uid) = (Name::new("_HID".into(), &"ACPI0013"), Name::new("_UID".into(), &0u8));
     let resources = ResourceTemplate::new(vec![interrupt]);
     let resources = Name::new("_CRS".into(), &resources);
-    // It has the one interrupt, so its number, the argument, says nothing. 0x80: the ID has changed.
+    // The event device has one interrupt, so the method ignores its argument, the interrupt's
+    // number. 0x80: the ID has changed.
     let vgen = Path::new("\\_SB_.VGEN");
     let notify = Notify::new(&vgen, &0x80u8);
     let event = Method::new("_EVT".into(), 1, true, vec![&notify]);
@@ -242,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads the tables back as a kernel would: from the RSDP down, checking every checksum on the way.
+    /// Reads the tables like a kernel: from the RSDP down, with a check of every checksum.
     fn walk(memory: &GuestMemoryMmap<()>) -> Vec<([u8; 4], Vec<u8>)> {
         let bytes = |at: u64, len: usize| {
             let mut bytes = vec![0; len];
@@ -313,12 +322,13 @@ mod tests {
         let tables = walk(&memory);
         let names: Vec<_> = tables.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, [*b"FACP", *b"APIC", *b"MCFG", *b"DSDT"]);
-        // Behind the header and 8 reserved bytes: the base, the segment, the first and the last bus.
+        // After the header and 8 reserved bytes: the base, the segment, the first and the last bus.
         assert_eq!(tables[2].1[44..], [0, 0, 0, 0xe0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         let dsdt = &tables[3].1;
         let count = |needle: &[u8]| dsdt.windows(needle.len()).filter(|w| *w == needle).count();
         assert_eq!((count(b"PCI0"), count(b"LNRO0005")), (1, 0));
-        // A 32-bit address space descriptor of memory: no granularity, from, to, no translation, so many bytes.
+        // A 32-bit memory address space descriptor: granularity 0, first and last address, no
+        // translation, length.
         let window = [0, 0, 0, 0, 0, 0, 0, 0xe8, 0xff, 0xff, 0xff, 0xef, 0, 0, 0, 0, 0, 0, 0, 8];
         assert_eq!(count(&window), 1);
     }
@@ -331,7 +341,7 @@ mod tests {
         let dsdt = &tables[2].1;
         let count = |needle: &[u8]| dsdt.windows(needle.len()).filter(|w| *w == needle).count();
         assert_eq!((count(b"VMGENCTR\0"), count(b"VM_Gen_Counter\0"), count(b"ACPI0013\0")), (1, 2, 1));
-        // Name (ADDR, Package (2) {low, high}): two numbers of 32 bits, of which 1 is written shorter.
+        // Name (ADDR, Package (2) {low, high}): two 32-bit numbers; 1 has a shorter encoding.
         assert_eq!(count(b"ADDR\x12\x08\x02\x0c\x10\xf0\x0d\x00\x01"), 1);
         assert_eq!(count(&[0x89, 6, 0, 0b11, 1, 9, 0, 0, 0]), 1);
         // Method (_EVT, 1, Serialized) { Notify (\_SB.VGEN, 0x80) }

@@ -1,11 +1,13 @@
-//! The clocks of a machine that moves: each vCPU's TSC, and the clock that KVM keeps for all of them.
+//! The clocks of a machine that moves: each vCPU's TSC, and the VM-wide clock of KVM.
 //!
-//! Each is saved with the host's real time beside it, and by that goes on elsewhere ([`ClockPolicy`]): forward by the time that has
-//! passed, and never backwards. A host whose clock lies behind the other's has no time pass.
+//! Each is saved with the host's real time. From that it continues on another host
+//! ([`ClockPolicy`]): it advances by the time that has passed, and never goes back. If the other
+//! host's real time is behind, no time passes.
 //!
-//! The TSCs of a machine's vCPUs stay as far from each other as they were, to the tick: KVM keeps each as an offset, and all of
-//! them are shifted by what the first one's has to be ([`Tsc::onward`]). A KVM that does not tell offsets (before Linux 5.16) is
-//! given values, and takes those that lie within a second of each other for one.
+//! The TSCs of a machine's vCPUs keep their exact distances. KVM stores each as an offset, and all
+//! are shifted by the same amount, computed for the first ([`Tsc::onward`]). A KVM that does not
+//! report offsets (before Linux 5.16) gets values. It treats values that are within a second of
+//! each other as synchronized.
 
 use kvm_bindings::{
     KVM_CAP_ADJUST_CLOCK, KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, Msrs, kvm_clock_data, kvm_msr_entry,
@@ -19,14 +21,16 @@ use vellum_sys::kvm_vcpu;
 
 /// IA32_TIME_STAMP_COUNTER.
 pub(super) const MSR_TSC: u32 = 0x10;
-/// By how much two TSC frequencies may differ to be the same for KVM (`tsc_tolerance_ppm`, arch/x86/kvm/x86.c).
+/// KVM treats TSC frequencies as equal up to this difference (`tsc_tolerance_ppm`,
+/// arch/x86/kvm/x86.c).
 const TOLERANCE_PPM: u64 = 250;
 
-/// Whether a guest whose TSC has `saved` kHz goes on with it on a host where guests have `here` kHz, and which scales TSCs or not.
-/// KVM would take a higher frequency without scaling, and imitate it by jumps.
+/// Checks that a guest whose TSC has `saved` kHz can run on a host where guests have `here` kHz.
+/// `scales` says whether the host scales TSCs. Without scaling KVM would accept a higher frequency,
+/// and emulate it by jumps.
 ///
 /// # Errors
-/// Both frequencies.
+/// Both frequencies, if they do not fit.
 pub fn tsc_fits(saved: u32, here: u32, scales: bool) -> Result<(), Error> {
     let apart = u64::from(saved.abs_diff(here));
     if scales || apart * 1_000_000 <= u64::from(here) * TOLERANCE_PPM {
@@ -36,7 +40,7 @@ pub fn tsc_fits(saved: u32, here: u32, scales: bool) -> Result<(), Error> {
     }
 }
 
-/// The frequency of a vCPU's TSC in kHz, where KVM tells it.
+/// The frequency of a vCPU's TSC in kHz, if KVM reports it.
 pub fn khz(vcpu: &VcpuFd) -> Option<u32> {
     vcpu.get_tsc_khz().ok()
 }
@@ -45,28 +49,28 @@ pub fn khz(vcpu: &VcpuFd) -> Option<u32> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tsc {
-    /// What the guest would have read.
+    /// The value that the guest would have read.
     pub value: u64,
-    /// The host's real time then, in nanoseconds.
+    /// The host's real time at the reading, in nanoseconds.
     pub realtime: u64,
-    /// KVM's offset of it from the host's; none where the saving KVM did not tell it.
+    /// KVM's offset from the host's TSC; None if the saving KVM did not report it.
     pub offset: Option<u64>,
 }
 
-/// How the TSCs of all vCPUs of a machine go on.
+/// How the TSCs of all vCPUs of a machine continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Onward {
-    /// Each has its saved offset and this much more.
+    /// Each gets its saved offset plus this shift.
     Shift(u64),
-    /// Each is set to its value, and what has passed since.
+    /// Each is set to its value plus the time since.
     Values,
 }
 
 impl Tsc {
-    /// Reads it.
+    /// Reads the TSC.
     ///
     /// # Errors
-    /// Where the ioctl fails.
+    /// The ioctl fails.
     pub fn save(vcpu: &VcpuFd) -> Result<Self, Error> {
         let before = now();
         let value = get_msr(vcpu, MSR_TSC)?;
@@ -74,16 +78,17 @@ impl Tsc {
         Ok(Self { value, realtime, offset: kvm_vcpu::tsc_offset(vcpu).ok() })
     }
 
-    /// What it is `now`, for a guest whose TSC has `khz`.
+    /// The value at real time `now`, for a guest whose TSC has `khz`.
     fn later(&self, khz: u32, meanwhile: ClockPolicy, now: u64) -> u64 {
         let ticks = meanwhile.passed(self.realtime, now).as_nanos() * u128::from(khz) / 1_000_000;
         self.value.wrapping_add(ticks as u64)
     }
 
-    /// How this TSC and those of the machine's other vCPUs go on. Asked of the first, whose frequency is set.
+    /// Computes how this TSC and those of the machine's other vCPUs continue. Called for the first
+    /// vCPU, after its frequency is set.
     ///
     /// # Errors
-    /// Where an ioctl fails.
+    /// An ioctl fails.
     pub fn onward(&self, vcpu: &VcpuFd, khz: u32, meanwhile: ClockPolicy) -> Result<Onward, Error> {
         let here = Self::save(vcpu)?;
         Ok(match (self.offset, here.offset) {
@@ -95,10 +100,10 @@ impl Tsc {
         })
     }
 
-    /// Sets it.
+    /// Sets the TSC.
     ///
     /// # Errors
-    /// Where the ioctl fails.
+    /// The ioctl fails.
     pub fn restore(
         &self,
         vcpu: &VcpuFd,
@@ -134,23 +139,24 @@ fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), Error> {
     }
 }
 
-/// The clock that KVM keeps for all vCPUs of a VM, which a guest with kvmclock reads.
+/// The VM-wide clock of KVM, which a guest with kvmclock reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Clock {
-    /// Nanoseconds.
+    /// The clock in nanoseconds.
     pub nanoseconds: u64,
-    /// The host's real time in nanoseconds at that moment, which KVM tells from Linux 5.16 on where the host's clock is the TSC.
+    /// The host's real time at that moment in nanoseconds. KVM reports it from Linux 5.16 on, if
+    /// the host's clocksource is the TSC.
     pub realtime: u64,
-    /// The host's TSC at that moment, where it is told.
+    /// The host's TSC at that moment, if reported.
     pub host_tsc: Option<u64>,
 }
 
 impl Clock {
-    /// Reads it; vCPUs are paused.
+    /// Reads the clock, with paused vCPUs.
     ///
     /// # Errors
-    /// Where the ioctl fails.
+    /// The ioctl fails.
     pub fn save(vm: &VmFd) -> Result<Self, Error> {
         let before = now();
         let clock = call("KVM_GET_CLOCK", vm.get_clock())?;
@@ -163,15 +169,15 @@ impl Clock {
         })
     }
 
-    /// Sets it, after all vCPUs have been restored.
+    /// Sets the clock, after all vCPUs have been restored.
     ///
     /// # Errors
-    /// Where the ioctl fails.
+    /// The ioctl fails.
     pub fn restore(&self, vm: &VmFd, meanwhile: ClockPolicy) -> Result<(), Error> {
         let known = vm.check_extension_raw(KVM_CAP_ADJUST_CLOCK.into()) as u32;
         let mut clock = kvm_clock_data { clock: self.nanoseconds, ..Default::default() };
         if meanwhile == ClockPolicy::Passes && known & KVM_CLOCK_REALTIME != 0 {
-            // KVM adds what has passed, as `ClockPolicy::passed` does.
+            // KVM adds the time passed, like `ClockPolicy::passed`.
             (clock.flags, clock.realtime) = (KVM_CLOCK_REALTIME, self.realtime);
         } else {
             let passed = meanwhile.passed(self.realtime, now()).as_nanos() as u64;
@@ -191,7 +197,7 @@ mod tests {
         assert_eq!(tsc.later(2_000_000, ClockPolicy::Passes, 5_000_500), 2000);
         assert_eq!(tsc.later(2_000_000, ClockPolicy::Stands, 5_000_500), 1000);
         assert_eq!(tsc.later(2_000_000, ClockPolicy::Passes, 4_000_000), 1000);
-        // A year at 5 GHz is less than 2^64 ticks, but not its product.
+        // A year at 5 GHz is less than 2^64 ticks, but the product before the division is not.
         let year = 365 * 86400 * 1_000_000_000;
         assert_eq!(tsc.later(5_000_000, ClockPolicy::Passes, 5_000_000 + year), 1000 + 5 * year);
     }

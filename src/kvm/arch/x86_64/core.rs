@@ -1,25 +1,27 @@
-//! What a core dump has of a vCPU: `struct elf_prstatus` (include/linux/elfcore.h), which crash(8) and GDB take its registers from.
+//! A vCPU in a core dump: `struct elf_prstatus` (include/linux/elfcore.h), from which crash(8) and
+//! GDB take its registers.
 
 use kvm_bindings::{kvm_regs, kvm_sregs};
 use kvm_ioctls::VcpuFd;
 
 use super::paging::{ROOT, Tables};
 
-/// Why there are no dumps here; nothing where there can be some.
+/// Why core dumps are not supported; None if they are.
 pub const IMPOSSIBLE: Option<&str> = None;
 /// EM_X86_64.
 pub const MACHINE: u16 = 62;
-/// Where Linux's image is mapped (`__START_KERNEL_map`, Documentation/arch/x86/x86_64/mm.rst).
+/// The address of Linux's image (`__START_KERNEL_map`, Documentation/arch/x86/x86_64/mm.rst).
 pub const IMAGE: u64 = 0xffff_ffff_8000_0000;
 
 /// CR0.PG, CR4.LA57, EFER.LMA.
 const PAGING: u64 = 1 << 31;
 const FIVE_LEVELS: u64 = 1 << 12;
 const LONG_MODE: u64 = 1 << 10;
-/// With page-table isolation the kernel's tables are the first of two pages (arch/x86/include/asm/pgtable.h, PTI_PGTABLE_SWITCH_BIT).
+/// With page-table isolation the kernel's root table is the first of two pages
+/// (arch/x86/include/asm/pgtable.h, PTI_PGTABLE_SWITCH_BIT).
 const USERS: u64 = 1 << 12;
 
-/// `struct elf_prstatus` is so long; where its pid and its registers are.
+/// The size of `struct elf_prstatus`, and the offsets of its PID and registers.
 const PRSTATUS: usize = 336;
 const PID: usize = 32;
 const REGISTERS: usize = 112;
@@ -32,15 +34,16 @@ pub struct Core {
 }
 
 impl Core {
-    /// Those of a vCPU, on its thread.
+    /// Reads a vCPU's registers, on its thread.
     ///
     /// # Errors
-    /// What KVM says.
+    /// KVM's error.
     pub fn read(vcpu: &VcpuFd) -> Result<Self, kvm_ioctls::Error> {
         Ok(Self { regs: vcpu.get_regs()?, sregs: vcpu.get_sregs()? })
     }
 
-    /// The tables that it may be translating by; in user space the kernel's are beside them.
+    /// The page tables that it may be using. For a vCPU in user space, the kernel's are beside
+    /// them.
     pub fn tables(&self) -> Vec<Tables> {
         let Self { sregs, .. } = self;
         if sregs.cr0 & PAGING == 0 || sregs.efer & LONG_MODE == 0 {
@@ -88,7 +91,7 @@ impl Core {
             selector(&s.gs),
         ];
         let mut status = vec![0; PRSTATUS];
-        // Nobody has process 0, which readers take for a vCPU that was idle.
+        // PIDs start at 1: readers treat PID 0 as an idle vCPU.
         status[PID..PID + 4].copy_from_slice(&(index as u32 + 1).to_le_bytes());
         for (at, register) in registers.iter().enumerate() {
             status[REGISTERS + at * 8..][..8].copy_from_slice(&register.to_le_bytes());
@@ -107,7 +110,7 @@ mod tests {
         (core.regs.rip, core.regs.rsp, core.sregs.gs.base) = (1, 2, 3);
         let status = core.prstatus(4);
         let word = |at: usize| u64::from_le_bytes(status[at..at + 8].try_into().unwrap());
-        // Offsets of struct elf_prstatus in the tables of readers: rip 16, rsp 19, gs_base 22.
+        // Offsets in struct elf_prstatus that readers use: rip 16, rsp 19, gs_base 22.
         assert_eq!(
             (status.len(), word(112 + 16 * 8), word(112 + 19 * 8), word(112 + 22 * 8)),
             (336, 1, 2, 3)

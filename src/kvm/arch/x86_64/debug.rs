@@ -1,7 +1,8 @@
-//! What a debugger sees of a vCPU, and how KVM is told what it looks for.
+//! A debugger's view of a vCPU, and KVM's debug mode.
 //!
-//! The registers are those of GDB's features `org.gnu.gdb.i386.core`, `sse` and `segments`, in that order, and then the processor's system
-//! registers, which GDB shows by their names. `$gs_base` is what the scripts of Linux find a CPU's own variables by.
+//! The registers are those of GDB's features `org.gnu.gdb.i386.core`, `sse` and `segments`, in that
+//! order. The system registers follow; GDB shows them by name. Linux's GDB scripts use `$gs_base`
+//! to find per-CPU variables.
 
 use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
@@ -9,18 +10,19 @@ use kvm_ioctls::VcpuFd;
 use crate::arch::watch::{Access, Watch};
 use crate::vm::vcpu::SLOTS;
 
-/// Whether a KVM whose KVM_SET_GUEST_DEBUG takes these flags can keep interrupts from a vCPU that takes a single step.
+/// Whether a KVM whose KVM_SET_GUEST_DEBUG takes these flags can block interrupts during a single
+/// step.
 pub fn blocks_interrupts(flags: u32) -> bool {
     flags & KVM_GUESTDBG_BLOCKIRQ != 0
 }
 
-/// Why there is no debugger here; nothing where there can be one.
+/// Why debugging is not supported; None if it is.
 pub const IMPOSSIBLE: Option<&str> = None;
-/// The instruction that a debugger plants: INT3.
+/// The breakpoint instruction: INT3.
 pub const BREAKPOINT: &[u8] = &[0xcc];
-/// How long the registers are as GDB has them, in bytes.
+/// The size of GDB's register block in bytes.
 pub const BYTES: usize = 608;
-/// What GDB is told of them.
+/// The target description for GDB.
 pub const DESCRIPTION: &str = include_str!("debug.xml");
 
 /// IA32_KERNEL_GS_BASE.
@@ -35,11 +37,11 @@ pub struct Registers {
     kernel_gs_base: u64,
 }
 
-/// The bytes as GDB has them, which values go to or come from.
+/// A position in GDB's register block, for copying values to or from it.
 struct Cursor<'a> {
     bytes: &'a mut [u8; BYTES],
     at: usize,
-    /// Whether values come from them.
+    /// Whether values are copied from the block.
     load: bool,
 }
 
@@ -60,48 +62,49 @@ impl Cursor<'_> {
         *value = u64::from_le_bytes(bytes);
     }
 
-    /// The lower half of a value; the upper stays.
+    /// Copies the lower half of a value. The upper half stays.
     fn low(&mut self, value: &mut u64) {
         let mut bytes = (*value as u32).to_le_bytes();
         self.bytes(&mut bytes);
         *value = *value & !0xffff_ffff | u64::from(u32::from_le_bytes(bytes));
     }
 
-    /// A word in a field of 32 bits.
+    /// Copies a 16-bit value in a 32-bit field.
     fn word(&mut self, value: &mut u16) {
         let mut wide = u64::from(*value);
         self.low(&mut wide);
         *value = wide as u16;
     }
 
-    /// What is shown, and written by nobody.
+    /// Copies a read-only value.
     fn shown(&mut self, mut value: u64) {
         self.low(&mut value);
     }
 }
 
-/// The tag word as the processor has it, from one in which a bit says whether a register is in use (Intel SDM vol. 1, 10.5.1.1).
+/// The processor's full tag word, from the abridged one, in which a bit says that a register is in
+/// use (Intel SDM vol. 1, 10.5.1.1).
 fn tags(abridged: u8) -> u16 {
     (0..8).map(|at| if abridged >> at & 1 == 1 { 0 } else { 3 << (at * 2) }).sum()
 }
 
 impl Registers {
-    /// Those of a vCPU, on its thread.
+    /// Reads a vCPU's registers, on its thread.
     ///
     /// # Errors
-    /// What KVM says.
+    /// KVM's error.
     pub fn read(vcpu: &VcpuFd) -> Result<Self, kvm_ioctls::Error> {
         let mut msrs = msr(0);
-        // A KVM without that register shows zero.
+        // Zero if KVM lacks this MSR.
         let kernel_gs_base = vcpu.get_msrs(&mut msrs).map_or(0, |_| msrs.as_slice()[0].data);
         let (regs, sregs, fpu) = (vcpu.get_regs()?, vcpu.get_sregs()?, vcpu.get_fpu()?);
         Ok(Self { regs, sregs, fpu, kernel_gs_base })
     }
 
-    /// Sets what is different in them from what they were `before`, on the vCPU's thread.
+    /// Writes the registers that differ from `before`, on the vCPU's thread.
     ///
     /// # Errors
-    /// What KVM says of a value.
+    /// KVM refuses a value.
     pub fn write(&self, vcpu: &VcpuFd, before: &Self) -> Result<(), kvm_ioctls::Error> {
         if self.sregs != before.sregs {
             vcpu.set_sregs(&self.sregs)?;
@@ -118,12 +121,12 @@ impl Registers {
         Ok(())
     }
 
-    /// The address of its instruction.
+    /// The address of the current instruction.
     pub fn pc(&self) -> u64 {
         self.regs.rip
     }
 
-    /// As GDB has them.
+    /// The registers in GDB's form.
     pub fn to_bytes(&self) -> [u8; BYTES] {
         let mut bytes = [0; BYTES];
         let mut this = *self;
@@ -131,7 +134,8 @@ impl Registers {
         bytes
     }
 
-    /// With what GDB has in their place. Selectors, which mean nothing without their descriptors, and the FPU's tags and pointers stay.
+    /// A copy with the values in `bytes`. Selectors stay, because they mean nothing without
+    /// descriptors. The FPU's tags and pointers stay too.
     #[must_use]
     pub fn with_bytes(&self, bytes: &[u8; BYTES]) -> Self {
         let mut this = *self;
@@ -139,7 +143,7 @@ impl Registers {
         this
     }
 
-    /// Each register in GDB's order.
+    /// Copies each register in GDB's order.
     fn walk(&mut self, mut cursor: Cursor<'_>) {
         let Self { regs, sregs, fpu, kernel_gs_base } = self;
         let general = [
@@ -170,7 +174,8 @@ impl Registers {
         cursor.word(&mut fpu.fcw);
         cursor.word(&mut fpu.fsw);
         cursor.shown(tags(fpu.ftwx).into());
-        // The selectors of the last instruction and operand, which 64-bit code does not have, and their offsets.
+        // Selectors and offsets of the last FPU instruction and operand. 64-bit code has no
+        // selectors.
         cursor.shown(0);
         cursor.shown(fpu.last_ip);
         cursor.shown(0);
@@ -201,19 +206,22 @@ fn msr(data: u64) -> Msrs {
     Msrs::from_entries(&[entry]).expect("one fits")
 }
 
-/// The guest-physical address of the linear address `at` by the tables of a vCPU, on its thread; `None` where they have none.
+/// Translates the linear address `at` with a vCPU's page tables, on its thread. `None` if it is not
+/// mapped.
 pub fn physical(vcpu: &VcpuFd, at: u64) -> Option<u64> {
     vcpu.translate_gva(at).ok().filter(|found| found.valid != 0).map(|found| found.physical_address)
 }
 
-/// A hardware breakpoint, if the processor can have it: of 1, 2, 4 or 8 bytes at a multiple of that, and of 1 for instructions.
+/// A hardware breakpoint, if the processor supports it: 1, 2, 4 or 8 aligned bytes, and 1 byte for
+/// instructions.
 pub fn watch(at: u64, bytes: u64, access: Access) -> Option<Watch> {
     let possible = matches!(bytes, 1 | 2 | 4 | 8) && at.is_multiple_of(bytes);
     (possible && (access != Access::Execute || bytes == 1)).then_some(Watch { at, bytes, access })
 }
 
-/// How KVM is to debug a vCPU with these hardware breakpoints and with others `planted` in its code, that is to take a single `step`, meanwhile
-/// without interrupts where this KVM `blocks` them. Where there is nothing to look for it is not debugged.
+/// KVM's debug mode of a vCPU with these hardware breakpoints. `planted` enables software
+/// breakpoints. `step` requests a single step, without interrupts if this KVM `blocks` them. With
+/// none of these, debugging is disabled.
 pub fn control(watches: &[Option<Watch>; SLOTS], planted: bool, step: bool, blocks: bool) -> kvm_guest_debug {
     let mut debug = kvm_guest_debug::default();
     if !planted && !step && watches.iter().all(Option::is_none) {
@@ -223,7 +231,8 @@ pub fn control(watches: &[Option<Watch>; SLOTS], planted: bool, step: bool, bloc
     if step {
         debug.control |= KVM_GUESTDBG_SINGLESTEP | if blocks { KVM_GUESTDBG_BLOCKIRQ } else { 0 };
     }
-    // DR7, Intel SDM vol. 3, 17.2.4: bit 10 is always 1; two bits to enable each, and four for its length and access.
+    // DR7, Intel SDM vol. 3, 17.2.4: bit 10 is always 1; two enable bits and four bits of length
+    // and access for each breakpoint.
     let mut dr7 = 1 << 10;
     for (at, watch) in watches.iter().enumerate() {
         let Some(watch) = watch else { continue };
@@ -259,7 +268,8 @@ mod tests {
         registers.kernel_gs_base = 9;
         let bytes = registers.to_bytes();
         assert_eq!(registers.with_bytes(&bytes), registers);
-        // As in GDB's own descriptions: rip behind the general registers, cs behind eflags, the bases at the end.
+        // As in GDB's own descriptions: rip after the general registers, cs after eflags, the bases
+        // at the end.
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
         assert_eq!(
             (word(0), word(128), word(136) & 0xffff_ffff, word(140) & 0xffff_ffff),
@@ -273,7 +283,7 @@ mod tests {
         assert_eq!((changed.regs.rax, changed.sregs.cs.selector), (2, 0x10), "a selector stays");
     }
 
-    /// GDB counts by the description, and a register too many or too few would shift all that follow.
+    /// GDB counts by the description: a missing or extra register would shift all that follow.
     #[test]
     fn the_description_is_as_long_as_the_registers() {
         let sizes = DESCRIPTION.split("bitsize=\"").skip(1).map(|rest| rest.split('"').next().unwrap());

@@ -1,8 +1,9 @@
-//! Interrupts by number: who has which GSI, and which message each sends. Nobody else picks a number or sets routes.
+//! Assigns interrupt numbers (GSIs) to devices, and sets the message of each. No other module
+//! assigns numbers or sets routes.
 //!
-//! GSIs 0 to 23 are the pins of the I/O APIC, whose redirection entries are their routes while it is here and not in KVM.
-//! Numbers from 24 on are for devices that send messages by themselves (MSI-X). KVM takes all routes at once, so that those of the pins
-//! and those of messages are kept here.
+//! GSIs 0 to 23 are the pins of the I/O APIC. With the userspace I/O APIC, its redirection entries
+//! are their routes. GSIs from 24 on are for devices that send messages (MSI-X). KVM takes all
+//! routes at once, so the routes of pins and messages are kept together.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -17,22 +18,22 @@ use vmm_sys_util::eventfd::EventFd;
 use super::ioapic::{Msi, PINS, Routes};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// Pins that no device of a PC has: the upper ones first, then those that were ISA's.
+/// The pins without a fixed PC device: the upper ones first, then those of ISA.
 pub const FREE: [u32; 13] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 6, 7, 10, 11];
 
-/// Why there is no interrupt.
+/// Why an interrupt cannot be assigned.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Two devices want the same.
-    #[error("interrupt {0} has a device already; this is a fault of the machine's address map")]
+    /// Two devices want the same interrupt.
+    #[error("interrupt {0} already has a device; this is a bug in the machine's address map")]
     Taken(u32),
     /// Too many devices.
     #[error("all {} interrupts for devices are taken", FREE.len())]
     None,
-    /// More messages than KVM has routes for.
-    #[error("all {MAX_ROUTES} numbers of interrupts are taken")]
+    /// More messages than KVM has routes.
+    #[error("all {MAX_ROUTES} interrupt numbers are taken")]
     NoMessage,
-    /// KVM.
+    /// KVM refuses the connection.
     #[error("KVM_IRQFD: {0}")]
     Irqfd(#[source] kvm_ioctls::Error),
 }
@@ -46,46 +47,47 @@ impl Diagnose for Error {
     }
 }
 
-/// An interrupt that somebody has, and nobody else.
+/// An interrupt assigned to one device.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Gsi(u32);
 
 impl Gsi {
-    /// Its number, as ACPI names it.
+    /// The number, as in ACPI.
     pub fn number(&self) -> u32 {
         self.0
     }
 }
 
-/// KVM_MAX_IRQ_ROUTES (include/linux/kvm_host.h), and as many numbers.
+/// KVM_MAX_IRQ_ROUTES (include/linux/kvm_host.h).
 const MAX_ROUTES: usize = 4096;
 
 /// All interrupts of a machine.
 pub struct Gsis {
     vm: Arc<VmFd>,
-    /// Which pins have a device, a bit each.
+    /// The assigned pins, a bit each.
     taken: Mutex<u32>,
     routes: Mutex<Messages>,
 }
 
-/// What each GSI sends.
+/// The message of each GSI.
 struct Messages {
-    /// The pins, while the I/O APIC is here; KVM's own go to its chips.
+    /// The pins' messages, with the userspace I/O APIC. Otherwise the pins are routed to KVM's
+    /// chips.
     pins: Option<Routes>,
-    /// From number [`PINS`] on; `None` while nothing is known of it.
+    /// The messages from number [`PINS`] on; `None` before it is set.
     others: Vec<Option<Msi>>,
 }
 
 impl Gsis {
-    /// None has a device yet.
+    /// No interrupt is assigned yet.
     pub fn new(vm: Arc<VmFd>) -> Self {
         Self { vm, taken: Mutex::new(0), routes: Mutex::new(Messages { pins: None, others: Vec::new() }) }
     }
 
-    /// A number for a message of a device's own, which [`Gsis::route`] tells KVM.
+    /// Assigns a GSI for a device's own message. [`Gsis::route`] tells KVM the message.
     ///
     /// # Errors
-    /// Where there are too many.
+    /// There are too many.
     pub fn message(&self) -> Result<Gsi, Error> {
         let others = &mut self.routes().others;
         if PINS + others.len() >= MAX_ROUTES {
@@ -95,8 +97,8 @@ impl Gsis {
         Ok(Gsi((PINS + others.len() - 1) as u32))
     }
 
-    /// Has a signal of `gsi`, which is a [message's](Gsis::message), write `data` to `address`; nothing where no local APIC takes it. Which
-    /// device sends it does not matter.
+    /// Makes a signal of `gsi`, a [message's](Gsis::message), write `data` to `address`. Nothing is
+    /// sent if no local APIC is at that address. The sender does not matter.
     pub fn route(&self, gsi: &Gsi, _sender: u16, address: u64, data: u32) {
         let message = Msi::at(address, data);
         let mut routes = self.routes();
@@ -106,32 +108,32 @@ impl Gsis {
         }
     }
 
-    /// The interrupt of this number, for a device that has it on every PC.
+    /// Assigns this interrupt number, for a fixed PC device.
     ///
     /// # Errors
-    /// Where another has it.
+    /// Another device has it.
     pub fn claim(&self, number: u32) -> Result<Gsi, Error> {
         take(&mut self.lock(), number).ok_or(Error::Taken(number))
     }
 
-    /// One that is free.
+    /// Assigns a free interrupt.
     ///
     /// # Errors
-    /// Where none is.
+    /// All are taken.
     pub fn pick(&self) -> Result<Gsi, Error> {
         let mut taken = self.lock();
         FREE.into_iter().find_map(|number| take(&mut taken, number)).ok_or(Error::None)
     }
 
-    /// Lets each signal of `event` be one edge of `gsi`.
+    /// Makes each signal of `event` an edge of `gsi`.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn connect(&self, gsi: &Gsi, event: &EventFd) -> Result<(), Error> {
         self.vm.register_irqfd(event, gsi.0).map_err(Error::Irqfd)
     }
 
-    /// Makes these messages those of the pins: `KVM_SET_GSI_ROUTING`, which replaces all routes.
+    /// Sets the messages of the pins: `KVM_SET_GSI_ROUTING`, which replaces all routes.
     pub fn route_pins(&self, pins: &Routes) {
         let mut routes = self.routes();
         routes.pins = Some(*pins);
@@ -141,7 +143,8 @@ impl Gsis {
     fn set(&self, routes: &Messages) {
         let routing = KvmIrqRouting::from_entries(&routes.entries()).expect("no more than KVM takes");
         if let Err(error) = self.vm.set_gsi_routing(&routing) {
-            // What a guest writes cannot make this fail; running out of memory can. Its interrupts stay as they were.
+            // A guest's writes cannot make this fail, but lack of memory can. Routes then stay as
+            // they were.
             tracing::error!(%error, "KVM_SET_GSI_ROUTING");
         }
     }
@@ -149,21 +152,21 @@ impl Gsis {
     /// Sends a message now: `KVM_SIGNAL_MSI`.
     pub fn signal(&self, msi: Msi) {
         let msi = kvm_msi { address_lo: msi.address, data: msi.data, ..Default::default() };
-        // A message that no local APIC takes is lost, as on a bus.
+        // A message that no local APIC takes is lost, as on hardware.
         let _ = self.vm.signal_msi(msi);
     }
 
     fn lock(&self) -> MutexGuard<'_, u32> {
-        self.taken.lock().expect("nobody panics with it")
+        self.taken.lock().expect("the lock is not poisoned")
     }
 
     fn routes(&self) -> MutexGuard<'_, Messages> {
-        self.routes.lock().expect("nobody panics with it")
+        self.routes.lock().expect("the lock is not poisoned")
     }
 }
 
 impl Messages {
-    /// All routes, as KVM takes them.
+    /// All routes for KVM.
     fn entries(&self) -> Vec<kvm_irq_routing_entry> {
         let send = |(gsi, msi): (u32, &Option<Msi>)| {
             let msi = (*msi)?;
@@ -181,8 +184,8 @@ impl Messages {
     }
 }
 
-/// What KVM routes by itself where it has the chips (arch/x86/kvm/irq_comm.c, `default_routing`): each pin to that of the I/O APIC, and
-/// those that were ISA's to both 8259s.
+/// KVM's default routes for its own chips (arch/x86/kvm/irq_comm.c, `default_routing`): each pin to
+/// that of the I/O APIC, and ISA pins also to the 8259s.
 fn default_routes() -> Vec<kvm_irq_routing_entry> {
     let chip = |gsi, irqchip, pin| {
         let mut entry = kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_IRQCHIP, ..Default::default() };

@@ -1,10 +1,11 @@
-//! The I/O APIC of the split interrupt controller: KVM has the local APICs, this is the rest (82093AA data sheet).
+//! The I/O APIC of the split interrupt controller (82093AA data sheet). KVM has the local APICs.
 //!
-//! A pin's redirection entry is an MSI. KVM gets those of all unmasked pins as GSI routes, so an irqfd reaches the guest
-//! without passing through here. A line that is driven by [`Ioapic::set_line`] does pass: level-triggered pins keep
-//! their remote IRR until KVM reports the guest's end of interrupt ([`Ioapic::eoi`]), and fire again if the line is
-//! still asserted then. An edge that arrives while its pin is masked is neither sent nor held, as in hardware (data sheet,
-//! 3.2.4, interrupt mask); an irqfd of KVM's own I/O APIC raises and lowers its line at once, which comes to the same.
+//! A pin's redirection entry is an MSI. KVM gets those of all unmasked pins as GSI routes, so an
+//! irqfd reaches the guest without passing through here. A line driven by [`Ioapic::set_line`] does
+//! pass. Level-triggered pins keep their remote IRR until KVM reports the guest's end of interrupt
+//! ([`Ioapic::eoi`]), and fire again if the line is still asserted then. An edge that arrives while
+//! its pin is masked is neither sent nor held, as in hardware (data sheet, 3.2.4, interrupt mask).
+//! With KVM's own I/O APIC an irqfd raises and lowers its line at once, which has the same effect.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -14,43 +15,45 @@ use serde::{Deserialize, Serialize};
 pub const BASE: u64 = 0xfec0_0000;
 /// Bytes of address space.
 pub const SIZE: u64 = 0x1000;
-/// How many interrupt inputs there are: GSIs 0 to 23.
+/// The number of interrupt inputs: GSIs 0 to 23.
 pub const PINS: usize = 24;
 /// The register select and window registers.
 const SELECT: u64 = 0x00;
 const WINDOW: u64 = 0x10;
 /// Version 0x11, and the number of the last redirection entry.
 const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
-/// Redirection entries: bits the guest cannot write (delivery status, remote IRR), and others by name.
+/// Redirection entry bits: those that the guest cannot write (delivery status, remote IRR), trigger
+/// mode and mask.
 const REMOTE_IRR: u64 = 1 << 14;
 const READ_ONLY: u64 = 1 << 12 | REMOTE_IRR;
 const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
-/// Where MSIs go (Intel SDM vol. 3, 12.11.1).
+/// The target address of MSIs (Intel SDM vol. 3, 12.11.1).
 pub const MSI_BASE: u32 = 0xfee0_0000;
-/// The bits of an address that say so.
+/// The address bits that identify an MSI.
 const MSI_AREA: u64 = !0xf_ffff;
 
 /// An interrupt message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Msi {
-    /// The low half of the address; the high half is zero.
+    /// The low half of the address. The high half is zero.
     pub address: u32,
-    /// What is written there.
+    /// The data.
     pub data: u32,
 }
 
 impl Msi {
-    /// What a device writes to `address`; `None` where no local APIC takes it.
+    /// The message of a device's write to `address`; `None` if no local APIC takes it.
     pub fn at(address: u64, data: u32) -> Option<Self> {
         (address & MSI_AREA == u64::from(MSI_BASE)).then_some(Self { address: address as u32, data })
     }
 
-    /// What a redirection entry sends (Intel SDM vol. 3, 12.11.1 and 12.11.2).
+    /// The message of a redirection entry (Intel SDM vol. 3, 12.11.1 and 12.11.2).
     fn of(entry: u64) -> Self {
         let destination = (entry >> 56) as u32;
         let logical = (entry >> 11 & 1) as u32;
-        // Vector, delivery mode and trigger mode lie where the message has them; the level is always asserted.
+        // Vector, delivery mode and trigger mode have the same positions in the message. The level
+        // is always asserted.
         let data = (entry as u32 & 0x87ff) | 1 << 14;
         Self { address: MSI_BASE | destination << 12 | logical << 2, data }
     }
@@ -59,41 +62,41 @@ impl Msi {
 /// Vectors, a bit each.
 pub type Vectors = [u32; 8];
 
-/// What each pin sends, by GSI; `None` for a masked one.
+/// The message of each pin, by GSI; `None` for a masked pin.
 pub type Routes = [Option<Msi>; PINS];
 
-/// What the controller needs of KVM.
+/// What the controller needs from KVM.
 pub struct Kvm {
-    /// Makes the messages of unmasked pins the GSI routes: `KVM_SET_GSI_ROUTING`.
+    /// Sets the messages of unmasked pins as GSI routes: `KVM_SET_GSI_ROUTING`.
     pub set_routes: Box<dyn Fn(&Routes) + Send + Sync>,
     /// Sends a message now: `KVM_SIGNAL_MSI`.
     pub signal: Box<dyn Fn(Msi) + Send + Sync>,
 }
 
-/// The controller.
+/// The I/O APIC.
 pub struct Ioapic {
     kvm: Kvm,
     state: Mutex<State>,
 }
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
     select: u8,
     id: u8,
     redirection: [u64; PINS],
-    /// Lines that are asserted, a bit a pin.
+    /// The asserted lines, a bit a pin.
     lines: u32,
 }
 
 impl Ioapic {
-    /// A controller after reset: every pin masked.
+    /// The reset state: every pin masked.
     pub fn new(kvm: Kvm) -> Self {
         Self { kvm, state: Mutex::new(State { select: 0, id: 0, redirection: [MASKED; PINS], lines: 0 }) }
     }
 
-    /// A line changes.
+    /// Changes a line.
     pub fn set_line(&self, pin: usize, asserted: bool) {
         let mut state = self.lock();
         let was_asserted = state.lines & (1 << pin) != 0;
@@ -107,7 +110,7 @@ impl Ioapic {
         }
     }
 
-    /// A guest has ended interrupt `vector`, which was level triggered: `KVM_EXIT_IOAPIC_EOI`.
+    /// A guest has ended level-triggered interrupt `vector`: `KVM_EXIT_IOAPIC_EOI`.
     pub fn eoi(&self, vector: u8) {
         let mut state = self.lock();
         let before = state.routes();
@@ -121,9 +124,10 @@ impl Ioapic {
         }
     }
 
-    /// What [`Ioapic::restore`] needs. `held` are the vectors that a local APIC has, as requested or in service: a level-triggered
-    /// interrupt that none has any more was ended by its guest. KVM notes that with the vCPU, and reports it ([`Ioapic::eoi`]) when that
-    /// enters the guest again: where the vCPU goes on in another process, nobody would.
+    /// Saves the state for [`Ioapic::restore`]. `held` are the vectors that local APICs have
+    /// requested or in service. A level-triggered interrupt whose vector is not held was ended by
+    /// its guest. KVM notes that in the vCPU and reports it ([`Ioapic::eoi`]) when the vCPU next
+    /// enters the guest. In another process that report would be lost.
     pub fn save(&self, held: &Vectors) -> State {
         let mut state = self.lock().clone();
         let is_held = |vector: u8| held[usize::from(vector / 32)] >> (vector % 32) & 1 != 0;
@@ -132,7 +136,8 @@ impl Ioapic {
         state
     }
 
-    /// Takes over what [`Ioapic::save`] gave; KVM gets the routes, and what was ended while its line was asserted fires again.
+    /// Restores what [`Ioapic::save`] returned. Sets KVM's routes. A pin whose interrupt was ended
+    /// with its line asserted fires again.
     pub fn restore(&self, new: State) {
         let mut state = self.lock();
         *state = new;
@@ -174,7 +179,7 @@ impl Ioapic {
                 let written = (u64::from(value) << shift) & half & !READ_ONLY;
                 *entry = (*entry & (!half | READ_ONLY)) | written;
                 if *entry & LEVEL == 0 {
-                    // Only level-triggered pins have one.
+                    // Only level-triggered pins have a remote IRR.
                     *entry &= !REMOTE_IRR;
                 }
                 let pending = *entry & LEVEL != 0 && state.lines & (1 << pin) != 0;
@@ -193,8 +198,9 @@ impl Ioapic {
 }
 
 impl State {
-    /// Those of unmasked pins; and of masked ones that the guest has still to end, for KVM looks at the routes of
-    /// level-triggered interrupts to know which ends to report. No irqfd drives such a pin.
+    /// The messages of unmasked pins, and of masked pins whose interrupt the guest has not ended:
+    /// KVM uses the routes of level-triggered interrupts to decide which EOIs to report. No irqfd
+    /// drives such a pin.
     fn routes(&self) -> Routes {
         let routed = |entry: u64| entry & MASKED == 0 || entry & REMOTE_IRR != 0;
         self.redirection.map(|entry| routed(entry).then(|| Msi::of(entry)))
@@ -214,9 +220,9 @@ impl State {
     }
 }
 
-/// The registers as the guest reaches them.
+/// The registers' guest interface.
 impl Ioapic {
-    /// The guest reads `data.len()` bytes at `offset`.
+    /// Handles a read by the guest.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let state = self.lock();
         let value = match offset {
@@ -229,7 +235,7 @@ impl Ioapic {
         data[..n].copy_from_slice(&value.to_le_bytes()[..n]);
     }
 
-    /// The guest writes.
+    /// Handles a write by the guest.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let mut bytes = [0; 4];
         let n = data.len().min(4);
@@ -384,7 +390,7 @@ mod tests {
             let waits = u64::from(read(&copy, 0x1e)) & REMOTE_IRR != 0;
             assert_eq!(waits, !lowered);
         }
-        // Here it is still to come.
+        // Here the EOI has not happened yet.
         assert_ne!(u64::from(read(&ioapic, 0x1e)) & REMOTE_IRR, 0);
     }
 

@@ -1,8 +1,8 @@
-//! The interrupt controller, in one of two forms, and its saved state.
+//! The interrupt controller in one of two forms, and its saved state.
 //!
-//! *Split* (the default): KVM has the local APICs, [`crate::arch::ioapic`] is the I/O APIC, and there is no 8259 and
-//! no PIT, so that less of the host's kernel faces the guest. *Kernel*: KVM has all of it, with a PIT, for guests that know
-//! nothing newer.
+//! *Split* (the default): KVM has the local APICs, and [`crate::arch::ioapic`] is the I/O APIC.
+//! There is no 8259 and no PIT, so less of the host's kernel is exposed to the guest. *Kernel*: KVM
+//! has everything, including a PIT, for guests that need the old devices.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::arch::ioapic::{self, Ioapic, PINS, Vectors};
 use crate::arch::layout;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// Which form, as `--irqchip` names it.
+/// The form, as `--irqchip` names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
@@ -30,16 +30,16 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// That of a machine for which none is named.
+    /// The default.
     pub fn of_host() -> Self {
         Self::default()
     }
 }
 
-/// What vCPUs hold of interrupts, which the controller's state depends on: the vectors that their local APICs have.
+/// State in vCPUs on which the controller's state depends: the vectors in their local APICs.
 pub type HeldVectors = Vectors;
 
-/// The interrupt controller of a machine. vCPUs are made after it.
+/// The interrupt controller of a machine. vCPUs are created after it.
 pub struct Irqchip {
     vm: Arc<VmFd>,
     gsis: Arc<Gsis>,
@@ -47,7 +47,7 @@ pub struct Irqchip {
     ioapic: Option<Arc<Ioapic>>,
 }
 
-/// What of it outlives a migration.
+/// The state that a migration carries.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub enum State {
@@ -64,7 +64,7 @@ pub enum Error {
     #[error("{0}: {1}; try the other kind")]
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
     /// The state is of the other form.
-    #[error("the saved machine has the other interrupt controller; use the same")]
+    #[error("the saved machine has the other interrupt controller; use its --irqchip")]
     OtherMode,
 }
 
@@ -80,12 +80,12 @@ impl Diagnose for Error {
 const KERNEL_CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
 impl Irqchip {
-    /// Makes it.
+    /// Creates the controller.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn new(vm: &Arc<VmFd>, mode: Mode) -> Result<Self, Error> {
-        // Intel hosts need it for guests in real mode, and refuse to run without.
+        // Intel hosts need it for guests in real mode, and refuse to run without it.
         vm.set_tss_address(layout::KVM_TSS as usize).map_err(|e| Error::Ioctl("KVM_SET_TSS_ADDR", e))?;
         let gsis = Arc::new(Gsis::new(vm.clone()));
         let ioapic = match mode {
@@ -102,7 +102,7 @@ impl Irqchip {
             }
             Mode::Kernel => {
                 vm.create_irq_chip().map_err(|e| Error::Ioctl("KVM_CREATE_IRQCHIP", e))?;
-                // The speaker's port belongs to the PIT; nobody listens.
+                // The speaker's port belongs to the PIT. It is emulated without sound.
                 let config = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
                 vm.create_pit2(config).map_err(|e| Error::Ioctl("KVM_CREATE_PIT2", e))?;
                 None
@@ -111,7 +111,7 @@ impl Irqchip {
         Ok(Self { vm: vm.clone(), gsis, ioapic })
     }
 
-    /// All vCPUs, so many, have been made. From now on events can be [connected](Gsis::connect).
+    /// All vCPUs have been created. From now on events can be [connected](Gsis::connect).
     ///
     /// # Errors
     /// Never: local APICs come with their vCPUs.
@@ -119,41 +119,42 @@ impl Irqchip {
         Ok(())
     }
 
-    /// Where its registers are that KVM does not have, which belong on the memory bus: the first address and how many.
+    /// The memory range of registers emulated here, for the memory bus: first address and size.
     pub fn registers(&self) -> Option<(u64, u64)> {
         self.ioapic.as_ref().map(|_| (ioapic::BASE, ioapic::SIZE))
     }
 
-    /// The guest reads one of these registers.
+    /// Handles a read of one of these registers.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         if let Some(ioapic) = &self.ioapic {
             ioapic.read(offset, data);
         }
     }
 
-    /// The guest writes one of these registers.
+    /// Handles a write to one of these registers.
     pub fn write(&self, offset: u64, data: &[u8]) {
         if let Some(ioapic) = &self.ioapic {
             ioapic.write(offset, data);
         }
     }
 
-    /// Who has which interrupt.
+    /// The machine's interrupt numbers.
     pub fn gsis(&self) -> &Arc<Gsis> {
         &self.gsis
     }
 
-    /// The I/O APIC, where it is not KVM's.
+    /// The I/O APIC, unless KVM has it.
     pub fn ioapic(&self) -> Option<&Arc<Ioapic>> {
         self.ioapic.as_ref()
     }
 
-    /// Drives the line of interrupt `gsi`, one that no event is [connected](Gsis::connect) to.
+    /// Drives the line of interrupt `gsi`, which must not be [connected](Gsis::connect) to an
+    /// event.
     pub fn set_line(&self, gsi: u32, asserted: bool) {
         match &self.ioapic {
             Some(ioapic) if (gsi as usize) < PINS => ioapic.set_line(gsi as usize, asserted),
             Some(_) => {}
-            // It fails for a line that there is not.
+            // This fails only for a line that does not exist.
             None => drop(self.vm.set_irq_line(gsi, asserted)),
         }
     }
@@ -165,10 +166,10 @@ impl Irqchip {
         }
     }
 
-    /// What [`Irqchip::restore`] needs. `held`: see [`Ioapic::save`].
+    /// Saves the state for [`Irqchip::restore`]. `held`: see [`Ioapic::save`].
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn save(&self, held: &HeldVectors) -> Result<State, Error> {
         if let Some(ioapic) = &self.ioapic {
             return Ok(State::Split(ioapic.save(held)));
@@ -181,10 +182,10 @@ impl Irqchip {
         Ok(State::Kernel(Box::new((chips, pit))))
     }
 
-    /// Takes over what [`Irqchip::save`] gave.
+    /// Restores what [`Irqchip::save`] returned.
     ///
     /// # Errors
-    /// Where KVM refuses, or the state is of the other form.
+    /// KVM refuses, or the state is of the other form.
     pub fn restore(&self, state: State) -> Result<(), Error> {
         match (&self.ioapic, state) {
             (Some(ioapic), State::Split(state)) => {
@@ -202,7 +203,7 @@ impl Irqchip {
         }
     }
 
-    /// Nothing of it makes KVM write to guest memory; no message was lost.
+    /// Does nothing: no state makes KVM write to guest memory, and no message was lost.
     ///
     /// # Errors
     /// Never.

@@ -1,4 +1,4 @@
-//! x86-64: the physical layout, how its kernels are booted, what they are told, and the state of its vCPUs.
+//! x86-64: the physical layout, booting, ACPI tables, and the state of vCPUs.
 
 pub mod acpi;
 pub mod boot;

@@ -1,34 +1,36 @@
-//! Page tables in a guest's memory, walked without its vCPUs (Intel SDM vol. 3, 4.5): four or five levels of 512 entries.
+//! Guest page tables, walked without a vCPU (Intel SDM vol. 3, 4.5): four or five levels of 512
+//! entries.
 //!
-//! They are the guest's, and it may write anything there: every walk takes as many steps as there are levels, and reads nothing but
-//! what the caller finds for it.
+//! The guest may write anything to them. So every walk takes as many steps as there are levels, and
+//! reads only through the caller.
 
-/// An entry is there; it maps a page rather than a table; the address in it.
+/// Entry bits: present; page instead of table; the address.
 const PRESENT: u64 = 1;
 const IS_PAGE: u64 = 1 << 7;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 const PAGE: u64 = 1 << 12;
-/// CR3 has flags in its low bits.
+/// The address bits of CR3. Its low bits are flags.
 pub const ROOT: u64 = ADDRESS;
 
-/// A set of tables.
+/// A set of page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tables {
-    /// The guest-physical address of the first.
+    /// The guest-physical address of the root table.
     pub root: u64,
-    /// How many levels: 4 or 5.
+    /// The number of levels: 4 or 5.
     pub levels: u32,
 }
 
 impl Tables {
-    /// How much of the address space an entry of `level` (1 for the last) covers, in bytes.
+    /// Bytes of address space that an entry of `level` (1 for the last) covers.
     fn covers(level: u32) -> u64 {
         PAGE << (9 * (level - 1))
     }
 
-    /// The physical address of `at`, where `read` finds the word at a physical address; `None` where nothing is mapped.
+    /// The physical address of `at`; `None` if it is not mapped. `read` returns the word at a
+    /// physical address.
     pub fn walk(&self, at: u64, read: impl Fn(u64) -> Option<u64>) -> Option<u64> {
-        // Both halves are sign-extended: what is between them is no address.
+        // Both halves are sign-extended. Addresses between them are not canonical.
         let unused = 64 - (12 + 9 * self.levels);
         if (at as i64) << unused >> unused != at as i64 {
             return None;
@@ -48,8 +50,9 @@ impl Tables {
         None
     }
 
-    /// For each entry of the first table that maps an address of the upper half, the lowest address below it that is mapped, and where to; one
-    /// whose first tables lead nowhere is passed over.
+    /// For each entry of the root table in the upper half: the lowest linear address mapped through
+    /// its first present entries, and its physical address. An entry whose first tables lead
+    /// nowhere is skipped.
     pub fn upper_half(&self, read: impl Fn(u64) -> Option<u64>) -> Vec<(u64, u64)> {
         let covers = Self::covers(self.levels);
         let unused = 64 - (12 + 9 * self.levels);
@@ -79,7 +82,8 @@ mod tests {
 
     use super::*;
 
-    /// Tables that map 0xffff888000000000 on to 0 by a page of 1 GiB and 0xffffffff81000000 to 0x2000000 by one of 2 MiB and one of 4 KiB.
+    /// Tables that map 0xffff888000000000 to 0 with a 1 GiB page, and 0xffffffff81000000 to
+    /// 0x2000000 with a 2 MiB and a 4 KiB page.
     fn tables() -> HashMap<u64, u64> {
         HashMap::from([
             (0x1000 + 273 * 8, 0x2003),

@@ -1,4 +1,5 @@
-//! The registers with which the first vCPU enters a kernel. The others wait for INIT and SIPI, as on hardware.
+//! The registers with which the first vCPU enters a kernel. The others wait for INIT and SIPI, as
+//! on hardware.
 
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 use kvm_ioctls::VcpuFd;
@@ -8,7 +9,7 @@ use super::boot::{Entry, GDT, PAGE_TABLES};
 use super::cpuid::Setup;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// CR0: protected mode, numeric errors by exception, extension type (always 1), paging.
+/// CR0: protected mode, extension type (always 1), paging. CR4: physical address extension.
 const CR0_PE: u64 = 1;
 const CR0_ET: u64 = 1 << 4;
 const CR0_PG: u64 = 1 << 31;
@@ -18,7 +19,7 @@ const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 /// The bit of RFLAGS that is always 1.
 const RFLAGS: u64 = 1 << 1;
-/// Selectors: Linux's boot protocol wants code at 0x10 and data at 0x18.
+/// Selectors. Linux's boot protocol requires code at 0x10 and data at 0x18.
 const CODE: u16 = 0x10;
 const DATA: u16 = 0x18;
 const TASK: u16 = 0x20;
@@ -26,10 +27,10 @@ const TASK: u16 = 0x20;
 const EXECUTE_READ: u8 = 0xb;
 const READ_WRITE: u8 = 0x3;
 const BUSY_TSS: u8 = 0xb;
-/// IA32_MTRR_DEF_TYPE: MTRRs on, memory is write-back where none says otherwise.
+/// IA32_MTRR_DEF_TYPE: MTRRs enabled, write-back by default.
 const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 const MTRR_ON_WRITE_BACK: u64 = 1 << 11 | 6;
-/// IA32_MISC_ENABLE: fast string operations, which firmware switches on.
+/// IA32_MISC_ENABLE: fast string operations, which firmware enables.
 const MSR_MISC_ENABLE: u32 = 0x1a0;
 const FAST_STRINGS: u64 = 1;
 
@@ -53,10 +54,11 @@ impl Diagnose for Error {
     }
 }
 
-/// Sets what a vCPU begins with where a kernel is booted, on its own thread; `entry` for the one that enters the kernel.
+/// Sets the initial state of a vCPU that boots a kernel, on its own thread. `entry` is for the vCPU
+/// that enters the kernel.
 ///
 /// # Errors
-/// Where KVM refuses, or guest memory has no RAM at [`GDT`].
+/// KVM refuses, or guest memory has no RAM at [`GDT`].
 pub fn begin<M: GuestMemoryBackend>(
     vcpu: &VcpuFd,
     setup: &Setup,
@@ -67,10 +69,10 @@ pub fn begin<M: GuestMemoryBackend>(
     entry.map_or(Ok(()), |(entry, memory)| set(vcpu, entry, memory))
 }
 
-/// Makes `vcpu` start at `entry`, and writes the GDT that its segments come from.
+/// Makes `vcpu` start at `entry`, and writes the GDT of its segments.
 ///
 /// # Errors
-/// Where KVM refuses, or guest memory has no RAM at [`GDT`].
+/// KVM refuses, or guest memory has no RAM at [`GDT`].
 fn set<M: GuestMemoryBackend>(vcpu: &VcpuFd, entry: &Entry, memory: &M) -> Result<(), Error> {
     let (regs, sregs) = {
         let sregs = vcpu.get_sregs().map_err(|e| Error::Ioctl("KVM_GET_SREGS", e))?;
@@ -82,10 +84,10 @@ fn set<M: GuestMemoryBackend>(vcpu: &VcpuFd, entry: &Entry, memory: &M) -> Resul
     vcpu.set_regs(&regs).map_err(|e| Error::Ioctl("KVM_SET_REGS", e))
 }
 
-/// MSRs that firmware would have set, for every vCPU. A KVM without one of them leaves it out.
+/// Sets the MSRs that firmware would set, for every vCPU. MSRs that KVM lacks are skipped.
 ///
 /// # Errors
-/// Where KVM refuses the call as such.
+/// KVM refuses the call itself.
 fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     let pairs = [(MSR_MISC_ENABLE, FAST_STRINGS), (MSR_MTRR_DEF_TYPE, MTRR_ON_WRITE_BACK)];
     for (index, data) in pairs {
@@ -96,10 +98,10 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), Error> {
     Ok(())
 }
 
-/// The registers as a failure's report shows them.
+/// The registers as text for a failure's report.
 pub fn describe(vcpu: &VcpuFd) -> String {
     let (Ok(r), Ok(s)) = (vcpu.get_regs(), vcpu.get_sregs()) else {
-        return "registers: KVM does not give them".into();
+        return "registers: KVM cannot read them".into();
     };
     let segment = |g: &kvm_segment| {
         format!("{:04x} base {:x} limit {:x} dpl {} l {}", g.selector, g.base, g.limit, g.dpl, g.l)
@@ -144,7 +146,7 @@ pub fn describe(vcpu: &VcpuFd) -> String {
     )
 }
 
-/// What `entry` means; `sregs` are the vCPU's after reset.
+/// The registers for `entry`. `sregs` are the vCPU's after reset.
 fn registers(entry: &Entry, mut sregs: kvm_sregs) -> (kvm_regs, kvm_sregs) {
     let long = matches!(entry, Entry::Long { .. });
     let flat = |selector, type_, code: bool| kvm_segment {
@@ -184,7 +186,7 @@ fn registers(entry: &Entry, mut sregs: kvm_sregs) -> (kvm_regs, kvm_sregs) {
     (regs, sregs)
 }
 
-/// The descriptor of a segment as it stands in a GDT (Intel SDM vol. 3, figure 3-8).
+/// A segment's descriptor in a GDT (Intel SDM vol. 3, figure 3-8).
 fn descriptor(segment: &kvm_segment) -> u64 {
     let limit = u64::from(if segment.g == 1 { segment.limit >> 12 } else { segment.limit });
     let bit = |value: u8, at: u32| u64::from(value) << at;

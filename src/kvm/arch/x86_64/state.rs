@@ -1,19 +1,24 @@
-//! A vCPU's state: what a new process needs to carry on, in the order in which KVM can take it.
+//! A vCPU's state, in the order in which KVM can take it.
 //!
-//! Saving and restoring must happen while every vCPU is out of `KVM_RUN`, after pending I/O has been completed.
-//! The order of restoring matters: CPUID comes first (it decides which MSRs exist); SREGS brings the local
-//! APIC's base before its registers; the TSC comes before the deadline that is compared with it, and the deadline after
-//! the timer's mode; SET_REGS drops pending exceptions, so VCPU_EVENTS comes after it. Saving begins with MP_STATE,
-//! because asking for it may process a pending INIT or SIPI and so change the rest.
+//! Save and restore only while every vCPU is out of `KVM_RUN`, after pending I/O has completed.
 //!
-//! [`State::restore`] does not touch guest memory: KVM's own MSRs by which a guest has KVM write to its memory, and its page of the CR3
-//! cache, come with [`State::commit`], when nobody else runs on that memory.
+//! The order of restoring matters. CPUID comes first, because it decides which MSRs exist. SREGS
+//! sets the local APIC's base before its registers. The TSC comes before the deadline, which is
+//! compared with it, and the deadline after the timer's mode. SET_REGS drops pending exceptions, so
+//! VCPU_EVENTS comes after it. Saving begins with MP_STATE, because that may process a pending INIT
+//! or SIPI and change other state.
 //!
-//! Asking where a vCPU's page of the CR3 cache is empties it, so that no address of this host's memory leaves it: that has to be done
-//! before memory is saved, or harvested for the last time. Where the machine has no such cache what was registered elsewhere is
-//! forgotten. It must not be brought back later: without a cache the guest cannot say that it uses the page for something else now.
+//! [`State::restore`] does not touch guest memory. [`State::commit`] restores KVM's own MSRs that
+//! make KVM write to guest memory, and the vCPU's page of the CR3 cache, when no other process runs
+//! on that memory.
 //!
-//! The clock of the whole VM ([`super::clocks::Clock`]) is restored after all vCPUs, whose TSCs it is compared with.
+//! Reading the registration of a vCPU's CR3 cache page also empties the page, so that no host
+//! address leaves the host. That must happen before memory is saved, or collected for the last
+//! time. A destination without CR3 cache drops the registration. It must not be restored later:
+//! without a cache the guest cannot tell that it uses the page for something else now.
+//!
+//! The VM-wide clock ([`super::clocks::Clock`]) is restored after all vCPUs, because it is compared
+//! with their TSCs.
 
 use std::io;
 
@@ -36,26 +41,27 @@ use vellum_sys::plant::{self, Mistake};
 
 /// IA32_TSC_DEADLINE.
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
-/// The local APIC's registers of what is in service and of what is requested.
+/// The local APIC's in-service and request registers.
 const LAPIC_ISR: usize = 0x100;
 const LAPIC_IRR: usize = 0x200;
-/// The memory type ranges, which are in no list of KVM's: IA32_MTRR_PHYSBASE0 and its mask, and so on for eight ranges; the fixed
-/// ranges of 64, 16 and 4 KiB; IA32_MTRR_DEF_TYPE, which switches them on.
+/// The MTRRs, which KVM does not list: IA32_MTRR_PHYSBASE0 and its mask, and so on for eight
+/// ranges; the fixed ranges of 64, 16 and 4 KiB; IA32_MTRR_DEF_TYPE, which enables them.
 fn mtrrs() -> impl Iterator<Item = u32> {
     (0x200..0x210).chain([0x250, 0x258, 0x259]).chain(0x268..0x270).chain([0x2ff])
 }
 
-/// KVM's own MSRs (Documentation/virt/kvm/x86/msr.rst) that name guest memory to which KVM writes when they are set, or from then on:
-/// the wall clock and the system time, old numbers and new; page faults that are served later; stolen time; ends of interrupts.
+/// KVM's own MSRs (Documentation/virt/kvm/x86/msr.rst) with the address of guest memory to which
+/// KVM writes, when they are set or from then on: wall clock and system time, old numbers and new;
+/// asynchronous page faults; steal time; EOI.
 const WRITING: [u32; 7] = [0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04];
 
-/// CR4.VMXE and EFER.SVME: the guest has switched on what a hypervisor needs.
+/// CR4.VMXE and EFER.SVME: the guest has enabled virtualization.
 const CR4_VMXE: u64 = 1 << 13;
 const EFER_SVME: u64 = 1 << 12;
 /// More MSRs than KVM has.
 const MAX_MSRS: usize = 4096;
 
-/// What of a vCPU outlives a migration. Fields are KVM's structures, in the order of restoring.
+/// The state that a migration carries: KVM's structures, in the order of restoring.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -65,16 +71,17 @@ pub struct State {
     tsc: Tsc,
     regs: kvm_regs,
     sregs: kvm_sregs,
-    /// What SREGS2 has beyond SREGS: flags and the PDPTRs; none where the saving KVM was older than 5.14.
+    /// The additional parts of SREGS2: flags and PDPTRs. None if the saving KVM was older than
+    /// 5.14.
     sregs2: Option<(u64, [u64; 4])>,
     xcrs: kvm_xcrs,
     xsave: Vec<u32>,
     debugregs: kvm_debugregs,
     lapic: Option<kvm_lapic_state>,
-    /// (index, value), the TSC's deadline last.
+    /// (index, value), the TSC deadline last.
     msrs: Vec<(u32, u64)>,
     events: kvm_vcpu_events,
-    /// Where its page of the CR3 cache is, if the guest has registered one.
+    /// The registered page of the CR3 cache, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cr3_cache: Option<Registration>,
 }
@@ -85,9 +92,9 @@ pub enum Error {
     /// An ioctl failed.
     #[error("{call} of the vCPU's state: {source}")]
     Ioctl {
-        /// Its name.
+        /// The ioctl.
         call: &'static str,
-        /// What KVM said.
+        /// KVM's error.
         source: io::Error,
     },
     /// KVM refuses an MSR's value.
@@ -95,34 +102,34 @@ pub enum Error {
         "MSR {index:#x} cannot be set to {value:#x}; is the destination's CPU or KVM older than the source's?"
     )]
     Msr {
-        /// Its number.
+        /// The MSR's number.
         index: u32,
         /// The saved value.
         value: u64,
     },
-    /// KVM has an MSR that every processor has, and this one has not.
+    /// KVM lacks an MSR that every processor has.
     #[error("this KVM has no MSR {index:#x}")]
     Absent {
-        /// Its number.
+        /// The MSR's number.
         index: u32,
     },
-    /// The guest's TSC would run at another speed.
+    /// The guest's TSC would run at another frequency.
     #[error(
-        "the guest's TSC has {saved} kHz and those of guests here have {here} kHz, which this host cannot scale; use a host \
+        "the guest's TSC has {saved} kHz, guests here have {here} kHz, and this host cannot scale TSCs; use a host \
          whose TSC is within 250 ppm of the guest's, one that scales TSCs, or allow the difference"
     )]
     TscFrequency {
-        /// What the guest was promised.
+        /// The guest's frequency in kHz.
         saved: u32,
-        /// What it would have here.
+        /// This host's frequency in kHz.
         here: u32,
     },
     /// The guest runs guests.
     #[error(
-        "the guest uses hardware virtualization itself, whose state is not saved; end what runs in it first"
+        "the guest itself uses hardware virtualization, whose state cannot be saved; end its guests first"
     )]
     Nested,
-    /// A state that no vCPU can have had.
+    /// An invalid state.
     #[error("the saved vCPU has {0}; the file is damaged or from another version")]
     Implausible(&'static str),
 }
@@ -137,7 +144,7 @@ pub(super) fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, 
     result.map_err(|source| Error::Ioctl { call, source: source.into() })
 }
 
-/// What of this host's KVM saving and restoring depends on; asked once per machine.
+/// KVM capabilities on which saving and restoring depends; queried once a machine.
 #[derive(Clone, Debug)]
 pub struct Context {
     /// The MSRs that KVM can save.
@@ -145,21 +152,21 @@ pub struct Context {
     xsave: XsaveSize,
     has_irqchip: bool,
     has_nested: bool,
-    /// Whether the host's CPU has XSAVE, and with it XCR0.
+    /// Whether the host's CPU has XSAVE, and thereby XCR0.
     has_xcrs: bool,
     /// Whether the machine's vCPUs have CR3 caches.
     pub has_cr3_cache: bool,
     /// Whether a guest's TSC can have another frequency than the host's.
     pub scales_tsc: bool,
-    /// Whether a guest whose TSC has another frequency, which this host cannot give it, is taken nonetheless.
+    /// Whether a guest is accepted whose TSC frequency this host cannot provide.
     pub allows_other_tsc: bool,
 }
 
 impl Context {
-    /// Asks KVM. `has_irqchip`: whether vCPUs have local APICs in KVM.
+    /// Queries KVM. `has_irqchip` says whether vCPUs have local APICs in KVM.
     ///
     /// # Errors
-    /// Where the list of MSRs cannot be had.
+    /// KVM does not list its MSRs.
     pub fn new(kvm: &Kvm, vm: &VmFd, has_irqchip: bool) -> Result<Self, Error> {
         let mut msrs = call("KVM_GET_MSR_INDEX_LIST", kvm.get_msr_index_list())?.as_slice().to_vec();
         if !plant::is(Mistake::NoMtrrs) {
@@ -187,10 +194,10 @@ impl Context {
 }
 
 impl State {
-    /// Reads it from KVM.
+    /// Reads the state from KVM.
     ///
     /// # Errors
-    /// Where an ioctl fails.
+    /// An ioctl fails.
     pub fn save(vcpu: &VcpuFd, context: &Context) -> Result<Self, Error> {
         let mp_state = call("KVM_GET_MP_STATE", vcpu.get_mp_state())?;
         let sregs = call("KVM_GET_SREGS", vcpu.get_sregs())?;
@@ -226,7 +233,7 @@ impl State {
         })
     }
 
-    /// The vectors that its local APIC has, as requested or in service (Intel SDM vol. 3, 12.8.4).
+    /// The vectors that the local APIC has requested or in service (Intel SDM vol. 3, 12.8.4).
     fn vectors(&self) -> Vectors {
         let Some(lapic) = &self.lapic else { return Vectors::default() };
         let word = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| lapic.regs[at + byte] as u8));
@@ -234,17 +241,19 @@ impl State {
         std::array::from_fn(|at| word(LAPIC_ISR + 16 * at) | word(LAPIC_IRR + 16 * at))
     }
 
-    /// How the TSCs of this vCPU and of the others go on, asked of the machine's first vCPU. Its TSC has its frequency from now on.
+    /// Computes how the TSCs of this vCPU and the others continue. Called for the machine's first
+    /// vCPU. Sets its TSC frequency.
     ///
     /// # Errors
-    /// Where an ioctl fails, or this host does not have that frequency.
+    /// An ioctl fails, or this host cannot provide that frequency.
     pub fn onward(&self, vcpu: &VcpuFd, context: &Context, meanwhile: ClockPolicy) -> Result<Onward, Error> {
         let khz = self.set_tsc_khz(vcpu, context)?;
         self.tsc.onward(vcpu, khz, meanwhile)
     }
 
-    /// Has the guest's TSC run at its saved frequency, and returns the one that it has then. Where this host cannot scale TSCs and
-    /// the difference is allowed, KVM imitates a higher frequency by jumps, and refuses a lower one: the guest's has the host's then.
+    /// Sets the guest's TSC to its saved frequency, and returns the resulting one. On a host that
+    /// cannot scale, with the difference allowed, KVM emulates a higher frequency by jumps. It
+    /// refuses a lower one, so the guest's TSC then has the host's.
     fn set_tsc_khz(&self, vcpu: &VcpuFd, context: &Context) -> Result<u32, Error> {
         let here = call("KVM_GET_TSC_KHZ", vcpu.get_tsc_khz())?;
         let khz = self.tsc_khz.unwrap_or(here);
@@ -258,11 +267,11 @@ impl State {
         }
     }
 
-    /// Gives it to KVM, to a vCPU that has not run, beside what makes KVM write to guest memory: that is for [`State::commit`].
-    /// `onward` is what the machine's first vCPU said.
+    /// Writes the state to a KVM vCPU that has not run, except for state that makes KVM write to
+    /// guest memory: [`State::commit`] does that. `onward` comes from the machine's first vCPU.
     ///
     /// # Errors
-    /// Where an ioctl fails, or the state is not one that `save` can have given.
+    /// An ioctl fails, or the state is invalid.
     pub fn restore(
         &self,
         vcpu: &VcpuFd,
@@ -283,7 +292,7 @@ impl State {
             return Err(Error::Implausible("a page of the CR3 cache that no guest can have registered"));
         }
         if self.lapic.is_some() != context.has_irqchip {
-            return Err(Error::Implausible("a local APIC where there is none, or none where there is one"));
+            return Err(Error::Implausible("a local APIC that this machine lacks, or lacks one"));
         }
         let cpuid =
             CpuId::from_entries(&self.cpuid).map_err(|_| Error::Implausible("too many CPUID entries"))?;
@@ -295,13 +304,14 @@ impl State {
             Some(more) => call("KVM_SET_SREGS2", kvm_vcpu::set_sregs2(vcpu, &self.sregs2(more)))?,
             None => call("KVM_SET_SREGS", vcpu.set_sregs(&self.sregs))?,
         }
-        // A CPU without XSAVE has no XCR0. A guest that fits there is not shown it, and has never changed its own.
+        // A CPU without XSAVE has no XCR0. A guest that fits such a CPU does not see XSAVE, and has
+        // never changed its XCR0.
         if context.has_xcrs {
             call("KVM_SET_XCRS", vcpu.set_xcrs(&self.xcrs))?;
         }
         call("KVM_SET_XSAVE", kvm_vcpu::set_xsave(vcpu, context.xsave, &self.xsave))?;
         call("KVM_SET_DEBUGREGS", vcpu.set_debug_regs(&self.debugregs))?;
-        // The timer of the local APIC and the TSC's deadline look at it.
+        // The local APIC's timer and the TSC deadline depend on the TSC.
         self.tsc.restore(vcpu, khz, onward, meanwhile)?;
         let deadline_first = plant::is(Mistake::DeadlineBeforeLapic);
         if deadline_first {
@@ -322,7 +332,7 @@ impl State {
     /// Gives KVM what [`State::restore`] held back. From now on KVM writes to guest memory.
     ///
     /// # Errors
-    /// Where an ioctl fails.
+    /// An ioctl fails.
     pub fn commit(&self, vcpu: &VcpuFd, context: &Context) -> Result<(), Error> {
         if let Some(registered) = self.cr3_cache.filter(|_| context.has_cr3_cache) {
             call("KVM_SET_CR3_CACHE", cr3_cache::set(vcpu, &registered))?;
@@ -330,7 +340,7 @@ impl State {
         set_msrs(vcpu, &self.msrs(true))
     }
 
-    /// The MSRs that have KVM write to guest memory, or the others.
+    /// The MSRs that make KVM write to guest memory, or the others.
     fn msrs(&self, writing: bool) -> Vec<(u32, u64)> {
         let of = |(index, _): &&(u32, u64)| WRITING.contains(index) == writing;
         self.msrs.iter().filter(of).copied().collect()
@@ -362,7 +372,7 @@ impl State {
     }
 }
 
-/// What all of a machine's vCPUs hold of interrupts.
+/// The vCPUs' state on which the interrupt controller depends.
 pub fn held(vcpus: &[State]) -> HeldVectors {
     vcpus
         .iter()
@@ -370,16 +380,18 @@ pub fn held(vcpus: &[State]) -> HeldVectors {
         .fold(HeldVectors::default(), |all, of| std::array::from_fn(|at| all[at] | of[at]))
 }
 
-/// Whether the guest uses virtualization, by its registers, the flags of its nested state and whether there is more than flags.
+/// Whether the guest uses virtualization, judged by its registers, the flags of its nested state
+/// and whether there is data beyond the flags.
 fn is_nested(sregs: &kvm_sregs, flags: u32, data: bool) -> bool {
     let gif = flags & KVM_STATE_NESTED_GIF_SET != 0;
-    // Between VMXON and VMXOFF, and under SVM while interrupts are held off altogether, there need not be more.
+    // Between VMXON and VMXOFF, and with SVM while interrupts are held off completely, there may be
+    // no data.
     data || flags & !KVM_STATE_NESTED_GIF_SET != 0
         || sregs.cr4 & CR4_VMXE != 0
         || sregs.efer & EFER_SVME != 0 && !gif
 }
 
-/// Whether KVM takes such a registration where there is memory.
+/// Whether KVM accepts such a registration, given memory at its address.
 fn is_possible(registered: &Registration) -> bool {
     let Registration { gpa, section, section_len } = *registered;
     gpa % PAGE_SIZE == 0
@@ -387,7 +399,7 @@ fn is_possible(registered: &Registration) -> bool {
         && section.checked_add(section_len).is_some()
 }
 
-/// Reads what of `indices` this vCPU has, in the order in which it can be set.
+/// Reads those of `indices` that this vCPU has, in an order in which they can be set.
 fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<(u32, u64)>, Error> {
     let mut got = Vec::with_capacity(indices.len());
     let mut rest = indices;
@@ -397,7 +409,7 @@ fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<(u32, u64)>, Error> {
         let mut msrs = Msrs::from_entries(&entries).map_err(|_| Error::Implausible("too many MSRs"))?;
         let n = call("KVM_GET_MSRS", vcpu.get_msrs(&mut msrs))?.min(rest.len());
         got.extend(msrs.as_slice()[..n].iter().map(|e| (e.index, e.data)));
-        // KVM stops at the first that this vCPU does not have.
+        // KVM stops at the first MSR that this vCPU lacks.
         rest = rest.get(n + 1..).unwrap_or(&[]);
     }
     got.sort_by_key(|(index, _)| *index == MSR_TSC_DEADLINE);
@@ -412,8 +424,9 @@ fn set_msrs(vcpu: &VcpuFd, all: &[(u32, u64)]) -> Result<(), Error> {
         let msrs = Msrs::from_entries(&entries).map_err(|_| Error::Implausible("too many MSRs"))?;
         let n = call("KVM_SET_MSRS", vcpu.set_msrs(&msrs))?.min(rest.len());
         rest = &rest[n..];
-        // Some can be read but not set; that is no loss where the value is there already. Neither is one that this KVM does not have at
-        // all where it was zero, as at reset: kernels differ in which MSRs they list for guests whose CPUID has no use for them.
+        // Some MSRs are read-only. That is no error if they already have the value. An MSR that
+        // this KVM lacks is no error if its value was zero, as at reset: kernels differ in the MSRs
+        // they list for guests whose CPUID does not use them.
         if let Some(&(index, value)) = rest.first() {
             let entry = kvm_msr_entry { index, ..Default::default() };
             let mut one = Msrs::from_entries(&[entry]).map_err(|_| Error::Implausible("too many MSRs"))?;

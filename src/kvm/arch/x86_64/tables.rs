@@ -1,4 +1,5 @@
-//! What tells a kernel which devices there are: ACPI's tables ([`super::acpi`]), written before the kernel is loaded.
+//! ACPI tables ([`super::acpi`]) tell a kernel its devices. They are written before the kernel is
+//! loaded.
 
 use std::ops::Range;
 
@@ -14,14 +15,14 @@ use crate::arch::fixed::{Parts, Virtio};
 pub struct Tables {
     /// The guest-physical address of the RSDP.
     pub rsdp: u64,
-    /// The configuration spaces of PCI, which the memory map reserves, where there is PCI.
+    /// PCI's configuration spaces, which the memory map reserves, if there is PCI.
     pub ecam: Option<Range<u64>>,
 }
 
-/// Writes those of a machine of `parts`.
+/// Writes the tables of a machine of `parts`.
 ///
 /// # Errors
-/// Where they do not fit, or guest memory has no RAM below 1 MiB.
+/// They do not fit, or guest memory has no RAM below 1 MiB.
 pub fn prepare<M: GuestMemoryBackend>(memory: &M, parts: Parts<Mode>) -> Result<Tables, Error> {
     let rsdp = acpi::write(memory, 0..parts.cpus, &parts.virtio, parts.vmgenid)?;
     let ecam = match parts.virtio {

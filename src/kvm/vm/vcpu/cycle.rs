@@ -1,19 +1,21 @@
-//! What a vCPU's thread does next, as a state machine without a thread or KVM.
+//! Decides what a vCPU's thread does next: a state machine without a thread or KVM.
 //!
 //! ```text
 //!                  Run                        Pause                     nothing left
 //!   Wait --------------------> Enter ------------------> Complete -------------------------> Wait
 //! ```
 //!
-//! Whoever is to run may have to sleep first, as often as it is told: it is neither in the guest nor does it wait for a command then.
+//! A throttled vCPU sleeps before it enters the guest. It is then neither in the guest nor waiting
+//! for a command.
 //!
-//! An MMIO or port access that the VMM has served is half done until `KVM_RUN` is called again; with immediate_exit that
-//! completes it and enters no guest (api.rst, KVM_RUN). What KVM hands over in parts ends with the next part, until a call
-//! returns `EINTR`: only then is a vCPU's state whole.
+//! An MMIO or port access that the VMM has served is only half done until the next `KVM_RUN`. With
+//! immediate_exit, that call completes the access without entering the guest (api.rst, KVM_RUN). An
+//! access that KVM reports in parts continues with its next part, until a call returns `EINTR`.
+//! Only then is a vCPU's state complete.
 
 use crate::vm::lifecycle::Exit;
 
-/// What the thread has been told.
+/// The command given to the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Command {
@@ -37,44 +39,44 @@ impl Command {
 pub enum Flow {
     /// Enter the guest again.
     Continue,
-    /// Pause by itself, until somebody resumes it.
+    /// Pause until resumed.
     Pause,
-    /// The guest is over.
+    /// The guest has ended.
     Stop(Exit),
 }
 
-/// What the thread does.
+/// The thread's next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// `KVM_RUN`.
     Enter,
-    /// It sleeps, until its nap is over or it has been told something else.
+    /// Sleep until the nap ends or another command comes.
     Throttle,
     /// `KVM_RUN` with immediate_exit.
     Complete,
-    /// It says that it is paused, and waits for another command.
+    /// Report the pause, and wait for another command.
     Wait,
-    /// It is over.
+    /// End the loop.
     End,
 }
 
-/// What a `KVM_RUN` came to.
+/// The result of a `KVM_RUN`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Returned {
-    /// An exit, and what its handler says.
+    /// An exit, and its handler's decision.
     Exit(Flow),
-    /// This error.
+    /// An errno.
     Error(i32),
 }
 
-/// What follows from that.
+/// What follows from the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum After {
-    /// The next step, by the command.
+    /// The next step depends on the command.
     Next,
-    /// The same, but the vCPU was interrupted: it may enter again.
+    /// Like `Next`, but the vCPU was interrupted: it may enter again.
     Interrupted,
-    /// It pauses itself, unless it has been told something else meanwhile.
+    /// The vCPU pauses itself, unless another command came meanwhile.
     PauseItself,
     /// The guest has ended.
     Ended(Exit),
@@ -82,17 +84,17 @@ pub(super) enum After {
     Failed,
 }
 
-/// Where the thread is.
+/// The thread's state.
 #[derive(Debug, Default)]
 pub(super) struct Cycle {
-    /// Whether an access may be half done in KVM. Nothing is before the first entry.
+    /// Whether an access may be half done in KVM. Before the first entry none is.
     unfinished: bool,
     /// Whether the last step was [`Step::Complete`].
     completing: bool,
 }
 
 impl Cycle {
-    /// The next step under `command`, for a vCPU that is to sleep or not.
+    /// The next step under `command`. `throttled` means that the vCPU shall sleep.
     pub fn next(&mut self, command: Command, throttled: bool) -> Step {
         let step = match command {
             Command::Run if throttled => Step::Throttle,
@@ -106,11 +108,11 @@ impl Cycle {
         step
     }
 
-    /// What follows from what a `KVM_RUN` came to.
+    /// Decides what follows from the result of a `KVM_RUN`.
     pub fn returned(&mut self, returned: Returned) -> After {
         match returned {
             Returned::Exit(Flow::Stop(exit)) => After::Ended(exit),
-            // It has been told to pause already.
+            // It has already been told to pause.
             Returned::Exit(_) if self.completing => After::Next,
             Returned::Exit(Flow::Continue) => After::Next,
             Returned::Exit(Flow::Pause) => After::PauseItself,
@@ -118,7 +120,7 @@ impl Cycle {
                 self.unfinished = false;
                 After::Next
             }
-            // The second is what KVM says after a vCPU that waited for INIT or SIPI was woken.
+            // KVM returns EAGAIN after a vCPU that waited for INIT or SIPI was woken.
             Returned::Error(libc::EINTR | libc::EAGAIN) if !self.completing => After::Interrupted,
             Returned::Error(_) => After::Failed,
         }
@@ -132,7 +134,7 @@ mod tests {
     const GO_ON: Returned = Returned::Exit(Flow::Continue);
     const INTERRUPTED: Returned = Returned::Error(libc::EINTR);
 
-    /// A vCPU that has been in the guest and is told to pause.
+    /// A vCPU that was in the guest and is told to pause.
     fn pausing() -> Cycle {
         let mut cycle = Cycle::default();
         assert_eq!(cycle.next(Command::Run, false), Step::Enter);
@@ -152,11 +154,12 @@ mod tests {
     fn a_nap_comes_before_the_guest_and_after_any_other_command() {
         let mut cycle = Cycle::default();
         assert_eq!(cycle.next(Command::Run, true), Step::Throttle);
-        // It has not been in the guest: nothing is half done.
+        // It was not in the guest: nothing is half done.
         assert_eq!(cycle.next(Command::Pause, true), Step::Wait);
         assert_eq!(cycle.next(Command::Run, false), Step::Enter);
         assert_eq!(cycle.returned(INTERRUPTED), After::Interrupted);
-        // It has: an access is completed before it pauses, whether it has slept or not.
+        // It was in the guest: an access is completed before the pause, whether it has slept or
+        // not.
         assert_eq!(cycle.next(Command::Run, true), Step::Throttle);
         assert_eq!(cycle.next(Command::Pause, true), Step::Complete);
         assert_eq!(cycle.returned(INTERRUPTED), After::Next);
@@ -180,7 +183,7 @@ mod tests {
         }
         assert_eq!(cycle.returned(INTERRUPTED), After::Next);
         assert_eq!(cycle.next(Command::Pause, false), Step::Wait);
-        // Paused again without having run: there is still nothing to complete.
+        // Paused again without running: still nothing to complete.
         assert_eq!(cycle.next(Command::Pause, false), Step::Wait);
         assert_eq!(cycle.next(Command::Run, false), Step::Enter);
         assert_eq!(cycle.returned(GO_ON), After::Next);

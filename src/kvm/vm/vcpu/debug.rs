@@ -1,9 +1,10 @@
-//! A debugger's hold on vCPUs: who has run into what it planted, which vCPUs are kept back while another takes a step, and the way to a
-//! paused vCPU's registers.
+//! A debugger's control of vCPUs: which breakpoints they hit, which vCPUs are held back while
+//! another steps, and access to a paused vCPU's registers.
 //!
-//! A vCPU that runs into a breakpoint pauses itself, as on any other exit that asks for that, and wakes the event loop. What KVM hands out
-//! because a debugger is there, but is the guest's own (an `int3` of its own code, a single step of its own debugger), is given back
-//! to it by the thread that got it: nobody else is stopped for that.
+//! A vCPU that hits a breakpoint pauses itself, as on any other exit with that result, and wakes
+//! the event loop. KVM also reports debug exits that belong to the guest (an `int3` of its own
+//! code, a single step of its own debugger). The vCPU's thread injects those into the guest. No
+//! other vCPU is stopped for them.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
@@ -17,23 +18,23 @@ use vmm_sys_util::eventfd::EventFd;
 use super::{Error, Shared, Vcpu};
 use vellum_sys::kvm_debug::{Met, gives_back, met};
 
-/// The hardware breakpoints that there are, in DR0 to DR3; DR6 has a bit for each.
+/// The number of hardware breakpoints, in DR0 to DR3. DR6 has a bit for each.
 pub const SLOTS: usize = 4;
 
-/// Where a vCPU has stopped for its debugger.
+/// A stop of a vCPU for its debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trap {
-    /// Which.
+    /// The vCPU.
     pub vcpu: usize,
-    /// Whether it was a breakpoint in its code.
+    /// Whether it was a software breakpoint.
     pub planted: bool,
     /// The linear address of its instruction.
     pub pc: u64,
-    /// DR6: which hardware breakpoints it has met.
+    /// DR6: the hardware breakpoints that were hit.
     pub dr6: u64,
 }
 
-/// What the vCPUs of a machine that is debugged share with its debugger.
+/// State shared by a debugged machine's vCPUs and its debugger.
 #[derive(Debug)]
 pub struct Traps {
     planted: Mutex<BTreeSet<u64>>,
@@ -48,12 +49,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Traps {
-    /// None, for vCPUs that signal `wake` when one of them has met one.
+    /// No breakpoints yet, for vCPUs that signal `wake` when one is hit.
     pub fn new(wake: Arc<EventFd>) -> Self {
         Self { planted: Mutex::default(), watched: AtomicU8::new(0), met: Mutex::default(), wake }
     }
 
-    /// Has the breakpoint instruction at the linear address `at` be the debugger's, or no longer.
+    /// Adds or removes the debugger's breakpoint instruction at the linear address `at`.
     pub fn plant(&self, at: u64, planted: bool) {
         let mut all = lock(&self.planted);
         if planted {
@@ -63,57 +64,58 @@ impl Traps {
         };
     }
 
-    /// Has these hardware breakpoints, a bit each, be the debugger's.
+    /// Sets the debugger's hardware breakpoints, a bit each.
     pub fn watch(&self, slots: u8) {
         self.watched.store(slots, Ordering::SeqCst);
     }
 
-    /// The first that has been met and not been told yet.
+    /// Takes the first unreported stop.
     pub fn next(&self) -> Option<Trap> {
         lock(&self.met).pop_front()
     }
 
-    /// Whether one has been met and not been told yet.
+    /// Whether there is an unreported stop.
     pub fn any(&self) -> bool {
         !lock(&self.met).is_empty()
     }
 
-    /// Forgets those that will be met again: a vCPU that stands before a breakpoint has done nothing that could be lost.
+    /// Drops stops that will occur again. That loses nothing: a vCPU before a breakpoint has not
+    /// executed it.
     pub fn forget(&self, again: impl Fn(&Trap) -> bool) {
         lock(&self.met).retain(|trap| !again(trap));
     }
 
     fn meet(&self, trap: Trap) {
         lock(&self.met).push_back(trap);
-        // It can only fail by overflowing, and then it is signalled anyway.
+        // The write can only fail on overflow, and then the eventfd is signalled anyway.
         let _ = self.wake.write(1);
     }
 }
 
-/// A handle on the vCPUs of a machine, for its debugger. It keeps no vCPU alive.
+/// A debugger's handle to the vCPUs of a machine. It keeps no vCPU alive.
 #[derive(Clone)]
 pub struct VcpusDebugHandle(Vec<Arc<Shared>>);
 
 impl VcpusDebugHandle {
-    /// One for `vcpus`.
+    /// A handle to `vcpus`.
     pub fn new(vcpus: &[Vcpu]) -> Self {
         Self(vcpus.iter().map(|vcpu| vcpu.shared.clone()).collect())
     }
 
-    /// How many vCPUs there are.
+    /// The number of vCPUs.
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Has what they meet be told to `traps` from now on. Once, before they run.
+    /// Reports stops to `traps` from now on. Called once, before the vCPUs run.
     pub fn attach(&self, traps: &Arc<Traps>) {
         self.0.iter().for_each(|shared| drop(shared.traps.set(traps.clone())));
     }
 
-    /// Runs `call` on the thread of vCPU `index` while it is paused, and returns what it returns.
+    /// Runs `call` on the thread of vCPU `index` while it is paused, and returns its result.
     ///
     /// # Errors
-    /// Where it has exited or there is no such vCPU.
+    /// The vCPU has exited or does not exist.
     pub fn with<R: Send + 'static>(
         &self,
         index: usize,
@@ -122,18 +124,19 @@ impl VcpusDebugHandle {
         self.0.get(index).ok_or(Error::Gone(index))?.begin(call)?.wait()
     }
 
-    /// Keeps vCPU `index` from running when its machine is resumed, or no longer. While it is paused.
+    /// Holds vCPU `index` back when its machine is resumed, or no longer. Called while it is
+    /// paused.
     pub fn park(&self, index: usize, parked: bool) {
         if let Some(shared) = self.0.get(index) {
             shared.parked.store(parked, Ordering::SeqCst);
         }
     }
 
-    /// Has vCPU `index`, which is paused, be debugged in this way from now on. KVM is asked where that is another way than before: a
-    /// debugger that only looks changes nothing.
+    /// Sets the debug mode of vCPU `index`, which is paused. KVM is called only if the mode
+    /// changes, so a debugger that only reads state changes nothing.
     ///
     /// # Errors
-    /// Where KVM refuses it, or the vCPU has exited.
+    /// KVM refuses, or the vCPU has exited.
     pub fn set(&self, index: usize, debug: kvm_guest_debug) -> Result<Result<(), kvm_ioctls::Error>, Error> {
         let shared = self.0.get(index).ok_or(Error::Gone(index))?;
         let before = std::mem::replace(&mut shared.lock().debug, debug);
@@ -150,20 +153,20 @@ impl VcpusDebugHandle {
 
 impl fmt::Debug for VcpusDebugHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reins").field("vcpus", &self.0.len()).finish()
+        f.debug_struct("VcpusDebugHandle").field("vcpus", &self.0.len()).finish()
     }
 }
 
-/// Whose a debug exit is.
+/// The owner of a debug exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Whose {
-    /// The debugger's: it has been told.
+    /// The debugger. It has been told.
     Debugger,
-    /// The guest's, which is to have it by this flag of KVM_SET_GUEST_DEBUG.
+    /// The guest. This flag of KVM_SET_GUEST_DEBUG injects the exception.
     Guest(u32),
 }
 
-/// Whose `exit` is, where it is a debug exit of a vCPU that has a debugger.
+/// The owner of `exit`, if it is a debug exit of a vCPU with a debugger.
 pub(super) fn whose(shared: &Shared, exit: &VcpuExit<'_>) -> Option<Whose> {
     let Met { planted, pc, dr6 } = met(exit)?;
     let traps = shared.traps.get()?;
@@ -181,13 +184,13 @@ pub(super) fn whose(shared: &Shared, exit: &VcpuExit<'_>) -> Option<Whose> {
     Some(Whose::Debugger)
 }
 
-/// Gives an exception back to the guest that is its own.
+/// Injects the guest's own exception.
 pub(super) fn give_back(shared: &Shared, fd: &VcpuFd, flag: u32) {
     let mut debug = shared.lock().debug;
     debug.control |= flag;
     if let Err(error) = fd.set_guest_debug(&debug) {
-        // It has another exception to deliver first, and will come to the instruction again.
-        tracing::debug!("vCPU {}: an exception of the guest's own: {error}", shared.index);
+        // The guest has another exception to take first, and will reach the instruction again.
+        tracing::debug!("vCPU {}: cannot inject the guest's own exception: {error}", shared.index);
     }
 }
 

@@ -1,7 +1,8 @@
 //! vCPU threads.
 //!
-//! Here is what others see of one: [`Vcpu`]. What the thread does is `run.rs`'s, what it does next `cycle.rs`'s, and how time is taken
-//! from it `throttle.rs`'s. Each vCPU is a thread around `KVM_RUN` and a small state machine that others move by a command:
+//! [`Vcpu`] is the handle to one. `run.rs` has the thread's loop, `cycle.rs` decides its next step,
+//! `throttle.rs` makes it sleep. Each vCPU is a thread around `KVM_RUN` and a small state machine,
+//! controlled by commands:
 //!
 //! ```text
 //!            Resume                    the guest ended, or Stop
@@ -10,8 +11,9 @@
 //!      +------------------+  Pause: kicked by a signal, acknowledged by the thread
 //! ```
 //!
-//! What an exit *means* is not decided here: the loop hands it to a closure (`guests/` rings doorbells, a machine with
-//! devices asks its bus) and obeys the [`Flow`] that comes back. What a debugger has to do with it is `debug.rs`'s.
+//! The *meaning* of an exit is not decided here: the loop passes it to a closure (workload guests
+//! ring doorbells, a machine with devices asks its bus) and obeys the returned [`Flow`]. `debug.rs`
+//! handles debug exits.
 
 mod cycle;
 mod debug;
@@ -44,44 +46,45 @@ pub use cycle::Flow;
 pub use debug::{SLOTS, Trap, Traps, VcpusDebugHandle};
 pub use throttle::Throttle;
 
-/// Where a vCPU is.
+/// The state of a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunState {
     /// Out of `KVM_RUN`, with nothing pending in KVM: its state can be read and changed.
     Paused,
     /// In its loop.
     Running,
-    /// Its loop is over.
+    /// Its loop has ended.
     Exited,
 }
 
-/// How long a vCPU may take to acknowledge a command before that is reported: far beyond any scheduling delay.
+/// How long a vCPU may take to acknowledge a command before that is an error: far beyond any
+/// scheduling delay.
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often whoever waits for one asks whether there is still hope.
+/// How often a waiting caller checks whether waiting still makes sense.
 const ASKING: Duration = Duration::from_millis(100);
 
-/// Why a vCPU thread could not be had or did not obey.
+/// Why a vCPU thread cannot be created or did not obey.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The host refuses another thread.
     #[error("cannot start the thread of vCPU {0}: {1}; raise the limit on processes (ulimit -u)")]
     Spawn(usize, #[source] io::Error),
-    /// The CPU asked for is not ours.
+    /// The thread cannot be pinned to the CPU.
     #[error("cannot pin vCPU {0} to CPU {1}: {2}")]
     Pin(usize, usize, #[source] io::Error),
-    /// Its sandbox cannot be entered.
+    /// The sandbox cannot be entered.
     #[error("vCPU {0}: {1}")]
     Sandbox(usize, #[source] io::Error),
-    /// What it begins with cannot be set.
+    /// The initial state cannot be set.
     #[error("vCPU {0}: {1}")]
     Prepare(usize, #[source] Unprepared),
-    /// It did not answer.
+    /// The vCPU did not answer.
     #[error("vCPU {0} did not acknowledge within {1:?}: is the host overloaded?")]
     Unresponsive(usize, Duration),
-    /// It should not run.
+    /// The vCPU should not run.
     #[error("vCPU {0} is not paused")]
     NotPaused(usize),
-    /// It is gone.
+    /// The vCPU has exited.
     #[error("vCPU {0} has exited")]
     Gone(usize),
 }
@@ -103,20 +106,20 @@ impl Diagnose for Error {
 /// How a vCPU ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// Why.
+    /// The reason.
     pub exit: Exit,
-    /// What `KVM_RUN` said, where it failed.
+    /// `KVM_RUN`'s error, if it failed.
     pub error: Option<kvm_ioctls::Error>,
-    /// The registers and the last exits, a line each, where the guest or KVM failed.
+    /// The registers and the last exits, a line each, if the guest or KVM failed.
     pub trace: Option<String>,
-    /// What [`Thread::keep`] has kept of it.
+    /// The result of [`Thread::keep`].
     pub kept: Option<Kept>,
 }
 
-/// What is kept of a vCPU that has ended, of a type that is its machine's own.
+/// State kept of an ended vCPU. Its type belongs to the machine.
 pub type Kept = Box<dyn Any + Send>;
 
-/// Why what a vCPU begins with cannot be set.
+/// Why the initial state cannot be set.
 pub type Unprepared = Box<dyn StdError + Send + Sync>;
 
 type Call = Box<dyn FnOnce(&VcpuFd) + Send>;
@@ -126,7 +129,7 @@ struct Inner {
     state: RunState,
     /// How to interrupt the thread, while it is in its loop.
     kick: Option<Kick>,
-    /// All that the thread does with its vCPU, from [`Vcpu::give`] until it has begun.
+    /// The thread's work with its vCPU, from [`Vcpu::give`] until it starts.
     life: Option<Life>,
     call: Option<Call>,
     exits: Exits,
@@ -135,14 +138,14 @@ struct Inner {
     ended: Option<Ended>,
     /// The latest value of [`Shared::flushes`] that the thread saw while out of `KVM_RUN`.
     flushed: u64,
-    /// Until when it is to sleep instead of running.
+    /// The end of its sleep.
     nap: Option<Instant>,
-    /// How it is debugged.
+    /// The debug mode.
     debug: kvm_guest_debug,
 }
 
 impl Inner {
-    /// Has the thread look at its command.
+    /// Makes the thread look at its command.
     fn interrupt(&self) {
         // A thread that is paused, or not in its loop yet, looks before it enters the guest.
         if let Some(kick) = self.kick.as_ref().filter(|_| self.state == RunState::Running) {
@@ -158,9 +161,9 @@ struct Shared {
     flushes: AtomicU64,
     /// Whether it may have to sleep.
     throttled: AtomicBool,
-    /// Its debugger, if it has one.
+    /// Its debugger, if any.
     traps: OnceLock<Arc<Traps>>,
-    /// Whether its debugger keeps it from running.
+    /// Whether its debugger holds it back.
     parked: AtomicBool,
     describe: fn(&VcpuFd) -> String,
     keep: fn(&VcpuFd) -> Option<Kept>,
@@ -170,7 +173,8 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A poisoned lock means that a vCPU thread panicked; its state is still what it last said.
+        // A poisoned lock means that a vCPU thread panicked. The state is still the last one it
+        // reported.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -178,13 +182,13 @@ impl Shared {
         Command::from_u8(self.command.load(Ordering::SeqCst))
     }
 
-    /// Turns the command to run into one to pause; any other stays.
+    /// Turns the command to run into one to pause. Other commands stay.
     fn pause_itself(&self) {
         let (run, pause) = (Command::Run as u8, Command::Pause as u8);
         let _ = self.command.compare_exchange(run, pause, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// Waits for [`Vcpu::give`]; `None` where the vCPU is stopped before.
+    /// Waits for [`Vcpu::give`]. `None` if the vCPU is stopped before.
     fn life(&self) -> Option<Life> {
         let stopped = || self.command() == Command::Stop;
         let until = |inner: &mut Inner| inner.life.is_none() && !stopped();
@@ -214,7 +218,8 @@ impl Shared {
         Ok(Answer { index: self.index, receiver })
     }
 
-    /// Waits for what must come soon, and meanwhile asks `hopeful` again and again whether it still can.
+    /// Waits for a condition that should hold soon. Meanwhile checks repeatedly with `hopeful` that
+    /// it still can.
     fn wait_unless<E: From<Error>>(
         &self,
         until: impl Fn(&Inner) -> bool,
@@ -235,23 +240,23 @@ impl Shared {
     }
 }
 
-/// A handle on one vCPU's thread. Dropping it stops the vCPU.
+/// A handle to a vCPU's thread. Dropping it stops the vCPU.
 pub struct Vcpu {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a call on a vCPU's thread will return.
+/// The future result of a call on a vCPU's thread.
 pub struct Answer<R> {
     index: usize,
     receiver: Receiver<R>,
 }
 
 impl<R> Answer<R> {
-    /// Waits for it.
+    /// Waits for the result.
     ///
     /// # Errors
-    /// Where the vCPU has exited meanwhile.
+    /// The vCPU has exited meanwhile.
     pub fn wait(self) -> Result<R, Error> {
         self.receiver.recv().map_err(|_| Error::Gone(self.index))
     }
@@ -261,21 +266,22 @@ impl<R> Answer<R> {
 pub struct Thread {
     /// The vCPU's number, from 0.
     pub index: usize,
-    /// The CPU to stay on.
+    /// The CPU to pin the thread to.
     pub pin: Option<usize>,
-    /// The registers as a failure's report has them.
+    /// Formats the registers for a failure's report.
     pub describe: fn(&VcpuFd) -> String,
-    /// What its machine wants to have of a vCPU whose guest has ended in another way than by switching itself off.
+    /// Extracts state of a vCPU whose guest did not end by power-off.
     pub keep: fn(&VcpuFd) -> Option<Kept>,
-    /// The last act of its own: entering the sandbox.
+    /// Enters the sandbox, after all other preparations.
     pub enter: Box<dyn FnOnce() -> io::Result<()> + Send>,
-    /// Told once when the vCPU has exited, or never will run ([`Vcpu::take_failed`]), on its own thread.
+    /// Called once on its thread when the vCPU has exited or failed to start
+    /// ([`Vcpu::take_failed`]).
     pub on_end: Box<dyn FnOnce() + Send>,
 }
 
 impl Vcpu {
-    /// Starts the thread, which pins and confines itself while whoever called goes on to make the vCPU: each takes as long
-    /// as the other. It runs nothing before [`Vcpu::give`].
+    /// Starts the thread, which pins and sandboxes itself while the caller creates the vCPU: both
+    /// take about the same time. It runs nothing before [`Vcpu::give`].
     pub fn spawn(thread: Thread) -> Result<Self, Error> {
         let Thread { index, pin, describe, keep, enter, on_end } = thread;
         kick::install().map_err(|e| Error::Spawn(index, e))?;
@@ -317,7 +323,7 @@ impl Vcpu {
             let mut inner = mine.lock();
             inner.state = RunState::Exited;
             inner.ended = ended;
-            // Whoever waits for it waits in vain.
+            // A waiting caller gets no answer.
             inner.call = None;
             drop(inner);
             mine.changed.notify_all();
@@ -325,15 +331,16 @@ impl Vcpu {
         };
         let thread = std::thread::Builder::new()
             .name(format!("vcpu{index}"))
-            // The loop is shallow; hundreds of vCPUs should not reserve gigabytes of address space.
+            // The loop is shallow. Hundreds of vCPUs should not reserve gigabytes of address space.
             .stack_size(256 << 10)
             .spawn(body)
             .map_err(|e| Error::Spawn(index, e))?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Gives the thread its vCPU: KVM's descriptor, what sets the state that it begins with, which the thread does while whoever
-    /// called goes on, and what its exits mean. It is `Paused` as soon as the thread is ready, unless it is resumed before.
+    /// Gives the thread its vCPU: KVM's descriptor, a closure that sets the initial state, and the
+    /// handler of its exits. The thread sets the state while the caller continues. Then it is
+    /// `Paused`, unless it is resumed before.
     pub fn give<P, F>(&self, processor: Processor, prepare: P, on_exit: F)
     where
         P: FnOnce(&VcpuFd) -> Result<(), Unprepared> + Send + 'static,
@@ -353,7 +360,7 @@ impl Vcpu {
             shared.lock().kick = Some(Kick::of_this_thread(page.clone()));
             let mut on_exit = |exit: VcpuExit<'_>| run::one_by_one(exit, page.port_size(), &mut on_exit);
             let ended = run::run(shared, &mut vcpu, &mut on_exit);
-            // Before the vCPU is gone.
+            // Before the vCPU is dropped.
             shared.lock().kick = None;
             Ok(ended)
         };
@@ -361,23 +368,25 @@ impl Vcpu {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until the thread is ready, or says why it never will be; once. Before it is resumed.
+    /// Waits until the thread is ready, or returns why it never will be. Called once, before it is
+    /// resumed.
     pub fn ready(&self) -> Result<(), Error> {
         let mut inner = self.wait(|inner| inner.state != RunState::Running)?;
         inner.failed.take().map_or(Ok(()), Err)
     }
 
-    /// Its number.
+    /// The vCPU's number.
     pub fn index(&self) -> usize {
         self.shared.index
     }
 
-    /// Where it is now.
+    /// The current state.
     pub fn state(&self) -> RunState {
         self.shared.lock().state
     }
 
-    /// Whether it is out of the guest and stays there: one that has been told to run may be paused for a moment more.
+    /// Whether it is out of the guest and stays out. A vCPU that was told to run may still be
+    /// paused for a moment.
     pub fn stands_still(&self) -> bool {
         let inner = self.shared.lock();
         match inner.state {
@@ -387,34 +396,34 @@ impl Vcpu {
         }
     }
 
-    /// Lets it run, unless its debugger keeps it.
+    /// Lets it run, unless its debugger holds it back.
     pub fn resume(&self) {
         if !self.shared.parked.load(Ordering::SeqCst) {
             self.command(Command::Run);
         }
     }
 
-    /// Asks it to pause; [`Vcpu::wait_paused`] tells when it has.
+    /// Asks it to pause. [`Vcpu::wait_paused`] waits for that.
     pub fn request_pause(&self) {
         self.command(Command::Pause);
     }
 
-    /// Waits until it is out of the guest: paused, or gone.
+    /// Waits until it is out of the guest: paused or exited.
     pub fn wait_paused(&self) -> Result<(), Error> {
         self.wait(|inner| inner.state != RunState::Running).map(drop)
     }
 
-    /// Ends it; the guest's state is lost.
+    /// Ends it. The guest's state is lost.
     pub fn request_stop(&self) {
         self.command(Command::Stop);
     }
 
-    /// Why it never came to run, where that is so. Taken once.
+    /// Takes the reason why it never ran, if so.
     pub fn take_failed(&self) -> Option<Error> {
         self.shared.lock().failed.take()
     }
 
-    /// How it ended, once it has. Taken once.
+    /// Takes how it ended, once it has.
     pub fn take_ended(&self) -> Option<Ended> {
         self.shared.lock().ended.take()
     }
@@ -429,12 +438,12 @@ impl Vcpu {
         let ticket = self.shared.flushes.fetch_add(1, Ordering::SeqCst) + 1;
         inner.interrupt();
         drop(inner);
-        // One that naps is out of it already, and says so.
+        // A sleeping vCPU is already out of the guest. It reports that when woken.
         self.shared.changed.notify_all();
         ticket
     }
 
-    /// Runs `call` on the vCPU's own thread while it is paused, and returns what it returns.
+    /// Runs `call` on the vCPU's own thread while it is paused, and returns its result.
     pub fn with<R: Send + 'static>(
         &self,
         call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
@@ -442,7 +451,7 @@ impl Vcpu {
         self.begin(call)?.wait()
     }
 
-    /// As [`Vcpu::with`], but does not wait for the call.
+    /// Like [`Vcpu::with`], but does not wait for the call.
     pub fn begin<R: Send + 'static>(
         &self,
         call: impl FnOnce(&VcpuFd) -> R + Send + 'static,
@@ -472,12 +481,12 @@ impl Drop for Vcpu {
     }
 }
 
-/// Pauses all of `vcpus`; returns when every one has acknowledged, with the time that took.
+/// Pauses all of `vcpus`. Returns when each has acknowledged, with the time that took.
 pub fn pause_all(vcpus: &[Vcpu]) -> Result<Duration, Error> {
     pause_all_unless(vcpus, || Ok(()))
 }
 
-/// As [`pause_all`], but not longer than `hopeful` is: where it knows what keeps a vCPU, its error is returned soon.
+/// Like [`pause_all`], but gives up with `hopeful`'s error soon after it returns one.
 pub fn pause_all_unless<E: From<Error>>(
     vcpus: &[Vcpu],
     hopeful: impl Fn() -> Result<(), E>,
@@ -489,8 +498,9 @@ pub fn pause_all_unless<E: From<Error>>(
     Ok(start.elapsed())
 }
 
-/// Takes all of `vcpus` out of `KVM_RUN` once and lets them go on; returns when each has been out. Whatever KVM or the
-/// processor held back in a vCPU (a page of PML entries, a fault half served) is in the dirty log then.
+/// Takes all of `vcpus` out of `KVM_RUN` once and lets them continue. Returns when each has been
+/// out. Anything that KVM or the processor held back (a page of PML entries, a half-served fault)
+/// is then in the dirty log.
 pub fn flush_all(vcpus: &[Vcpu]) -> Result<(), Error> {
     let tickets: Vec<u64> = vcpus.iter().map(Vcpu::request_flush).collect();
     vcpus.iter().zip(tickets).try_for_each(|(vcpu, ticket)| {

@@ -1,4 +1,4 @@
-//! A vCPU's thread while it has a vCPU: the loop around `KVM_RUN`, which does what the [`Cycle`] says.
+//! A vCPU's thread while it has a vCPU: the loop around `KVM_RUN`, which follows the [`Cycle`].
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -15,21 +15,21 @@ use vellum_sys::kick::RunPage;
 #[cfg(target_arch = "x86_64")]
 use vellum_sys::plant::{self, Mistake};
 
-/// What runs a guest: KVM's vCPU, or a test's script.
+/// Runs a guest: KVM's vCPU, or a test's script.
 pub(super) trait Run {
     /// One `KVM_RUN`.
     fn run(&mut self) -> Result<VcpuExit<'_>, kvm_ioctls::Error>;
 
-    /// The page that it shares with KVM.
+    /// The page shared with KVM.
     fn page(&self) -> &RunPage;
 
-    /// KVM's descriptor, where there is one.
+    /// KVM's descriptor, if there is one.
     fn fd(&self) -> Option<&VcpuFd>;
 
-    /// Tells the guest's clock that it stood still.
+    /// Tells the guest's clock that the vCPU was stopped.
     fn stood_still(&self) {}
 
-    /// Empties the dirty rings, one of which is full. False where that fails.
+    /// Empties the dirty rings, one of which is full. Returns false on failure.
     fn drain_rings(&self) -> bool {
         false
     }
@@ -48,8 +48,9 @@ impl Run for Processor {
         Some(&self.fd)
     }
 
-    /// KVM sets PVCLOCK_GUEST_STOPPED in the guest's clock page at the next entry, by which its watchdogs know that no CPU of
-    /// theirs hung. Guests without kvmclock have no such page, and KVM says so.
+    /// KVM sets PVCLOCK_GUEST_STOPPED in the guest's clock page at the next entry, so the guest's
+    /// watchdogs do not report a hang. Guests without kvmclock have no such page; then KVM returns
+    /// an error.
     #[cfg(target_arch = "x86_64")]
     fn stood_still(&self) {
         if !plant::is(Mistake::KvmclockCtrlLeftOut) {
@@ -80,7 +81,8 @@ pub(super) fn run(
     let (exit, error) = loop {
         match cycle.next(shared.command(), shared.throttled.load(Ordering::SeqCst)) {
             Step::Enter => {
-                // Here and not after KVM_RUN: a request whose kick was cleared with an earlier one is seen all the same.
+                // Here and not after KVM_RUN: a request is seen even if its kick was cleared
+                // together with an earlier one.
                 let flushes = shared.flushes.load(Ordering::SeqCst);
                 if flushes != flushed {
                     flushed = flushes;
@@ -106,8 +108,8 @@ pub(super) fn run(
             Ok(exit) => {
                 let reason = recent.note(&exit);
                 exits.count(reason);
-                // Neither a full ring nor what a debugger planted is any business of whoever runs the guest: neither the guest nor a
-                // device has anything to do with it.
+                // A full ring and a debugger's breakpoint are handled here, not by the caller's
+                // handler: neither concerns the guest or a device.
                 Ok(match debug::whose(shared, &exit) {
                     Some(Whose::Debugger) => Some(Flow::Pause),
                     Some(Whose::Guest(flag)) => {
@@ -150,7 +152,7 @@ pub(super) fn run(
     Ended { exit, error, trace, kept }
 }
 
-/// Says that the vCPU is paused, and serves calls until there is another command, which it returns.
+/// Reports the pause, and serves calls until another command comes. Returns that.
 fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) -> Command {
     let mut inner = shared.lock();
     inner.state = RunState::Paused;
@@ -159,7 +161,7 @@ fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) -> Command {
     loop {
         if let Some(call) = inner.call.take() {
             drop(inner);
-            // Without a vCPU there is nothing to call with, and whoever waits is told by the end of the call.
+            // Without a vCPU the call is dropped, and its caller gets an error.
             vcpu.fd().map(call);
             inner = shared.lock();
             shared.changed.notify_all();
@@ -168,7 +170,7 @@ fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) -> Command {
         let command = shared.command();
         if command != Command::Pause {
             inner.state = RunState::Running;
-            // Kicks so far were for the pause. Who kicks does so under the lock, which is held here.
+            // Earlier kicks were for the pause. Kicks are sent under the lock, which is held here.
             vcpu.page().set_immediate_exit(false);
             return command;
         }
@@ -176,7 +178,7 @@ fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) -> Command {
     }
 }
 
-/// Cuts what a string instruction did with a port into accesses of `size` bytes.
+/// Splits the port accesses of a string instruction into accesses of `size` bytes.
 pub(super) fn one_by_one(
     exit: VcpuExit<'_>,
     size: usize,

@@ -1,4 +1,4 @@
-//! The thread and those who command it, with a script in KVM's place.
+//! The thread and its callers, with a script in place of KVM.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -7,13 +7,13 @@ use super::*;
 use crate::vm::exits::Reason;
 use vellum_sys::kick::RunPage;
 
-/// What the script's guest does.
+/// A step of the script.
 enum Act {
-    /// Leaves with this.
+    /// `KVM_RUN` returns this exit.
     Exit(fn(&mut [u8; 8]) -> VcpuExit<'_>),
     /// `KVM_RUN` fails.
     Fail(i32),
-    /// Runs until somebody interrupts it.
+    /// Runs until interrupted.
     Run,
 }
 
@@ -21,7 +21,7 @@ struct Script {
     page: Arc<RunPage>,
     acts: VecDeque<Act>,
     data: [u8; 8],
-    /// Told of each entry, and whether it was with immediate_exit.
+    /// Receives each entry, and whether it was with immediate_exit.
     entered: Sender<bool>,
 }
 
@@ -34,7 +34,7 @@ impl run::Run for Script {
             Some(Act::Exit(exit)) => Ok(exit(&mut self.data)),
             Some(Act::Fail(errno)) => failed(errno),
             Some(Act::Run) | None => {
-                // It ends by a kick: those who drive it wait with a limit of their own.
+                // A kick ends this. The test has its own time limit.
                 while !self.page.immediate_exit() {
                     std::thread::yield_now();
                 }
@@ -71,7 +71,7 @@ impl Driven {
         Self { vcpu, entered, ended }
     }
 
-    /// Waits until the guest has been entered once more; whether with immediate_exit.
+    /// Waits until the guest was entered once more. Returns whether with immediate_exit.
     fn entered(&self) -> bool {
         self.entered.recv_timeout(READY_TIMEOUT).unwrap()
     }
@@ -104,7 +104,7 @@ fn it_starts_paused_runs_pauses_and_goes_on() {
     assert_eq!(driven.vcpu.state(), RunState::Paused);
     for _ in 0..100 {
         driven.vcpu.resume();
-        assert!(!driven.entered(), "a kick of before the pause was left");
+        assert!(!driven.entered(), "a kick from before the pause was left");
         driven.vcpu.request_pause();
         driven.vcpu.wait_paused().unwrap();
         assert_eq!(driven.vcpu.state(), RunState::Paused);
@@ -119,7 +119,7 @@ fn it_starts_paused_runs_pauses_and_goes_on() {
 
 #[test]
 fn a_pause_completes_an_access_part_by_part() {
-    // It is interrupted in the guest; then three parts are completed, until nothing is left.
+    // It is interrupted in the guest. Then three parts are completed, until nothing is left.
     let part = || Act::Exit(|data| VcpuExit::MmioRead(0x1000, data));
     let driven = Driven::new([Act::Run, part(), part(), part()], go_on);
     driven.vcpu.resume();
@@ -185,7 +185,7 @@ fn a_flush_takes_it_out_once() {
     pause_all(&vcpus).unwrap();
     // Each flush has interrupted it, and so did the pause.
     assert_eq!(vcpus[0].exits().of(Reason::Interrupted), 101);
-    // One that is paused has nothing that a flush could bring out.
+    // A paused vCPU holds back nothing that a flush could bring out.
     flush_all(&vcpus).unwrap();
 }
 
@@ -202,22 +202,22 @@ fn a_nap_keeps_it_out_of_the_guest_until_it_is_told_otherwise() {
     assert!(!entered());
     for _ in 0..100 {
         throttle.throttle(LONG);
-        // It is out of the guest when this returns, and one that does not nap would be back in it.
+        // It is out of the guest when this returns. Without the nap it would be in again.
         flush_all(&vcpus).unwrap();
         assert_eq!(vcpus[0].state(), RunState::Running);
         pause_all(&vcpus).unwrap();
         assert!(entered(), "it was in the guest between the nap and the pause");
-        // What was left of the nap is forgotten.
+        // The rest of the nap was dropped.
         resume_all(&vcpus);
         assert!(!entered());
     }
-    // A kick that found it asleep lets it enter once with immediate_exit before it goes on.
+    // A kick that found it asleep lets it enter once with immediate_exit before it continues.
     let goes_on = || while entered() {};
     throttle.throttle(LONG);
     flush_all(&vcpus).unwrap();
     throttle.wake();
     goes_on();
-    // A nap that is over at once, and another one in the middle of the first.
+    // A nap that ends at once, and another in the middle of the first.
     throttle.throttle(Duration::ZERO);
     goes_on();
     throttle.throttle(LONG);
@@ -230,7 +230,7 @@ fn one_that_naps_can_be_stopped_and_one_that_is_gone_told_to() {
     let driven = Driven::new([], go_on);
     let vcpus = [driven.vcpu];
     let throttle = Throttle::new(&vcpus);
-    // One that is paused sleeps when it is to run.
+    // A paused vCPU sleeps when it is told to run.
     throttle.throttle(LONG);
     resume_all(&vcpus);
     vcpus[0].request_stop();
@@ -297,11 +297,11 @@ fn what_cannot_be_prepared_never_runs_and_says_why() {
     assert_eq!(vcpu.state(), RunState::Exited);
 }
 
-/// Without that it would be said in half a minute that the host is overloaded.
+/// Otherwise the pause would fail after half a minute with a guess that the host is overloaded.
 #[test]
 fn a_pause_is_given_up_where_there_is_no_hope() {
     let (end, _ended) = channel();
-    // It is never given a vCPU, so that it never pauses.
+    // It is never given a vCPU, so it never pauses.
     let vcpus = [spawn(Box::new(|| Ok(())), end)];
     let paused = pause_all_unless(&vcpus, || Err(Error::Gone(7)));
     assert!(matches!(paused, Err(Error::Gone(7))));

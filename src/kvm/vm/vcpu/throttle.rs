@@ -1,7 +1,7 @@
-//! Taking time from vCPUs: each leaves the guest and sleeps in its own loop for as long as it is told.
+//! Throttles vCPUs: each leaves the guest and sleeps in its own loop for a given time.
 //!
-//! A share of the time is taken by whoever calls [`Throttle::throttle`] once a period. A throttled vCPU counts as running: what it is told
-//! meanwhile, to pause above all, it does at once.
+//! The caller takes a share of the time by calling [`Throttle::throttle`] once a period. A
+//! throttled vCPU counts as running: it obeys commands at once, above all to pause.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -11,28 +11,29 @@ use std::time::{Duration, Instant};
 use super::cycle::Command;
 use super::{Shared, Vcpu};
 
-/// A handle on the vCPUs of a machine, for any thread. It keeps no vCPU alive.
+/// A handle to the vCPUs of a machine, for any thread. It keeps no vCPU alive.
 #[derive(Clone)]
 pub struct Throttle(Vec<Arc<Shared>>);
 
 impl Throttle {
-    /// One for `vcpus`.
+    /// A handle to `vcpus`.
     pub fn new(vcpus: &[Vcpu]) -> Self {
         Self(vcpus.iter().map(|vcpu| vcpu.shared.clone()).collect())
     }
 
-    /// Has each vCPU that runs leave the guest for `time` from now, whatever it was told to sleep before; returns at once. What is
-    /// left of it when a vCPU pauses is forgotten.
+    /// Makes each running vCPU leave the guest for `time` from now, replacing earlier sleeps.
+    /// Returns at once. A pause drops the rest of the sleep.
     pub fn throttle(&self, time: Duration) {
         self.nap_each(|_| Some(time));
     }
 
-    /// The thread of each vCPU, in their order; 0 where it has ended.
+    /// The thread ID of each vCPU, in order; 0 if it has ended.
     pub fn threads(&self) -> Vec<u32> {
         self.0.iter().map(|shared| shared.lock().kick.as_ref().map_or(0, |kick| kick.thread())).collect()
     }
 
-    /// The same for as long as `time` says for each vCPU by its number; one for which it says nothing is left alone.
+    /// Like [`Throttle::throttle`], with a separate time for each vCPU number. A vCPU without a
+    /// time is left alone.
     pub fn nap_each(&self, time: impl Fn(usize) -> Option<Duration>) {
         let now = Instant::now();
         for shared in &self.0 {
@@ -46,7 +47,7 @@ impl Throttle {
         }
     }
 
-    /// Lets all of them go on.
+    /// Lets all of them continue.
     pub fn wake(&self) {
         for shared in &self.0 {
             shared.lock().nap = None;
@@ -62,7 +63,7 @@ impl fmt::Debug for Throttle {
 }
 
 impl Shared {
-    /// Sleeps as long as its vCPU is to nap, unless it is told not to run any more.
+    /// Sleeps until its vCPU's nap ends, unless it is told not to run any more.
     pub(super) fn sleep(&self) {
         let mut inner = self.lock();
         while self.command() == Command::Run

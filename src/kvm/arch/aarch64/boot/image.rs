@@ -1,4 +1,4 @@
-//! The Image: its header, the forms that it comes in, and where it goes.
+//! The kernel Image: its header, its compressed forms, and where it is loaded.
 
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -8,7 +8,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::{Error, Image};
 
-/// The header's size, and where its parts are.
+/// The header's size, and the offsets of its fields.
 const HEADER: usize = 64;
 const TEXT_OFFSET: usize = 8;
 const IMAGE_SIZE: usize = 16;
@@ -18,28 +18,30 @@ const MAGIC: (usize, &[u8; 4]) = (56, b"ARM\x64");
 const BIG_ENDIAN: u64 = 1;
 /// An image is loaded at its text offset from a multiple of this.
 pub(super) const ALIGNMENT: u64 = 2 << 20;
-/// Where a flat binary is loaded, behind a multiple of that: the text offset of kernels of before Linux 5.8, for which kvmtool keeps it.
+/// A flat binary is loaded at this offset from a multiple of [`ALIGNMENT`]. It is the text offset
+/// of kernels before Linux 5.8. kvmtool uses it for flat binaries.
 const FLAT_OFFSET: u64 = 512 << 10;
-/// `image_size` of kernels before Linux 3.17 is 0: this much is certainly free behind them.
+/// The size to reserve if `image_size` is 0, as in kernels before Linux 3.17.
 const UNSAID: u64 = 16 << 20;
 
-/// A gzip file's first bytes (RFC 1952, 2.3.1).
+/// The first bytes of a gzip file (RFC 1952, 2.3.1).
 const GZIP: [u8; 2] = [0x1f, 0x8b];
-/// A zboot image's (drivers/firmware/efi/libstub/zboot-header.S): "MZ", "zimg", where the payload is, how long it is, and how it is
-/// compressed.
+/// Fields of a zboot image (drivers/firmware/efi/libstub/zboot-header.S): "MZ", "zimg", the
+/// payload's offset, its length, and its compression.
 const ZBOOT: (usize, &[u8; 4]) = (4, b"zimg");
 const PAYLOAD: usize = 8;
 const PAYLOAD_LEN: usize = 12;
 const COMPRESSION: Range<usize> = 24..32;
 
-/// How much is copied at once.
+/// Bytes copied at once.
 const CHUNK: usize = 1 << 20;
 
 fn read(source: io::Error) -> Error {
     Error::Read { image: Image::Kernel, source }
 }
 
-/// Loads the Image that `source` is or has in it into `free`, and returns what it occupies. It is entered at its start.
+/// Loads the Image in `source`, compressed or not, into `free`, and returns the range that it
+/// occupies. Its entry is its start.
 pub(super) fn load<M: GuestMemoryBackend>(
     memory: &M,
     source: &mut (impl Read + Seek),
@@ -61,7 +63,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
         let name = String::from_utf8_lossy(compression).trim_end_matches('\0').to_owned();
         if name != "gzip" {
             return Err(Error::Malformed(format!(
-                "a zboot image packed with {name:?}, of which gzip alone is known"
+                "a zboot image compressed with {name:?}; only gzip is supported"
             )));
         }
         source.seek(SeekFrom::Start(word(PAYLOAD).into())).map_err(read)?;
@@ -75,7 +77,8 @@ pub(super) fn load<M: GuestMemoryBackend>(
     place(memory, source, free, read)
 }
 
-/// Loads the flat binary that `source` is into `free`, and returns what it occupies. It is entered at its start.
+/// Loads the flat binary `source` into `free`, and returns the range that it occupies. Its entry is
+/// its start.
 pub(super) fn load_flat<M: GuestMemoryBackend>(
     memory: &M,
     source: &mut (impl Read + Seek),
@@ -91,7 +94,7 @@ pub(super) fn load_flat<M: GuestMemoryBackend>(
     if end == start { Err(Error::Empty) } else { Ok(start..end) }
 }
 
-/// Copies an Image out of `source`.
+/// Copies an Image from `source`.
 fn place<M: GuestMemoryBackend>(
     memory: &M,
     source: &mut impl Read,
@@ -110,7 +113,7 @@ fn place<M: GuestMemoryBackend>(
     let (offset, size) = (field(TEXT_OFFSET), field(IMAGE_SIZE));
     let size = if size == 0 { UNSAID } else { size };
     if offset >= ALIGNMENT {
-        return Err(Error::Malformed(format!("it wants to be {offset:#x} bytes behind a multiple of 2 MiB")));
+        return Err(Error::Malformed(format!("its text offset {offset:#x} is 2 MiB or more")));
     }
     let start = free.start.next_multiple_of(ALIGNMENT) + offset;
     let end = start.saturating_add(size);
@@ -122,8 +125,8 @@ fn place<M: GuestMemoryBackend>(
     Ok(start..end.max(at))
 }
 
-/// Copies `first` and then all that `source` has to the start of `to`, and returns where it ends; `refuse` says of an end that is
-/// beyond `to` why.
+/// Copies `first` and then all of `source` to the start of `to`, and returns the end. `refuse`
+/// makes the error for an end beyond `to`.
 fn copy<M: GuestMemoryBackend>(
     memory: &M,
     source: &mut impl Read,
@@ -137,7 +140,7 @@ fn copy<M: GuestMemoryBackend>(
     let mut chunk = first;
     chunk.resize(CHUNK.max(filled), 0);
     loop {
-        // What has been read is written whole chunks at a time: decoders give small pieces.
+        // Write whole chunks, because decoders return small pieces.
         while filled < chunk.len() {
             match source.read(&mut chunk[filled..]) {
                 Ok(0) => break,

@@ -1,12 +1,14 @@
-//! The boot protocol of Arm's 64-bit Linux (Documentation/arch/arm64/booting.rst): how a kernel image gets into guest memory and how the
-//! first vCPU enters it. A flat binary, as kvm-unit-tests builds them, is entered in the same way.
+//! The boot protocol of 64-bit Arm Linux (Documentation/arch/arm64/booting.rst): loads a kernel
+//! image into guest memory and tells how the first vCPU enters it. A flat binary, as built by
+//! kvm-unit-tests, is entered in the same way.
 //!
-//! Start with [`load`]: it looks at the image, unpacks it where it is compressed (Image.gz, or a zboot image, which is an EFI program with
-//! a compressed Image in it), places kernel and initrd, writes the device tree, and returns the [`Entry`]. Everything here works on
-//! bytes in any guest memory and needs no KVM.
+//! Start with [`load`]. It examines the image, decompresses it if needed (Image.gz, or a zboot
+//! image: an EFI program with a compressed Image inside), places kernel and initrd, writes the
+//! device tree, and returns the [`Entry`]. This module works on bytes in any guest memory and needs
+//! no KVM.
 //!
-//! Images are hostile: every offset, size and address in them is checked here before it is used, and what is unpacked ends where guest
-//! memory does.
+//! Images are hostile: every offset, size and address in them is checked before use, and
+//! decompression stops at the end of guest memory.
 
 mod image;
 #[cfg(test)]
@@ -28,14 +30,16 @@ use vellum_sys::random;
 
 /// `COMMAND_LINE_SIZE` (arch/arm64/include/uapi/asm/setup.h), without the NUL.
 const CMDLINE: usize = 2047;
-/// The initrd has to lie within 32 GiB, as counted from a multiple of 1 GiB, together with the kernel; which is at the start of RAM.
+/// Kernel and initrd must lie within a 1 GiB aligned window of 32 GiB. The kernel is at the start
+/// of RAM.
 const INITRD_REACH: u64 = RAM_START + (31 << 30);
-/// The largest page that a guest can have.
+/// The largest page size of a guest.
 const PAGE: u64 = 0x1_0000;
 /// Bytes of the seed for the kernel's random numbers.
 const SEED: usize = 64;
 
-/// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
+/// The default command line of a Linux guest: the console, and to reboot on a panic instead of
+/// hanging.
 pub fn default_cmdline(uart: Uart) -> &'static str {
     match uart {
         Uart::Ns16550 => "console=ttyS0 panic=-1",
@@ -43,13 +47,14 @@ pub fn default_cmdline(uart: Uart) -> &'static str {
     }
 }
 
-/// A way to enter a kernel.
+/// A boot protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Protocol {
-    /// An Image at its first instruction.
+    /// Enter an Image at its first instruction.
     #[value(name = "image")]
     Image,
-    /// A flat binary without a header at its first byte, which lies 512 KiB behind a multiple of 2 MiB; the device tree lies behind it
+    /// Load a flat binary without a header 512 KiB above a multiple of 2 MiB, and enter it at its
+    /// first byte; the device tree lies behind it
     #[value(name = "flat")]
     Flat,
 }
@@ -63,7 +68,7 @@ impl std::fmt::Display for Protocol {
     }
 }
 
-/// How the first vCPU starts: at EL1, the MMU off, x0 holding the device tree's address.
+/// The first vCPU's start: at EL1, MMU off, the device tree's address in x0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The first instruction.
@@ -73,22 +78,23 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Whether a kernel that is entered so is a test, with devices that no other guest may stumble on: none can be told from Linux.
+    /// Whether a kernel with this entry is a test that needs test devices, which other guests must
+    /// not get. On Arm, tests cannot be told from Linux.
     pub fn is_of_test(&self) -> bool {
         false
     }
 }
 
-/// What is asked of the loader besides the images.
+/// The loader's parameters besides the images.
 #[derive(Clone, Copy, Debug)]
 pub struct BootRequest<'a> {
     /// The kernel's name.
     pub name: &'a str,
     /// The command line, without its NUL.
     pub cmdline: &'a str,
-    /// The protocol to use; an Image's where none is named.
+    /// The protocol; `None` for an Image's.
     pub protocol: Option<Protocol>,
-    /// What the machine is; without it the kernel is told of memory alone.
+    /// The machine's description. Without it the kernel gets no device tree.
     pub tables: Option<&'a Tables>,
 }
 
@@ -99,13 +105,13 @@ pub enum Error {
     /// Reading failed.
     #[error("{image} cannot be read; use a regular file that this user can read")]
     Read { image: Image, source: io::Error },
-    /// Nothing that can be entered.
+    /// The image is not a kernel.
     #[error("not a kernel (it starts with {start:02x?}); use an arm64 Image, an Image.gz or a zboot image")]
     NotAKernel { start: Vec<u8> },
-    /// A flat binary of no bytes.
+    /// The flat binary is empty.
     #[error("it is empty; use a flat binary, as kvm-unit-tests builds them")]
     Empty,
-    /// A kernel, but malformed or of another kind.
+    /// A kernel, but malformed or unsupported.
     #[error("not a bootable kernel: {0}; use a complete arm64 Image or Image.gz")]
     Malformed(String),
     /// The image does not fit.
@@ -121,16 +127,16 @@ pub enum Error {
     /// The command line does not fit.
     #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
     CmdlineTooLong { len: usize, max: usize },
-    /// The command line holds a NUL byte.
-    #[error("it holds a NUL byte, which would end it early; remove it")]
+    /// The command line contains a NUL byte.
+    #[error("it contains a NUL byte, which would end it early; remove it")]
     CmdlineNul,
     /// There is too little memory for any kernel.
     #[error("guest memory must begin at {RAM_START:#x} and hold at least 4 MiB for a kernel; use more")]
     TooLittleMemory,
-    /// The device tree is too large, or cannot be made.
-    #[error("the device tree of this machine cannot be made: {0}; use fewer devices or vCPUs")]
+    /// The device tree is too large or cannot be built.
+    #[error("the device tree of this machine cannot be built: {0}; use fewer devices or vCPUs")]
     Tree(String),
-    /// Guest memory refused a write that had been checked.
+    /// Guest memory refused a write that was checked before.
     #[error("guest memory at {0:#x} cannot be written")]
     Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
@@ -146,10 +152,10 @@ impl Diagnose for Error {
     }
 }
 
-/// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
+/// Loads `kernel` (and `initrd`) into `memory` and returns how to enter it.
 ///
 /// # Errors
-/// [`Error`], which says which field is to blame. Guest memory may have been written by then.
+/// [`Error`] names the field at fault. Guest memory may have been partly written.
 pub fn load<M: GuestMemoryBackend>(
     memory: &M,
     kernel: &mut impl Source,
@@ -193,8 +199,9 @@ pub fn load<M: GuestMemoryBackend>(
     Ok(Entry { pc: kernel.start, fdt: tree_at })
 }
 
-/// Where a flat binary's device tree goes: as far behind `kernel` as there is room below `end`, since how much memory the binary uses
-/// behind its own end is not in it. The tree lies in one piece of 2 MiB, and no further away than Linux's initrd may.
+/// The address of a flat binary's device tree: as far behind `kernel` as possible below `end`,
+/// because the binary does not tell how much memory it uses after its end. The tree lies within one
+/// 2 MiB block, and within the reach of Linux's initrd.
 fn behind(kernel: &Range<u64>, end: u64) -> Result<u64, Error> {
     let start = (end.min(INITRD_REACH) - FDT_SIZE) & !(ALIGNMENT - 1);
     match start >= kernel.end {
@@ -203,7 +210,7 @@ fn behind(kernel: &Range<u64>, end: u64) -> Result<u64, Error> {
     }
 }
 
-/// RAM as ranges apart from each other, in order.
+/// RAM as ordered, disjoint ranges.
 fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for region in memory.iter() {

@@ -11,7 +11,7 @@ fn memory(mib: usize) -> GuestMemoryMmap {
     GuestMemoryMmap::from_ranges(&[(GuestAddress(RAM_START), mib << 20)]).unwrap()
 }
 
-/// An Image with these fields, of `len` bytes that count upwards.
+/// An Image with these fields and `len` ascending bytes.
 fn image(text_offset: u64, image_size: u64, flags: u64, len: usize) -> Vec<u8> {
     let mut image: Vec<u8> = (0..len).map(|at| at as u8).collect();
     for (at, value) in [(8, text_offset), (16, image_size), (24, flags)] {
@@ -97,7 +97,7 @@ fn what_is_no_kernel_or_does_not_fit_is_refused() {
     assert!(matches!(refused(image(2 << 20, 1 << 20, 0, 4096), None), Error::Malformed(_)));
     assert!(matches!(refused(image(0, 7 << 20, 0, 4096), None), Error::Place { .. }));
     assert!(matches!(refused(image(0, u64::MAX, 0, 4096), None), Error::Place { .. }));
-    // It says that it is small.
+    // Its header claims a small size.
     assert!(matches!(refused(gzip(&image(0, 1 << 20, 0, 7 << 20)), None), Error::Place { .. }));
     let initrd = refused(image(0, 4 << 20, 0, 4096), Some(vec![0; 3 << 20]));
     assert!(matches!(initrd, Error::InitrdTooLarge { .. }), "{initrd}");
@@ -126,6 +126,6 @@ fn a_flat_binary_has_its_device_tree_behind_it() {
     assert!(matches!(refused(8, 6 << 20, None), Error::Place { .. }), "it ends beyond RAM");
     assert!(matches!(refused(8, 5 << 20, None), Error::Place { .. }), "no room for the tree");
     assert!(matches!(refused(8, 1 << 20, Some(4 << 20)), Error::Place { .. }), "no room beside the initrd");
-    // Without a header it is no Image.
+    // Without a header it is not an Image.
     assert!(matches!(boot(&memory(8), vec![1; 4096], None), Err(Error::NotAKernel { .. })));
 }

@@ -1,7 +1,8 @@
-//! What a guest sees of its processor: the ID registers (Arm DDI 0487, D19.2), as KVM gives them to a vCPU without optional features.
+//! The guest's view of its processor: the ID registers (Arm DDI 0487, D19.2) of a KVM vCPU without
+//! optional features.
 //!
-//! SVE, pointer authentication, the PMU and memory tagging are such features, and no vCPU here has them: a guest then has no state
-//! that another host could lack.
+//! SVE, pointer authentication, the PMU and memory tagging are optional features. They are never
+//! enabled, so a guest has no state that another host could lack.
 
 pub mod model;
 
@@ -19,26 +20,26 @@ use super::state::{self, MAX_REGISTERS};
 use vellum_host as host;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// `--cpu` and `--cpuid`: what guests are shown. There is nothing to switch.
+/// `--cpu` and `--cpuid`: the CPU shown to guests. No features can be switched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Choice {
     /// The CPU model.
     pub model: Model,
 }
 
-/// Why a choice of features cannot be had.
+/// Why a choice of features is not possible.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Arm's features cannot be chosen.
-    #[error("'{0}': on Arm no CPU feature can be chosen; leave it out")]
+    /// Arm features cannot be chosen.
+    #[error("'{0}': CPU features cannot be chosen on Arm; leave it out")]
     Unknown(String),
-    /// KVM does not say what it supports.
-    #[error("what this KVM's vCPUs are: {0}")]
+    /// No VM can be created to ask KVM.
+    #[error("cannot ask KVM for its vCPUs' features: {0}")]
     Host(#[source] host::kvm::Unusable),
-    /// KVM does not say what it supports.
+    /// An ioctl failed.
     #[error("{0}: {1}")]
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
-    /// KVM does not give a register that it lists.
+    /// KVM does not return a register that it lists.
     #[error("the ID registers: {0}")]
     State(#[source] state::Error),
 }
@@ -67,12 +68,12 @@ impl fmt::Display for Choice {
 }
 
 impl Choice {
-    /// A model, and nothing switched.
+    /// This model, with no features switched.
     pub fn of(model: Model) -> Self {
         Self { model }
     }
 
-    /// Whether anything is switched.
+    /// Whether any feature is switched.
     pub fn switches(&self) -> bool {
         false
     }
@@ -85,25 +86,25 @@ impl Choice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Leaf {
-    /// Its number as KVM has it (`KVM_REG_ARM64_SYSREG`).
+    /// KVM's number of the register (`KVM_REG_ARM64_SYSREG`).
     pub register: u64,
-    /// What a guest reads.
+    /// The value that a guest reads.
     pub value: u64,
 }
 
-/// What a vCPU is set up with.
+/// The parameters of KVM_ARM_VCPU_INIT.
 pub type Setup = kvm_vcpu_init;
 
-/// What KVM's vCPUs are.
+/// KVM's vCPU parameters and ID registers.
 pub type Supported = Result<(Setup, Vec<Leaf>), Error>;
 
-/// Asks KVM by making a vCPU that never runs, after `work`.
+/// Calls `work`, and then asks KVM by creating a vCPU that never runs.
 pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T) {
     let done = work();
     (supported(kvm), done)
 }
 
-/// Asks KVM.
+/// Asks KVM by creating a vCPU that never runs.
 pub fn supported(kvm: &Kvm) -> Supported {
     let vm = host::kvm::create_vm(kvm).map_err(Error::Host)?;
     let ioctl = |call| move |error| Error::Ioctl(call, error);
@@ -120,7 +121,7 @@ pub fn supported(kvm: &Kvm) -> Supported {
     Ok((setup, leaves))
 }
 
-/// What the vCPUs of `vm` are set up with: this host's processor, and PSCI 0.2 or later.
+/// The vCPU parameters for `vm`: this host's processor, and PSCI 0.2 or later.
 pub(super) fn setup(vm: &VmFd) -> Result<Setup, kvm_ioctls::Error> {
     let mut setup = kvm_vcpu_init::default();
     vm.get_preferred_target(&mut setup)?;
@@ -135,7 +136,7 @@ fn list(vcpu: &VcpuFd) -> Result<Vec<u64>, Error> {
     Ok(registers.as_slice().to_vec())
 }
 
-/// The number of a system register, from its encoding (Arm DDI 0487, C5.1.2).
+/// KVM's number of a system register, from its encoding (Arm DDI 0487, C5.1.2).
 pub(super) const fn sysreg(op0: u64, op1: u64, crn: u64, crm: u64, op2: u64) -> u64 {
     KVM_REG_ARM64
         | KVM_REG_SIZE_U64
@@ -147,21 +148,21 @@ pub(super) const fn sysreg(op0: u64, op1: u64, crn: u64, crm: u64, op2: u64) -> 
         | op2
 }
 
-/// Whether it is one of the ID registers: op0 3, op1 0, CRn 0, CRm 1 to 7.
+/// Whether it is an ID register: op0 3, op1 0, CRn 0, CRm 1 to 7.
 pub(super) fn is_id(register: u64) -> bool {
     let crm = register >> 3 & 0xf;
     register & !0x7f == sysreg(3, 0, 0, 0, 0) && (1..=7).contains(&crm)
 }
 
-/// What KVM offers.
+/// The registers that KVM offers.
 ///
 /// # Errors
-/// Where it does not say.
+/// KVM does not list them.
 pub fn listed(kvm: &Kvm, _vm: &VmFd) -> Result<Listed, Error> {
     supported(kvm).map(|(_, leaves)| Listed::of(&leaves))
 }
 
-/// The highest level that guests can be shown: Arm has no levels here.
+/// The highest feature level of the host. Arm has no levels here.
 ///
 /// # Errors
 /// Never.
@@ -177,16 +178,16 @@ pub struct Cpuid {
 }
 
 impl Cpuid {
-    /// What guests of a VM see.
+    /// The processors of a VM's guest.
     ///
     /// # Errors
-    /// Where KVM did not say.
+    /// KVM did not report its features.
     pub fn of_vm(supported: Supported, _vm: &VmFd, _choice: &Choice, _vcpus: u32) -> Result<Self, Error> {
         let (setup, leaves) = supported?;
         Ok(Self { setup, leaves })
     }
 
-    /// What its vCPUs see.
+    /// The ID registers of its vCPUs.
     ///
     /// # Errors
     /// Never.
@@ -194,10 +195,10 @@ impl Cpuid {
         Ok(self.leaves.clone())
     }
 
-    /// Nothing: no VM here has a CR3 cache.
+    /// Does nothing: Arm has no CR3 cache.
     pub fn show_cr3_cache(&mut self) {}
 
-    /// What vCPU `index` is set up with: all but the first wait for PSCI's CPU_ON.
+    /// The parameters of vCPU `index`. All but the first wait for PSCI's CPU_ON.
     ///
     /// # Errors
     /// Never.
@@ -210,8 +211,8 @@ impl Cpuid {
     }
 }
 
-/// Fields of ID registers by the names of their features: CRm, op2, and where the field's four bits begin. What is larger has more;
-/// 15 in the first two stands for nothing.
+/// Fields of ID registers by feature name: CRm, op2, the shift of the four-bit field, and whether
+/// it is signed. A larger value means more features. In a signed field 15 means none.
 const FEATURES: [(&str, u64, u64, u32, bool); 14] = [
     ("fp", 4, 0, 16, true),
     ("asimd", 4, 0, 20, true),
@@ -229,8 +230,8 @@ const FEATURES: [(&str, u64, u64, u32, bool); 14] = [
     ("lrcpc", 6, 1, 20, false),
 ];
 
-/// The features that `source` has and `here` lacks. Of those that have no name none is told: what KVM cannot give a guest it refuses
-/// when the guest is restored.
+/// The features that `source` has and `here` lacks. Only named features are compared. KVM refuses
+/// other differences when the guest is restored.
 pub fn lacking(source: &[Leaf], here: &[Leaf]) -> Vec<&'static str> {
     let field = |leaves: &[Leaf], (_, crm, op2, shift, signed): &(&str, u64, u64, u32, bool)| {
         let register = sysreg(3, 0, 0, *crm, *op2);

@@ -1,4 +1,5 @@
-//! `--cpu`: which CPU guests are shown. On Arm it is the host's: KVM lets few of the ID registers be less than they are.
+//! `--cpu`: the CPU shown to guests. On Arm it is always the host's, because KVM allows few changes
+//! to ID registers.
 
 use std::fmt;
 use std::path::Path;
@@ -21,7 +22,7 @@ impl std::str::FromStr for Model {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "host" => Ok(Self::Host),
-            other => Err(format!("{other}: on Arm guests are shown the host's CPU; use host")),
+            other => Err(format!("{other}: Arm guests always get the host's CPU; use host")),
         }
     }
 }
@@ -32,18 +33,18 @@ impl fmt::Display for Model {
     }
 }
 
-/// Levels of features, of which Arm has none here.
+/// Feature levels. Arm has none here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {}
 
 impl Level {
-    /// The highest level that has none of these features.
+    /// The highest level without any of these features.
     pub fn without<'a>(_features: impl Iterator<Item = &'a str> + Clone) -> Option<&'static str> {
         None
     }
 }
 
-/// What guests are shown, register by register.
+/// The ID registers shown to guests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Listed {
@@ -51,25 +52,25 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// What is described so.
+    /// A list of these registers.
     pub fn of(registers: &[Leaf]) -> Self {
         Self { registers: registers.to_vec() }
     }
 
-    /// The registers that read the same in all of these.
+    /// The registers with the same value in all of these.
     pub fn common(all: &[Self]) -> Self {
         let in_all = |leaf: &&Leaf| all.iter().all(|one| one.registers.contains(leaf));
         let first = all.first().map_or(&[][..], |first| &first.registers);
         Self { registers: first.iter().filter(in_all).copied().collect() }
     }
 
-    /// Refuses to read one.
+    /// Refuses to read a model.
     ///
     /// # Errors
-    /// Always, in words.
+    /// Always.
     pub fn read(path: &Path) -> Result<Self, String> {
         Err(format!(
-            "{}: on Arm guests are shown the host's CPU, so there is no model to make of files",
+            "{}: Arm guests always get the host's CPU, so models cannot be read from files",
             path.display()
         ))
     }

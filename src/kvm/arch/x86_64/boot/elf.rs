@@ -1,7 +1,9 @@
-//! ELF files, 32 and 64 bit, as far as loading a kernel needs: the entry, the segments, and the PVH note.
+//! 32 and 64 bit ELF files, as far as loading a kernel needs: the entry, the segments, and the PVH
+//! note.
 //!
-//! linux-loader reads 64-bit files only, does not look at `p_memsz` and reports every failure to place a segment as one
-//! that could not be read, so the headers are read here and checked before the first byte is copied.
+//! linux-loader reads only 64-bit files, ignores `p_memsz` and reports every failure to place a
+//! segment as a failed read. So the headers are read here and checked before the first byte is
+//! copied.
 
 use vm_memory::GuestMemoryBackend;
 
@@ -19,11 +21,11 @@ const PHYS32_ENTRY: u32 = 18;
 /// More bytes of notes than any kernel has.
 const MAX_NOTES: u64 = 1 << 20;
 
-/// What of an ELF file matters.
+/// The relevant parts of an ELF file.
 pub(super) struct Elf {
     /// `e_entry`.
     pub entry: u64,
-    /// Whether it is an `EM_X86_64` file of 64-bit class.
+    /// Whether it is a 64-bit class `EM_X86_64` file.
     pub is_64: bool,
     loads: Vec<Segment>,
     notes: Vec<Segment>,
@@ -48,7 +50,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Elf {
-    /// The ELF file in `kernel`, or `None` where it is something else.
+    /// Parses `kernel`; `None` if it is not an ELF file.
     pub fn parse(kernel: &mut Input<'_, impl Source>) -> Result<Option<Self>, Error> {
         if kernel.len < 20 || kernel.start()?[..4] != *b"\x7fELF" {
             return Ok(None);
@@ -98,8 +100,8 @@ impl Elf {
         Ok(Some(elf))
     }
 
-    /// Copies the segments to their physical addresses and returns where the last one ends. What a segment has in
-    /// memory beyond its bytes in the file stays as guest memory is: zero.
+    /// Copies the segments to their physical addresses and returns the end of the last one. Memory
+    /// of a segment beyond its bytes in the file stays zero, as guest memory is.
     pub fn load<M: GuestMemoryBackend>(
         &self,
         placement: &mut Placement<'_, M>,
@@ -114,12 +116,12 @@ impl Elf {
         Ok(end)
     }
 
-    /// Whether a segment holds `address`.
+    /// Whether a segment contains `address`.
     pub fn holds(&self, address: u64) -> bool {
         self.loads.iter().any(|s| address >= s.address && address - s.address < s.memory_size)
     }
 
-    /// The physical 32-bit entry of a PVH kernel.
+    /// The 32-bit physical entry of a PVH kernel.
     pub fn pvh_entry(&self, kernel: &mut Input<'_, impl Source>) -> Result<Option<u32>, Error> {
         for note in &self.notes {
             if note.file_size > MAX_NOTES {
@@ -151,7 +153,7 @@ impl Segment {
     }
 }
 
-/// Walks notes (name size, descriptor size, type, name, descriptor, each padded to `align`).
+/// Searches notes (name size, descriptor size, type, name, descriptor, each padded to `align`).
 fn find_pvh_note(mut notes: &[u8], align: usize) -> Option<u32> {
     while notes.len() >= 12 {
         let (name_size, size, kind) =
@@ -159,7 +161,7 @@ fn find_pvh_note(mut notes: &[u8], align: usize) -> Option<u32> {
         let at = 12usize.checked_add(name_size)?.checked_next_multiple_of(align)?;
         let end = at.checked_add(size)?;
         if kind == PHYS32_ENTRY && notes.get(12..12 + name_size)? == b"Xen\0" {
-            // Four bytes, or eight of which the entry, being 32 bit, needs only the first four.
+            // Four or eight bytes. The entry is 32-bit, so the first four suffice.
             return notes.get(at..end).filter(|d| d.len() >= 4).map(|d| u32_at(d, 0));
         }
         notes = notes.get(end.checked_next_multiple_of(align)?..)?;

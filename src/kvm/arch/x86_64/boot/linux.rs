@@ -1,4 +1,5 @@
-//! Linux's 64-bit boot protocol (Documentation/arch/x86/boot.rst): bzImage, and ELF vmlinux entered the same way.
+//! Linux's 64-bit boot protocol (Documentation/arch/x86/boot.rst): a bzImage, or an ELF vmlinux
+//! entered the same way.
 
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params, setup_header};
 use vm_memory::{ByteValued, GuestMemoryBackend};
@@ -8,7 +9,7 @@ use super::{
     memory_map,
 };
 
-/// Where the setup header lies in a bzImage, and its magic.
+/// The offset of the setup header in a bzImage, and its magic.
 const SETUP_HEADER: u64 = 0x1f1;
 const HDRS: u32 = 0x5372_6448;
 /// `boot_flag` of every setup header.
@@ -19,19 +20,20 @@ const VERSION_XLOADFLAGS: u16 = 0x020c;
 const LOADED_HIGH: u8 = 1;
 /// `xloadflags`: there is a 64-bit entry at 0x200.
 const XLF_KERNEL_64: u16 = 1;
-/// `type_of_loader`: none of the assigned ones.
+/// `type_of_loader`: no assigned ID.
 const LOADER_UNDEFINED: u8 = 0xff;
-/// The 64-bit entry's distance from the start of the protected-mode kernel.
+/// The offset of the 64-bit entry in the protected-mode kernel.
 const ENTRY_64: u64 = 0x200;
-/// The limit that an initrd has where the header does not tell: what kernels have said since 2.03.
+/// The limit of an initrd if the header does not tell: the value in all kernels since protocol
+/// 2.03.
 const INITRD_MAX: u64 = 0x7fff_ffff;
-/// Page table entries: present and writable; and a large page.
+/// Page table entries: present and writable; large page.
 const PTE_PRESENT_RW: u64 = 0b11;
 const PTE_LARGE: u64 = 1 << 7;
 
-/// The setup header, where `kernel` is a bzImage.
+/// The setup header, if `kernel` is a bzImage.
 pub(super) fn setup_header(kernel: &mut Input<'_, impl Source>) -> Result<Option<setup_header>, Error> {
-    // The magic comes last in what is needed to recognise one.
+    // The header must reach to the end of its magic.
     if kernel.len < 0x206 {
         return Ok(None);
     }
@@ -62,15 +64,16 @@ pub(super) fn load_bzimage<M: GuestMemoryBackend>(
         );
         return Err(Error::Malformed(what));
     }
-    // boot.rst: 0 means 4, for the sake of very old kernels.
+    // boot.rst: 0 means 4, for very old kernels.
     let setup_sectors = if header.setup_sects == 0 { 4 } else { u64::from(header.setup_sects) };
     let setup_size = (setup_sectors + 1) * 512;
     kernel.check("the real-mode part", 0, setup_size)?;
-    // In paragraphs; some bytes more may follow, of a signature for instance.
+    // In paragraphs. More bytes may follow, for example a signature.
     kernel.check("the protected-mode kernel", setup_size, u64::from(header.syssize) * 16)?;
     let size = kernel.len - setup_size;
     let start = header.pref_address;
-    // init_size is what the kernel writes to before it looks at the memory map: decompression happens in it.
+    // The kernel writes to init_size bytes before it looks at the memory map: it decompresses
+    // itself there.
     let claimed = size.max(u64::from(header.init_size));
     if start < HIGH || size <= ENTRY_64 {
         return Err(Error::Malformed(format!("a bzImage of {size} bytes for address {start:#x}")));
@@ -103,7 +106,7 @@ pub(super) fn load_elf<M: GuestMemoryBackend>(
         return Err(Error::Malformed(format!("its entry {:#x} lies outside its segments", elf.entry)));
     }
     elf.load(placement, kernel)?;
-    // What a vmlinux does not carry of the header is what every boot loader fills in.
+    // A vmlinux has no setup header. These are the fields that every boot loader sets.
     let header = setup_header {
         boot_flag: BOOT_FLAG,
         header: HDRS,
@@ -113,7 +116,7 @@ pub(super) fn load_elf<M: GuestMemoryBackend>(
     enter(placement, header, elf.entry, INITRD_MAX, LINUX_CMDLINE - 1, initrd, request)
 }
 
-/// What both have in common: the zero page, initrd, command line and identity page tables.
+/// The common part: zero page, initrd, command line and identity page tables.
 fn enter<M: GuestMemoryBackend>(
     placement: &mut Placement<'_, M>,
     header: setup_header,
@@ -145,9 +148,10 @@ fn enter<M: GuestMemoryBackend>(
 /// PML4, PDPT and four page directories.
 const PAGE_TABLES_SIZE: u64 = 6 * 0x1000;
 
-/// Identity mapping of the first 4 GiB by 2 MiB pages: all that may hold kernel, zero page, command line and initrd.
+/// Maps the first 4 GiB one to one with 2 MiB pages. Kernel, zero page, command line and initrd all
+/// lie there.
 fn write_page_tables<M: GuestMemoryBackend>(placement: &Placement<'_, M>) -> Result<(), Error> {
-    // A page at a time: all six on the stack would be pages of it that nothing else needs.
+    // One page at a time: all six on the stack would need stack pages that nothing else uses.
     let table = |number: u64, entry: &dyn Fn(u64) -> u64| {
         let entries: [[u8; 8]; 512] = std::array::from_fn(|i| entry(i as u64).to_le_bytes());
         placement.write(PAGE_TABLES + number * 0x1000, entries.as_flattened())

@@ -1,4 +1,5 @@
-//! The memory map that firmware would report: one list, which each protocol writes in its own form.
+//! The memory map that firmware would report: one list. Each boot protocol writes it in its own
+//! format.
 
 use std::ops::Range;
 
@@ -6,7 +7,7 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::{EBDA, HIGH};
 
-/// What a range of the map is. The values are those of the e820 interface, which PVH and multiboot share.
+/// The type of a range. The values are those of the e820 interface, which PVH and multiboot share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum RangeKind {
@@ -21,13 +22,13 @@ pub enum RangeKind {
 pub struct MapEntry {
     /// The first address.
     pub start: u64,
-    /// Bytes.
+    /// The size in bytes.
     pub size: u64,
-    /// What it is.
+    /// The type.
     pub kind: RangeKind,
 }
 
-/// The RAM of `memory`, in order, regions that touch each other joined.
+/// The RAM of `memory`, in order, with adjacent regions joined.
 pub(super) fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
     let mut regions: Vec<_> =
         memory.iter().map(|r| r.start_addr().raw_value()..r.start_addr().raw_value() + r.len()).collect();
@@ -42,8 +43,8 @@ pub(super) fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
     joined
 }
 
-/// The map of a machine whose RAM is `memory`: that RAM, with a PC's reserved range between the EBDA and 1 MiB cut out, and what is
-/// `reserved` beside it.
+/// The map of a machine with the RAM `memory`: that RAM without a PC's reserved range from the EBDA
+/// to 1 MiB, and the `reserved` ranges.
 pub fn memory_map<M: GuestMemoryBackend>(memory: &M, reserved: &[Range<u64>]) -> Vec<MapEntry> {
     let entry = |start, end: u64, kind| MapEntry { start, size: end - start, kind };
     let mut map = Vec::new();

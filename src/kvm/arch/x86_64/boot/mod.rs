@@ -1,11 +1,12 @@
-//! Boot protocols of x86-64: how a kernel image gets into guest memory and how the first vCPU enters it.
+//! Boot protocols of x86-64: load a kernel image into guest memory, and tell how the first vCPU
+//! enters it.
 //!
-//! Start with [`load`]: it looks at the image, chooses the protocol in the order in which [`Protocol`] lists them,
-//! places kernel, initrd, command line and what the protocol wants to be told, and returns the [`Entry`].
-//! Everything here works on bytes in any guest memory and needs no KVM. The registers that follow from an [`Entry`]
-//! are [`super::regs`]'s, the tables that describe the machine [`super::acpi`]'s.
+//! Start with [`load`]. It examines the image, chooses the protocol in the order of [`Protocol`],
+//! places kernel, initrd, command line and the protocol's data, and returns the [`Entry`]. This
+//! module works on bytes in any guest memory and needs no KVM. [`super::regs`] sets the registers
+//! for an [`Entry`], and [`super::acpi`] writes the tables that describe the machine.
 //!
-//! Images are hostile: every offset, size and address in them is checked here before it is used.
+//! Images are hostile: every offset, size and address in them is checked before use.
 //!
 //! ```text
 //! 0x00500  GDT                      0x06000  the protocol's lists
@@ -15,7 +16,7 @@
 //! 0x9fc00  EBDA, VGA hole, ROM area: reserved; ACPI tables from 0xe0000
 //! ```
 //!
-//! What lies between is free for an image that wants to be low.
+//! Other low memory is free for an image.
 
 mod elf;
 mod linux;
@@ -36,9 +37,10 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 pub use memory_map::{MapEntry, RangeKind, memory_map};
 use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
 
-/// Where the GDT that every protocol's segments refer to is written.
+/// The address of the GDT of every protocol's segments.
 pub const GDT: u64 = 0x500;
-/// The page that the protocol's main structure fills: `boot_params`, `hvm_start_info` or the multiboot information.
+/// The page of the protocol's main structure: `boot_params`, `hvm_start_info` or the multiboot
+/// information.
 pub const INFO: u64 = 0x7000;
 /// Lists that the main structure points to: memory map, modules.
 const LISTS: u64 = 0x6000;
@@ -46,11 +48,12 @@ const LISTS: u64 = 0x6000;
 pub const PAGE_TABLES: u64 = 0x9000;
 /// The command line.
 const CMDLINE: u64 = 0x2_0000;
-/// The most that any protocol may use for it, with its NUL.
+/// The space for the command line with its NUL, the maximum of any protocol.
 const CMDLINE_AREA: usize = 0x1_0000;
-/// The first byte that an image may occupy.
+/// The lowest address of an image.
 const LOWEST: u64 = INFO + PAGE;
-/// The extended BIOS data area: from here to 1 MiB nothing is RAM (the PC's map, which Linux also assumes).
+/// The extended BIOS data area. From here to 1 MiB there is no RAM (the PC's map, which Linux also
+/// assumes).
 const EBDA: u64 = 0x9_fc00;
 /// The end of the ROM area.
 const HIGH: u64 = 0x10_0000;
@@ -58,16 +61,17 @@ const HIGH: u64 = 0x10_0000;
 const LINUX_CMDLINE: usize = 2048;
 const PAGE: u64 = 4096;
 
-/// What a Linux guest is told unless it is told nothing: its console, and to end rather than to hang.
+/// The default command line of a Linux guest: the console, and to reboot on a panic instead of
+/// hanging.
 pub fn default_cmdline(_uart: Uart) -> &'static str {
     "console=ttyS0 reboot=k panic=-1"
 }
 
-/// A way to enter a kernel. The first that an image offers is taken, in this order.
+/// A boot protocol. The first that an image offers is used, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Protocol {
-    /// bzImage, or an ELF vmlinux, at its 64-bit entry (Documentation/arch/x86/boot.rst). A bzImage offers nothing
-    /// else; an ELF file comes to it when it offers neither of the other two.
+    /// bzImage, or an ELF vmlinux, at its 64-bit entry (Documentation/arch/x86/boot.rst). A bzImage
+    /// offers nothing else; an ELF file uses it if it offers neither of the other two.
     #[value(name = "linux64")]
     Linux64,
     /// Multiboot 1: a header within the first 8 KiB of the image.
@@ -89,46 +93,47 @@ impl std::fmt::Display for Protocol {
 /// How the first vCPU starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// 64-bit mode, paging on by the tables at [`PAGE_TABLES`], RSI holding the zero page's address.
+    /// 64-bit mode, paging with the tables at [`PAGE_TABLES`], the zero page's address in RSI.
     Long {
         /// The first instruction.
         rip: u64,
-        /// What RSI holds.
+        /// The value of RSI.
         rsi: u64,
     },
     /// 32-bit protected mode, paging off, flat segments.
     Protected {
         /// The first instruction.
         eip: u32,
-        /// What EAX holds.
+        /// The value of EAX.
         eax: u32,
-        /// What EBX holds: the protocol's information.
+        /// The value of EBX: the address of the protocol's information.
         ebx: u32,
     },
 }
 
 impl Entry {
-    /// Whether a kernel that is entered so is a test (kvm-unit-tests are multiboot kernels), with devices that no other guest may stumble on.
+    /// Whether a kernel with this entry is a test that needs test devices, which other guests must
+    /// not get: kvm-unit-tests are multiboot kernels.
     pub fn is_of_test(&self) -> bool {
         matches!(self, Self::Protected { eax: MULTIBOOT_MAGIC, .. })
     }
 }
 
-/// What is asked of the loader besides the images.
+/// The loader's parameters besides the images.
 #[derive(Clone, Copy, Debug)]
 pub struct BootRequest<'a> {
-    /// The kernel's name, which multiboot puts in front of the command line.
+    /// The kernel's name. Multiboot puts it before the command line.
     pub name: &'a str,
     /// The command line, without its NUL.
     pub cmdline: &'a str,
-    /// The protocol to use; `None` for the first that the image offers.
+    /// The protocol; `None` for the first that the image offers.
     pub protocol: Option<Protocol>,
-    /// The tables that describe the machine, where there are any.
+    /// The tables that describe the machine, if any.
     pub tables: Option<&'a Tables>,
 }
 
 impl BootRequest<'_> {
-    /// What the memory map reserves beside RAM.
+    /// The ranges that the memory map reserves beside RAM.
     fn reserved(&self) -> &[Range<u64>] {
         self.tables.map_or(&[], |tables| tables.ecam.as_slice())
     }
@@ -138,24 +143,24 @@ impl BootRequest<'_> {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each message says what its fields are")]
 pub enum Error {
-    /// The image cannot be read where it says that something is.
+    /// The image ends before a part that it declares.
     #[error("{image} is truncated: {what} should be at bytes {at:#x}..{:#x}; use a complete file", at + len)]
     Truncated { image: Image, what: &'static str, at: u64, len: u64 },
     /// Reading failed for another reason.
     #[error("{image} cannot be read; use a regular file that this user can read")]
     Read { image: Image, source: io::Error },
-    /// Nothing that a protocol here can enter.
+    /// No protocol can enter the image.
     #[error(
         "not a kernel (it starts with {start:02x?}); use a bzImage, an ELF vmlinux, or a PVH or multiboot image"
     )]
     NotAKernel { start: Vec<u8> },
-    /// A kernel, but malformed or of another kind.
+    /// A kernel, but malformed or unsupported.
     #[error("not a bootable kernel: {0}; use an x86-64 bzImage or ELF vmlinux")]
     Malformed(String),
-    /// The protocol asked for is not one that the image offers.
+    /// The image does not offer the requested protocol.
     #[error("the kernel cannot be entered by {asked}; it offers {offered}")]
     Protocol { asked: Protocol, offered: Protocol },
-    /// Something does not fit where it must go.
+    /// A part does not fit at its address.
     #[error("{what} needs guest memory at {start:#x}..{end:#x}, which {why}")]
     Place { what: &'static str, start: u64, end: u64, why: String },
     /// The initrd does not fit.
@@ -163,22 +168,22 @@ pub enum Error {
         "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
     )]
     InitrdTooLarge { size: u64, limit: u64 },
-    /// The initrd does not fit where this kernel could take it, however much memory there is.
+    /// The initrd does not fit within this kernel's limit, however much memory there is.
     #[error(
-        "the initrd has {size} bytes, and there is room for {most} below {limit:#x}, where this kernel takes it; use a smaller \
+        "the initrd has {size} bytes, but this kernel takes at most {most}, below {limit:#x}; use a smaller \
          one: more memory would not help"
     )]
     InitrdBeyondReach { size: u64, most: u64, limit: u64 },
     /// The command line does not fit.
     #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
     CmdlineTooLong { len: usize, max: usize },
-    /// The command line holds a NUL byte.
-    #[error("it holds a NUL byte, which would end it early; remove it")]
+    /// The command line contains a NUL byte.
+    #[error("it contains a NUL byte, which would end it early; remove it")]
     CmdlineNul,
     /// There is too little memory for any kernel.
     #[error("guest memory must begin at address 0 and hold at least 2 MiB for a kernel; use more")]
     TooLittleMemory,
-    /// Guest memory refused a write that had been checked.
+    /// Guest memory refused a write that was checked before.
     #[error("guest memory at {0:#x} cannot be written")]
     Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
@@ -202,10 +207,10 @@ impl Diagnose for Error {
     }
 }
 
-/// Loads `kernel` (and `initrd`) into `memory` and says how to enter it.
+/// Loads `kernel` (and `initrd`) into `memory` and returns how to enter it.
 ///
 /// # Errors
-/// [`Error`], which says which field is to blame. Guest memory may have been written by then.
+/// [`Error`] names the field at fault. Guest memory may have been partly written.
 pub fn load<M: GuestMemoryBackend>(
     memory: &M,
     kernel: &mut impl Source,
@@ -265,11 +270,11 @@ impl<'a, F: Source> Input<'a, F> {
         Ok(Self { image, source, len })
     }
 
-    /// Whether `at..at + len` lies within the image.
+    /// Checks that `at..at + len` lies within the image.
     fn check(&self, what: &'static str, at: u64, len: u64) -> Result<(), Error> {
         match at.checked_add(len) {
             Some(end) if end <= self.len => Ok(()),
-            // The length is only for the message there, which adds the two.
+            // The message adds `at` and `len`, so an overflowing length is shown as 0.
             end => Err(Error::Truncated { image: self.image, what, at, len: end.map_or(0, |_| len) }),
         }
     }
@@ -309,7 +314,7 @@ impl<'a, F: Source> Input<'a, F> {
     }
 }
 
-/// Which guest memory is taken, and by what.
+/// The parts of guest memory that are taken, and by what.
 struct Placement<'a, M> {
     memory: &'a M,
     taken: Vec<(Range<u64>, &'static str)>,
@@ -358,7 +363,8 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
         Ok(())
     }
 
-    /// Loads the initrd at the highest page below `limit`, or at the lowest from `floor` upwards, and returns where.
+    /// Loads the initrd at the highest page below `limit`, or at the lowest from `upwards_from` on,
+    /// and returns its range.
     fn load_initrd(
         &mut self,
         initrd: Option<Input<'_, impl Source>>,
@@ -389,7 +395,7 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
         Ok(Some(start..start + initrd.len))
     }
 
-    /// Writes the command line with its NUL; `max` is what the kernel takes, without the NUL.
+    /// Writes the command line with its NUL. `max` is the kernel's limit, without the NUL.
     fn write_cmdline(&self, cmdline: &str, max: usize) -> Result<u64, Error> {
         let max = max.min(CMDLINE_AREA - 1);
         if cmdline.len() > max {

@@ -1,5 +1,6 @@
-//! Multiboot 1 (the GNU Multiboot Specification 0.6.96), as kvm-unit-tests uses it: an image placed by the header's own
-//! address fields or by its ELF headers, entered in 32-bit protected mode with EBX pointing to the information.
+//! Multiboot 1 (the GNU Multiboot Specification 0.6.96), as kvm-unit-tests use it. An image is
+//! placed by the header's address fields or by its ELF headers. It is entered in 32-bit protected
+//! mode, with the information's address in EBX.
 
 use vm_memory::GuestMemoryBackend;
 
@@ -11,9 +12,10 @@ use super::{
 /// The header lies entirely within the first 8 KiB, 4-byte aligned (3.1).
 const SEARCH: u64 = 8192;
 const HEADER_MAGIC: u32 = 0x1bad_b002;
-/// What EAX holds at the entry (3.2).
+/// The value of EAX at the entry (3.2).
 pub const LOADER_MAGIC: u32 = 0x2bad_b002;
-/// Header flags (3.1.2): what a loader must understand, of which pages (always) and memory (always) are.
+/// Header flags (3.1.2): those that a loader must understand. Page alignment and memory information
+/// are always supported.
 const MUST_UNDERSTAND: u32 = 0xffff;
 const PAGE_ALIGN: u32 = 1;
 const MEMORY_INFO: u32 = 1 << 1;
@@ -23,21 +25,22 @@ const INFO_MEMORY: u32 = 1;
 const INFO_CMDLINE: u32 = 1 << 2;
 const INFO_MODULES: u32 = 1 << 3;
 const INFO_MAP: u32 = 1 << 6;
-/// The memory map behind the list of modules.
+/// The memory map, after the list of modules.
 const MEMORY_MAP: u64 = LISTS + 0x40;
 /// The module's command line, an empty string.
 const MODULE_STRING: u64 = LISTS + 0x20;
 
-/// A multiboot header and where it was found.
+/// A multiboot header and its offset.
 pub(super) struct Header {
     at: u64,
     flags: u32,
-    /// header_addr, load_addr, load_end_addr, bss_end_addr, entry_addr; zero unless the flags say that they are there.
+    /// header_addr, load_addr, load_end_addr, bss_end_addr, entry_addr; zero unless the flags
+    /// declare them.
     addresses: [u32; 5],
 }
 
 impl Header {
-    /// Looks for a header whose checksum is right.
+    /// Looks for a header with a correct checksum.
     pub fn find(kernel: &mut Input<'_, impl Source>) -> Result<Option<Self>, Error> {
         let mut bytes = vec![0; kernel.len.min(SEARCH) as usize];
         kernel.read_at("its first 8 KiB", 0, &mut bytes)?;
@@ -56,7 +59,7 @@ impl Header {
         Ok(Some(Self { at: i as u64 * 4, flags, addresses }))
     }
 
-    /// Copies the image by the header's address fields; returns the entry and the image's end.
+    /// Copies the image by the header's address fields. Returns the entry and the image's end.
     fn load<M: GuestMemoryBackend>(
         &self,
         placement: &mut Placement<'_, M>,
@@ -64,7 +67,7 @@ impl Header {
     ) -> Result<(u32, u64), Error> {
         let [header, load, load_end, bss_end, entry] = self.addresses.map(u64::from);
         let malformed = || Error::Malformed(format!("multiboot address fields {:08x?}", self.addresses));
-        // The header lies header - load bytes behind the first byte to load.
+        // The header lies `header - load` bytes after the first byte to load.
         let offset = header.checked_sub(load).and_then(|d| self.at.checked_sub(d)).ok_or_else(malformed)?;
         let size = match load_end {
             0 => kernel.len - offset,
@@ -106,7 +109,8 @@ pub(super) fn load<M: GuestMemoryBackend>(
             return Err(Error::Malformed("a multiboot header without addresses outside an ELF file".into()));
         }
     };
-    // Modules follow the image, as with other loaders: kvm-unit-tests counts on their not being at the top of memory.
+    // Modules follow the image, as with other loaders: kvm-unit-tests need them away from the top
+    // of memory.
     let module = placement.load_initrd(initrd, 1 << 32, Some(end.max(super::HIGH)))?;
     let cmdline = match request.cmdline {
         "" => request.name.to_owned(),
@@ -127,7 +131,7 @@ pub(super) fn load<M: GuestMemoryBackend>(
 
     let mut info = [0u32; 13];
     info[0] = INFO_MEMORY | INFO_CMDLINE | INFO_MAP;
-    // mem_lower and mem_upper: KiB from 0 and from 1 MiB to the first hole.
+    // mem_lower and mem_upper: KiB from 0, and from 1 MiB to the first hole.
     let ram = |start| {
         map.iter().find(|e| e.start == start && e.kind == RangeKind::Ram).map_or(0, |e| (e.size >> 10) as u32)
     };

@@ -1,5 +1,5 @@
-//! PVH (xen/include/public/arch-x86/hvm/start_info.h): an ELF file entered in 32-bit protected mode, EBX pointing to a
-//! `hvm_start_info`.
+//! PVH (xen/include/public/arch-x86/hvm/start_info.h): an ELF file entered in 32-bit protected
+//! mode, with the address of `hvm_start_info` in EBX.
 
 use linux_loader::loader::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
 use vm_memory::{ByteValued, GuestMemoryBackend};
@@ -10,7 +10,7 @@ use super::{
 
 /// `XEN_HVM_START_MAGIC_VALUE`: "xEn3".
 const MAGIC: u32 = 0x336e_c578;
-/// The memory map behind the list of modules, which has one entry.
+/// The memory map, after the list of modules, which has one entry.
 const MEMORY_MAP: u64 = LISTS + 0x40;
 
 pub(super) fn load<M: GuestMemoryBackend>(

@@ -1,4 +1,4 @@
-//! Loaders against images built here by hand: no toolchain, no KVM.
+//! Loaders with hand-made images: no toolchain, no KVM.
 
 use std::io::Cursor;
 
@@ -43,7 +43,7 @@ fn word(memory: &GuestMemoryMmap<()>, at: u64) -> u32 {
     u32::from_le_bytes(read(memory, at))
 }
 
-/// A 64-bit ELF file: `code` at [`ORIGIN`], and a PVH note where asked for.
+/// A 64-bit ELF file with `code` at [`ORIGIN`], and optionally a PVH note.
 fn elf64(code: &[u8], pvh: bool) -> Vec<u8> {
     let note = [4u32, 4, 18, u32::from_le_bytes(*b"Xen\0"), ORIGIN as u32].map(u32::to_le_bytes);
     let note = if pvh { note.as_flattened() } else { &[] };
@@ -237,14 +237,15 @@ fn a_multiboot_image_may_lie_where_only_a_64_bit_entry_needs_room() {
 fn hostile_bzimages_and_multiboot_headers_are_refused() {
     let bz = || bzimage(0x1000);
     let header = |at: usize| 0x1f1 + at;
-    // Offsets as in boot.rst: pref_address 0x258, init_size 0x260, xloadflags 0x236, setup_sects 0x1f1.
+    // Offsets as in boot.rst: pref_address 0x258, init_size 0x260, xloadflags 0x236, setup_sects
+    // 0x1f1.
     assert!(refused(bz(), put(0x258, u64::MAX - 0x100)).contains("wraps around"));
     assert!(refused(bz(), put(0x258, 0x1000)).contains("for address 0x1000"));
     assert!(refused(bz(), |f| f[0x263] = 0x7f).contains("not all RAM"));
     assert!(refused(bz(), |f| f[0x236] = 0).contains("64-bit entry"));
     assert!(refused(bz(), |f| f[header(0)] = 200).contains("real-mode part"));
     assert!(refused(bz(), |f| f.truncate(0x230)).contains("setup header"));
-    // syssize, 0x1f4: a sixteenth of the protected-mode kernel.
+    // syssize, 0x1f4: the size of the protected-mode kernel divided by 16.
     assert!(refused(bz(), put(0x1f4, 0x101)).contains("protected-mode kernel"));
     assert!(refused(multiboot_flat(), |f| f[12..16].fill(0)).contains("address fields"));
     assert!(
@@ -268,7 +269,7 @@ fn what_does_not_fit_names_its_field() {
     let (name, text) = field(boot(&memory(4 << 20), &bzimage(0x1000), Some(&vec![0; 4 << 20])));
     assert_eq!(name, Field::Initrd);
     assert!(text.contains("4194304 bytes do not fit"), "{text}");
-    // More memory would not help one that the kernel cannot reach.
+    // More memory would not help if the initrd exceeds the kernel's limit.
     let mut vast = vellum_sys::mmap::memfd(c"initrd", 3 << 30, None).unwrap();
     let request = BootRequest { name: "k", cmdline: "", protocol: None, tables: None };
     let (name, text) =

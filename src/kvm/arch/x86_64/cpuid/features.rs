@@ -1,23 +1,24 @@
-//! The features that have names: those by which `--cpuid` switches them on and off, CPU models list them, and a migration says what does not fit.
+//! The named features: `--cpuid` switches them, CPU models list them, and migration names those
+//! that do not fit.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-/// A feature by the name under which `--cpuid` knows it.
+/// A named feature.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Feature {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
     /// The leaf.
     pub leaf: u32,
-    /// The sub-leaf, 0 where it has none.
+    /// The sub-leaf, 0 if it has none.
     pub subleaf: u32,
     /// The register.
     pub register: Register,
-    /// Bits that go together.
+    /// The bits, which belong together.
     pub bits: u32,
 }
 
-/// A register that CPUID fills.
+/// An output register of CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Register {
     Eax,
@@ -27,16 +28,16 @@ pub enum Register {
 }
 use Register::{Eax, Ebx, Ecx, Edx};
 
-/// KVM's feature leaf; its signature is in the leaf before.
+/// KVM's feature leaf. Its signature is in the leaf before.
 pub const KVM_FEATURES: u32 = 0x4000_0001;
 
-/// The name that is most like this one.
+/// The most similar name.
 pub fn nearest(name: &str) -> &'static str {
     let close = |f: &&Feature| strsim::jaro_winkler(f.name, name);
     FEATURES.iter().max_by(|a, b| close(a).total_cmp(&close(b))).expect("the list is not empty").name
 }
 
-/// The bits of `feature` that a CPU has which is described so.
+/// The bits of `feature` that a CPU with these entries has.
 pub fn bits(entries: &[kvm_cpuid_entry2], feature: &Feature) -> u32 {
     let leaf = |entry: &&kvm_cpuid_entry2| (entry.function, entry.index) == (feature.leaf, feature.subleaf);
     let register = |entry: &kvm_cpuid_entry2| match feature.register {
@@ -48,8 +49,8 @@ pub fn bits(entries: &[kvm_cpuid_entry2], feature: &Feature) -> u32 {
     entries.iter().find(leaf).map_or(0, register) & feature.bits
 }
 
-/// The features that `source` has and `here` lacks, by the names that `--cpuid` knows. Of those that have no name none is told:
-/// what KVM cannot give a guest it refuses when the guest is restored.
+/// The named features that `source` has and `here` lacks. Unnamed features are not compared. KVM
+/// refuses other differences when the guest is restored.
 pub fn lacking(source: &[kvm_cpuid_entry2], here: &[kvm_cpuid_entry2]) -> Vec<&'static str> {
     let lacks = |feature: &&Feature| bits(source, feature) & !bits(here, feature) != 0;
     FEATURES.iter().filter(lacks).map(|feature| feature.name).collect()
@@ -62,8 +63,9 @@ const fn kvm(name: &'static str, bits: u32) -> Feature {
     Feature { name, leaf: KVM_FEATURES, subleaf: 0, register: Eax, bits }
 }
 
-/// What `--cpuid` can name: KVM's paravirtual features first, then the CPU's, those of the psABI's levels among them. Names are
-/// Linux's (/proc/cpuinfo) with - for _; where two vendors have one thing at two places, the second has its own name.
+/// The features that `--cpuid` can name: KVM's paravirtual features first, then the CPU's,
+/// including those of the psABI levels. The names are Linux's (/proc/cpuinfo) with - instead of _.
+/// If two vendors have a feature at different places, the second has its own name.
 pub static FEATURES: &[Feature] = &[
     kvm("pvclock", 1 | 1 << 3 | 1 << 24),
     kvm("nop-io-delay", 1 << 1),

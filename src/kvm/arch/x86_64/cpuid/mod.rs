@@ -1,9 +1,10 @@
-//! CPUID: what KVM can offer, less what `--cpuid` takes away, with the topology of the machine written in.
+//! CPUID: what KVM can offer, minus what `--cpuid` removes, with the machine's topology.
 //!
-//! Start with [`Cpuid::of_vm`], once per machine, then [`Cpuid::for_vcpu`]. One package, one thread a core, the APIC id
-//! is the vCPU's number. Registers and bits are those of the Intel SDM vol. 2 (CPUID) and the AMD APM vol. 3,
-//! appendix E; KVM's own leaf is Documentation/virt/kvm/x86/cpuid.rst. Which features have names is in `features`; what a guest is
-//! shown that is to go on on other CPUs, in [`model`].
+//! Start with [`Cpuid::of_vm`], once a machine, then [`Cpuid::for_vcpu`]. There is one package with
+//! one thread a core, and the APIC ID is the vCPU's number. Registers and bits are described in the
+//! Intel SDM vol. 2 (CPUID) and the AMD APM vol. 3, appendix E; KVM's own leaf in
+//! Documentation/virt/kvm/x86/cpuid.rst. `features` has the named features, [`model`] the CPU
+//! models for guests that move between CPUs.
 
 mod features;
 pub mod model;
@@ -22,31 +23,32 @@ use self::model::{Listed, Model};
 use vellum_sys::cr3_cache;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// What a guest is shown of a CPU.
+/// The CPU shown to a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Choice {
-    /// Of which model it is.
+    /// The CPU model.
     pub model: Model,
-    /// `--cpuid`: features switched on and off, in the order given. Beside a model, on is as much as KVM has.
+    /// `--cpuid`: features switched on and off, in the given order. With a model, on means as much
+    /// as KVM has.
     switched: Vec<(bool, &'static Feature)>,
 }
 
-/// Why a choice of features cannot be had.
+/// Why a choice of features is not possible.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Neither + nor -.
     #[error("'{0}': start each feature with + or -, as in +avx2,-pv-eoi")]
     Sign(String),
-    /// Not in the list.
+    /// The feature is not in the list.
     #[error("'{0}': there is no such feature; did you mean {1}?")]
     Unknown(String, &'static str),
-    /// KVM does not have it.
+    /// KVM does not offer the feature.
     #[error("+{0}: this host's KVM does not offer it; leave it out")]
     NotOffered(&'static str),
-    /// The model has what KVM does not.
+    /// The model has features that KVM lacks.
     #[error("{0}: this host's KVM does not offer {1}{2}")]
     Lacking(String, String, String),
-    /// KVM does not say what it supports.
+    /// KVM does not report what it supports.
     #[error("KVM_GET_SUPPORTED_CPUID: {0}")]
     Supported(#[source] kvm_ioctls::Error),
     /// CPUID has no room for another leaf.
@@ -84,7 +86,7 @@ impl std::str::FromStr for Choice {
     }
 }
 
-/// What is switched; the model is not said.
+/// Shows the switched features, not the model.
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, (on, feature)) in self.switched.iter().enumerate() {
@@ -96,7 +98,7 @@ impl fmt::Display for Choice {
 }
 
 impl Choice {
-    /// A model, and nothing switched.
+    /// This model, with no features switched.
     pub fn of(model: Model) -> Self {
         Self { model, switched: Vec::new() }
     }
@@ -106,28 +108,28 @@ impl Choice {
         self.switched.append(&mut later.switched);
     }
 
-    /// Whether anything is switched.
+    /// Whether any feature is switched.
     pub fn switches(&self) -> bool {
         !self.switched.is_empty()
     }
 }
 
-/// What `KVM_GET_SUPPORTED_CPUID` says.
+/// The result of `KVM_GET_SUPPORTED_CPUID`.
 pub type Supported = Result<CpuId, kvm_ioctls::Error>;
 
-/// Asks KVM what it supports. It takes KVM about as long as making a VM, because it executes CPUID for every leaf, and CPUID leaves a host
-/// that is itself a guest.
+/// Asks KVM what it supports. This takes about as long as creating a VM: KVM executes CPUID for
+/// every leaf, and CPUID exits if the host is itself a guest.
 pub fn supported(kvm: &Kvm) -> Supported {
     kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
 }
 
-/// Asks it on a thread of its own, while `work` is done.
+/// Asks KVM on a separate thread while `work` runs.
 pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T) {
     let ask = || supported(kvm);
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(64 << 10).spawn_scoped(scope, ask);
         let done = work();
-        // Where the host refuses another thread, one does both.
+        // If the host refuses a thread, this thread does both.
         let supported = thread.map_or_else(
             |_| ask(),
             |thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
@@ -136,16 +138,16 @@ pub fn supported_beside<T>(kvm: &Kvm, work: impl FnOnce() -> T) -> (Supported, T
     })
 }
 
-/// What a description has of what a guest sees of its processor.
+/// A CPUID leaf in a machine's description.
 pub type Leaf = kvm_cpuid_entry2;
 
-/// What a vCPU is set up with.
+/// A vCPU's CPUID.
 pub type Setup = CpuId;
 
-/// What guests of this host can be shown, in words that a file can hold.
+/// The features that guests of this host can have, in the form of a model file.
 ///
 /// # Errors
-/// Where KVM does not say.
+/// KVM does not report them.
 pub fn listed(kvm: &Kvm, vm: &VmFd) -> Result<Listed, Error> {
     let all = Choice {
         switched: FEATURES.iter().filter(|f| f.name == "invtsc").map(|f| (true, f)).collect(),
@@ -156,7 +158,7 @@ pub fn listed(kvm: &Kvm, vm: &VmFd) -> Result<Listed, Error> {
     Ok(Listed::of(&cpuid.entries))
 }
 
-/// The highest level of the psABI that guests of this host can be shown, if any.
+/// The highest psABI level of guests of this host, if any.
 ///
 /// # Errors
 /// As [`listed`].
@@ -178,26 +180,28 @@ const HYPERVISOR: u32 = 1 << 31;
 const HTT: u32 = 1 << 28;
 /// Leaf 0x8000_0007, EDX.
 const INVARIANT_TSC: u32 = 1 << 8;
-/// Leaf 0x8000_0001, ECX: all threads of the package are cores; leaf 0x8000_001e is there.
+/// Leaf 0x8000_0001, ECX: all threads of the package are cores; leaf 0x8000_001e exists.
 const CMP_LEGACY: u32 = 1 << 1;
 const TOPOEXT: u32 = 1 << 22;
 
 impl Cpuid {
-    /// What guests of `vm` with `vcpus` vCPUs see: what KVM supports ([`supported_beside`]), changed by `choice`.
+    /// The CPUID of guests of `vm` with `vcpus` vCPUs: what KVM supports ([`supported_beside`]),
+    /// changed by `choice`.
     ///
     /// # Errors
-    /// Where KVM did not say, or `choice` switches on what it does not offer.
+    /// KVM did not report what it supports, or `choice` switches on what KVM does not offer.
     pub fn of_vm(supported: Supported, vm: &VmFd, choice: &Choice, vcpus: u32) -> Result<Self, Error> {
         let supported = supported.map_err(Error::Supported)?;
         let deadline_timer = vm.check_extension_raw(KVM_CAP_TSC_DEADLINE_TIMER.into()) > 0;
         Self::new(supported.as_slice(), choice, vcpus, deadline_timer)
     }
 
-    /// What guests of a machine with `vcpus` vCPUs see: `supported` is what `KVM_GET_SUPPORTED_CPUID` says, and
-    /// `tsc_deadline` what `KVM_CAP_TSC_DEADLINE_TIMER` says, since KVM leaves that bit to whoever makes the local APIC.
+    /// The CPUID of a machine with `vcpus` vCPUs. `supported` is the result of
+    /// `KVM_GET_SUPPORTED_CPUID`. `tsc_deadline` is that of `KVM_CAP_TSC_DEADLINE_TIMER`: KVM
+    /// leaves this bit to the creator of the local APIC.
     ///
     /// # Errors
-    /// Where `choice` switches on what KVM does not offer.
+    /// `choice` switches on what KVM does not offer.
     pub fn new(
         supported: &[kvm_cpuid_entry2],
         choice: &Choice,
@@ -210,8 +214,8 @@ impl Cpuid {
         }
         let offered = cpuid.clone();
         choice.model.mask(&mut cpuid.entries)?;
-        // A guest that trusts its TSC prefers it to kvm-clock, and neither survives a migration to a host with another
-        // frequency; so it takes +invtsc to have it.
+        // A guest that trusts its TSC prefers it to kvm-clock. Neither survives a migration to a
+        // host with another frequency. So the invariant TSC needs +invtsc.
         if let Some(leaf) = cpuid.leaf(0x8000_0007, 0) {
             leaf.edx &= !INVARIANT_TSC;
         }
@@ -229,25 +233,26 @@ impl Cpuid {
         Ok(cpuid)
     }
 
-    /// What its first vCPU sees.
+    /// The CPUID of the first vCPU.
     ///
     /// # Errors
-    /// Where KVM's own limit on leaves is exceeded.
+    /// There are more leaves than KVM takes.
     pub fn leaves(&self) -> Result<Vec<Leaf>, Error> {
         Ok(self.for_vcpu(0)?.as_slice().to_vec())
     }
 
-    /// Tells the guest that KVM lets it load CR3 without an exit. KVM leaves that bit to whoever has enabled it for the VM.
+    /// Announces that the guest can load CR3 without an exit. KVM does not report this bit itself:
+    /// it depends on the VM.
     pub fn show_cr3_cache(&mut self) {
         if let Some(leaf) = self.leaf(features::KVM_FEATURES, 0) {
             leaf.eax |= cr3_cache::FEATURE;
         }
     }
 
-    /// The table for vCPU `index`, whose APIC id is `index` too.
+    /// The CPUID of vCPU `index`, whose APIC ID is also `index`.
     ///
     /// # Errors
-    /// Where KVM's own limit on leaves is exceeded.
+    /// There are more leaves than KVM takes.
     pub fn for_vcpu(&self, index: u32) -> Result<Setup, Error> {
         let mut entries = self.entries.clone();
         for entry in &mut entries {
@@ -263,7 +268,7 @@ impl Cpuid {
 
     fn write_topology(&mut self) {
         let vcpus = self.vcpus;
-        // How many bits of the APIC id number the cores.
+        // How many bits of the APIC ID number the cores.
         let bits = vcpus.next_power_of_two().trailing_zeros();
         let largest_id = (1u32 << bits) - 1;
         let amd = self.leaf(0, 0).is_some_and(|leaf| {
@@ -291,7 +296,7 @@ impl Cpuid {
                 (0x8000_0001, _) if amd => {
                     entry.ecx = (entry.ecx & !CMP_LEGACY) | if vcpus > 1 { CMP_LEGACY } else { 0 };
                 }
-                // Cores less one, and how many bits of the APIC id number them.
+                // The number of cores minus one, and how many bits of the APIC ID number them.
                 (0x8000_0008, _) if amd => {
                     entry.ecx = (entry.ecx & !0xf0ff) | (vcpus - 1).min(0xff) | bits.min(0xf) << 12;
                 }
@@ -303,7 +308,8 @@ impl Cpuid {
         if amd && extended & TOPOEXT == 0 {
             self.entries.retain(|e| !matches!(e.function, 0x8000_001d | 0x8000_001e));
         }
-        // Extended topology: threads of a core, cores of the package, and an invalid level that ends the list.
+        // Extended topology: threads of a core, cores of the package, and an invalid level that
+        // ends the list.
         for function in [0xb, 0x1f].into_iter().filter(|function| *function <= max_leaf) {
             self.entries.retain(|e| e.function != function);
             for (index, eax, ebx, kind) in [(0, 0, 1, 1), (1, bits, vcpus, 2), (2, 0, 0, 0)] {
@@ -373,7 +379,8 @@ mod tests {
         let cores = at(&cpuid, 0xb, 1);
         assert_eq!((cores.eax, cores.ebx, cores.ecx, cores.edx), (2, 3, 0x201, 2));
         assert_eq!(at(&cpuid, 0x1f, 0).ecx, 0x100);
-        // The first-level cache is a core's own, the third is shared by all; four core numbers in the package.
+        // The first-level cache belongs to a core, all cores share the third level; four core
+        // numbers in the package.
         assert_eq!(
             (at(&cpuid, 4, 0).eax, at(&cpuid, 4, 3).eax),
             (3 << 26 | 0x121, 3 << 26 | 3 << 14 | 0x163)
@@ -415,7 +422,7 @@ mod tests {
         assert_eq!(kvm("-pv-eoi,+pv-eoi"), 0x0100_02fb);
         let tsc = |choice| at(&with(choice).unwrap().for_vcpu(0).unwrap(), 0x8000_0007, 0).edx;
         assert_eq!((tsc("-pv-eoi"), tsc("+invtsc")), (0, INVARIANT_TSC));
-        // KVM has two of the three bits of async-pf here; those are given back, no more.
+        // KVM has two of the three bits of async-pf here. Only those are restored.
         assert_eq!(kvm("-async-pf"), 0x0100_02eb);
         assert_eq!(kvm("-async-pf,+async-pf"), 0x0100_02fb);
         assert_eq!(with("+avx2").unwrap().for_vcpu(0).unwrap().as_slice().len(), 8 + 6);

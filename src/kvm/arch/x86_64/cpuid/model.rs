@@ -1,10 +1,12 @@
-//! CPU models: what of a host's CPU a guest is shown, so that it can go on on another one.
+//! CPU models: the part of a host's CPU that a guest sees, so that it can move to another CPU.
 //!
-//! A model is a list of features, and a guest that has it sees these and no others: neither those that have no name here, nor the leaves
-//! that describe only such. What every x86-64 processor has, and what KVM and a local APIC add, is not a matter of models; the vendor, the
-//! family and the sizes of caches are the host's where the guest has begun, and go along with it.
+//! A model is a list of features. A guest with a model sees exactly these: no unnamed features, and
+//! no leaves that describe only such. Models do not cover what every x86-64 processor has, and what
+//! KVM and a local APIC add. Vendor, family and cache sizes come from the host where the guest was
+//! started, and move with it.
 //!
-//! The levels are those of the x86-64 psABI ("Micro-Architecture Levels"), which compilers and distributions mean by the same names.
+//! The levels are those of the x86-64 psABI ("Micro-Architecture Levels"). Compilers and
+//! distributions use the same names.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,33 +20,33 @@ use super::features::{FEATURES, Feature, KVM_FEATURES, Register, bits};
 use super::{Error, HYPERVISOR, TSC_DEADLINE};
 use vellum_sys::open;
 
-/// What a guest is shown.
+/// The CPU shown to a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Model {
-    /// All that this host's KVM offers.
+    /// Everything that this host's KVM offers.
     #[default]
     Host,
     /// A level of the psABI.
     Level(Level),
-    /// What a file lists, and its name.
+    /// The features in a file, with the file's name.
     Listed(String, Arc<Listed>),
 }
 
 /// A level of the x86-64 psABI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// What every x86-64 processor has.
+    /// Every x86-64 processor.
     Baseline,
     /// About 2009: Nehalem.
     V2,
-    /// About 2013: Haswell, and Excavator.
+    /// About 2013: Haswell and Excavator.
     V3,
-    /// About 2017: Skylake-SP, and Zen 4.
+    /// About 2017: Skylake-SP and Zen 4.
     V4,
 }
 
 impl Level {
-    /// Their names, from below.
+    /// Their names, lowest first.
     pub const NAMES: [(&str, Self); 4] = [
         ("x86-64", Self::Baseline),
         ("x86-64-v2", Self::V2),
@@ -52,18 +54,18 @@ impl Level {
         ("x86-64-v4", Self::V4),
     ];
 
-    /// What this level adds to the one below it.
+    /// The features that this level adds to the one below.
     fn adds(self) -> &'static [&'static str] {
         match self {
             Self::Baseline => &["fpu", "cx8", "cmov", "mmx", "fxsr", "sse", "sse2", "syscall"],
             Self::V2 => &["cx16", "lahf-lm", "popcnt", "pni", "sse4-1", "sse4-2", "ssse3"],
-            // OSXSAVE, which the psABI names, is what an OS makes of XSAVE.
+            // The psABI names OSXSAVE. That is set by an OS that uses XSAVE.
             Self::V3 => &["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"],
             Self::V4 => &["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"],
         }
     }
 
-    /// All that it has.
+    /// All features of the level.
     pub fn features(self) -> impl Iterator<Item = &'static str> {
         let below = Self::NAMES.into_iter().map(|(_, level)| level).filter(move |level| *level <= self);
         below.flat_map(Self::adds).copied()
@@ -73,13 +75,13 @@ impl Level {
         Self::NAMES.into_iter().find(|(_, level)| *level == self).map_or("", |(name, _)| name)
     }
 
-    /// The highest that has none of these features, if any.
+    /// The highest level without any of these features.
     pub fn without<'a>(features: impl Iterator<Item = &'a str> + Clone) -> Option<&'static str> {
         let has = |level: Self| features.clone().any(|lacks| level.features().any(|name| name == lacks));
         Self::NAMES.into_iter().rev().find(|(_, level)| !has(*level)).map(|(name, _)| name)
     }
 
-    /// The highest that a CPU has which is described so.
+    /// The highest level of a CPU with these entries.
     pub fn of(entries: &[kvm_cpuid_entry2]) -> Option<&'static str> {
         Self::NAMES
             .into_iter()
@@ -89,23 +91,23 @@ impl Level {
     }
 }
 
-/// What a file says that a model is: `vellum doctor` writes it.
+/// A model file, as written by `vellum doctor`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Listed {
     format: String,
     version: u32,
-    /// Names of features; of one that has several bits, where a host has not all of them, `NAME:BITS` in hexadecimal.
+    /// Feature names. If a host has only some of a feature's bits: `NAME:BITS`, in hexadecimal.
     features: Vec<String>,
 }
 
 const FORMAT: &str = "vellum-cpu";
 const VERSION: u32 = 1;
-/// A file is no longer than this in bytes: all names are some 2 KiB.
+/// The maximum size of a file in bytes. All names take some 2 KiB.
 const MAX_FILE: u64 = 64 << 10;
 
 impl Listed {
-    /// What a CPU has that is described so.
+    /// The features of a CPU with these entries.
     pub fn of(entries: &[kvm_cpuid_entry2]) -> Self {
         Self::with(FEATURES.iter().map(|feature| (feature, bits(entries, feature))))
     }
@@ -119,7 +121,7 @@ impl Listed {
         Self { format: FORMAT.into(), version: VERSION, features: has.filter_map(word).collect() }
     }
 
-    /// What all of these have.
+    /// The features that all of these have.
     pub fn common(all: &[Self]) -> Self {
         let all: Vec<_> = all.iter().map(Self::bits).collect();
         let common = |feature: &'static Feature| {
@@ -129,10 +131,10 @@ impl Listed {
         Self::with(FEATURES.iter().map(common))
     }
 
-    /// Reads one.
+    /// Reads a model file.
     ///
     /// # Errors
-    /// In words: what is wrong with the file, and what would work.
+    /// A message that says what is wrong with the file, and what would work.
     pub fn read(path: &Path) -> Result<Self, String> {
         let wrong = |what: &dyn fmt::Display| format!("{}: {what}", path.display());
         let text = open::read_text(path, MAX_FILE).map_err(|error| {
@@ -143,26 +145,26 @@ impl Listed {
         Self::parse(&text).map_err(|error| wrong(&error))
     }
 
-    /// The same from text.
+    /// Parses a model file.
     ///
     /// # Errors
     /// As [`Listed::read`].
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.len() as u64 > MAX_FILE {
-            return Err(format!("no CPU model has more than {MAX_FILE} bytes"));
+            return Err(format!("a CPU model has at most {MAX_FILE} bytes"));
         }
-        let listed: Self = serde_json::from_str(text).map_err(|error| format!("no CPU model: {error}"))?;
+        let listed: Self = serde_json::from_str(text).map_err(|error| format!("not a CPU model: {error}"))?;
         if listed.format != FORMAT || listed.version != VERSION {
             let Self { format, version, .. } = listed;
             return Err(format!(
-                "it is {format:?} of version {version}, and this program reads {FORMAT:?} of version {VERSION}"
+                "it is {format:?} of version {version}; this program reads {FORMAT:?} of version {VERSION}"
             ));
         }
         listed.features.iter().try_for_each(|word| read_word(word).map(drop))?;
         Ok(listed)
     }
 
-    /// The bits of each feature that it names.
+    /// The bits of each listed feature.
     fn bits(&self) -> BTreeMap<&'static str, u32> {
         let mut all = BTreeMap::new();
         for (feature, bits) in self.features.iter().filter_map(|word| read_word(word).ok()) {
@@ -172,7 +174,7 @@ impl Listed {
     }
 }
 
-/// `NAME` or `NAME:BITS`.
+/// Parses `NAME` or `NAME:BITS`.
 fn read_word(word: &str) -> Result<(&'static Feature, u32), String> {
     let (name, some) = word.split_once(":0x").map_or((word, None), |(name, bits)| (name, Some(bits)));
     let feature = FEATURES.iter().find(|feature| feature.name == name);
@@ -187,7 +189,7 @@ fn read_word(word: &str) -> Result<(&'static Feature, u32), String> {
 impl std::str::FromStr for Model {
     type Err = String;
 
-    /// `host`, a level, or the path of a file, which is read.
+    /// `host`, a level, or the path of a model file.
     fn from_str(text: &str) -> Result<Self, String> {
         if text == "host" {
             return Ok(Self::Host);
@@ -209,19 +211,21 @@ impl fmt::Display for Model {
     }
 }
 
-/// Leaf 1 of what is no matter of models. ECX: x2APIC, TSC deadline, OSXSAVE (which KVM makes of CR4) and hypervisor.
+/// Leaf 1 bits that models do not cover. ECX: x2APIC, TSC deadline, OSXSAVE (which KVM derives from
+/// CR4) and hypervisor.
 const OF_ONE_ECX: u32 = 1 << 21 | TSC_DEADLINE | 1 << 27 | HYPERVISOR;
-/// EDX: VME, DE, PSE, TSC, MSR, PAE, MCE, APIC, SEP, MTRR, PGE, MCA, PAT, PSE36, CLFLUSH and HTT, which is topology.
+/// EDX: VME, DE, PSE, TSC, MSR, PAE, MCE, APIC, SEP, MTRR, PGE, MCA, PAT, PSE36, CLFLUSH and HTT,
+/// which is topology.
 const OF_ONE_EDX: u32 =
     0b1_1110 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 9 | 1 << 11 | 0b11_1111 << 12 & !(1 << 15) | 1 << 19 | 1 << 28;
 /// Leaf 0x8000_0001, EDX: SYSCALL, NX and long mode.
 const OF_EXTENDED_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 29;
-/// What AMD repeats there of leaf 1 (APM vol. 3, E.4.2).
+/// Bits of leaf 1 that AMD repeats there (APM vol. 3, E.4.2).
 const REPEATED: u32 = 0x0183_f3ff;
 /// Leaf 6, EAX: the local APIC's timer does not stop.
 const ARAT: u32 = 1 << 2;
 
-/// The leaves that stay, with what the model has of them; any other has nothing but features of no model.
+/// The leaves that a model keeps, masked. All others have only features outside any model.
 const STAY: &[u32] = &[
     0,
     1,
@@ -250,7 +254,7 @@ const STAY: &[u32] = &[
 ];
 
 impl Model {
-    /// The bits of each feature that it has by name; `None` where it has all.
+    /// The bits of each feature in the model, by name; `None` for all.
     fn listed(&self) -> Option<BTreeMap<&'static str, u32>> {
         let of = |name: &'static str| {
             let feature = FEATURES.iter().find(|feature| feature.name == name)?;
@@ -263,7 +267,7 @@ impl Model {
         }
     }
 
-    /// The names of what it has and a CPU lacks that is described so.
+    /// The names of the model's features that a CPU with these entries lacks.
     pub fn lacking(&self, entries: &[kvm_cpuid_entry2]) -> Vec<&'static str> {
         let listed = self.listed().unwrap_or_default();
         let lacks = |feature: &&Feature| {
@@ -272,10 +276,10 @@ impl Model {
         FEATURES.iter().filter(lacks).map(|feature| feature.name).collect()
     }
 
-    /// Takes from a table what it does not have.
+    /// Removes the features outside the model from `entries`.
     ///
     /// # Errors
-    /// Where the table lacks what it has.
+    /// `entries` lack features of the model.
     pub fn mask(&self, entries: &mut Vec<kvm_cpuid_entry2>) -> Result<(), Error> {
         let Some(listed) = self.listed() else { return Ok(()) };
         let lacking = self.lacking(entries);
@@ -291,7 +295,7 @@ impl Model {
             here.filter_map(|feature| listed.get(feature.name)).fold(0, |all, bits| all | bits)
         };
         entries.retain(|entry| STAY.contains(&entry.function));
-        // Further features of leaf 7 have no names.
+        // Features in further sub-leaves of leaf 7 have no names.
         entries.retain(|entry| entry.function != 7 || entry.index == 0);
         let components = components(&listed);
         entries.retain(|entry| {
@@ -324,7 +328,7 @@ impl Model {
                 }
                 (0x8000_0007, _) => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, entry.edx & edx),
                 (0x8000_0008, _) => (entry.ebx, entry.edx) = (entry.ebx & ebx, 0),
-                // Levels say nothing of what KVM adds.
+                // Levels do not cover what KVM adds.
                 (KVM_FEATURES, _) if matches!(self, Self::Listed(..)) => entry.eax &= eax,
                 _ => {}
             }
@@ -333,7 +337,7 @@ impl Model {
     }
 }
 
-/// The parts of a vCPU's extended state that belong to these features (Intel SDM vol. 1, 13.1).
+/// The components of a vCPU's extended state that these features use (Intel SDM vol. 1, 13.1).
 fn components(listed: &BTreeMap<&'static str, u32>) -> u64 {
     let has = |name| listed.contains_key(name);
     if !has("xsave") {
@@ -343,7 +347,8 @@ fn components(listed: &BTreeMap<&'static str, u32>) -> u64 {
     parts.into_iter().filter(|(name, _)| has(name)).fold(0b11, |all, (_, bits)| all | bits)
 }
 
-/// How long the area of these components is in bytes, the legacy region and the header included, in its standard form.
+/// The size in bytes of the XSAVE area of these components in standard form, including the legacy
+/// region and the header.
 fn area(entries: &[kvm_cpuid_entry2]) -> u32 {
     let parts = entries.iter().filter(|entry| entry.function == 0xd && entry.index >= 2);
     parts.map(|part| part.eax.saturating_add(part.ebx)).fold(576, u32::max)
@@ -358,7 +363,7 @@ mod tests {
         kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
     }
 
-    /// A CPU that has every feature but those.
+    /// A CPU with every feature but those.
     fn all_but(lacks: &[&str]) -> Vec<kvm_cpuid_entry2> {
         let mut entries = vec![
             entry(0, 0, [0x20, 0x6874_7541, 0, 0]),
@@ -429,7 +434,8 @@ mod tests {
         }
     }
 
-    /// Two hosts of which each has something that the other lacks: a guest sees the same on both, and what belongs to no model on none.
+    /// Two hosts with different extra features: a guest sees the same on both, and nothing outside
+    /// the model.
     #[test]
     fn a_level_shows_the_same_on_hosts_that_differ_above_it() {
         let hosts = [
@@ -536,7 +542,7 @@ mod tests {
             |features: &str| format!(r#"{{"format":"vellum-cpu","version":1,"features":[{features}]}}"#);
         assert!(Listed::parse(&with(r#""avx","async-pf:0x10""#)).is_ok());
         for (text, says) in [
-            ("nonsense".to_owned(), "no CPU model"),
+            ("nonsense".to_owned(), "not a CPU model"),
             (with(r#""avx9""#), "there is no such feature"),
             (with(r#""avx:0x1""#), "has the bits 0x10000000"),
             (with(r#""async-pf:0x0""#), "has the bits"),
