@@ -3,7 +3,7 @@
 /// The instruction that returns from an executed page: `jmp rcx`.
 pub const COME_BACK: [u8; 2] = [0xff, 0xe1];
 
-//     rdi  control block   rbx  blocks left   r8  this block   r9  page in the run   r10  pages left
+//   rdi  control block   rbx  blocks left   r8  this block   r9  page in the run   r10  pages left
 touch_section!(
     ".pushsection .rodata.vellum_workload_touch, \"a\", @progbits",
     ".balign 64",

@@ -1,7 +1,7 @@
 //! The guest-physical address map.
 //!
 //! ```text
-//! 0x0100_0000             the interrupt controller: distributor, GICv2's CPU interface, GICv3's ITS
+//! 0x0100_0000             the interrupt controller: distributor, GICv2's CPU interface, ITS
 //! 0x0400_0000             GICv3's redistributors, 128 KiB a vCPU
 //! 0x0900_0000             serial port, real-time clock
 //! 0x0a00_0000             virtio-mmio devices
@@ -11,7 +11,7 @@
 //! 0x3a00_0000    96 MiB   its BARs
 //! 0x4000_0000  1 GiB      RAM, all of it in one piece
 //!   0x4000_0000             the device tree, at most 1 MiB
-//!   0x401f_f010             the VM generation ID, on a page of its own that the device tree reserves
+//!   0x401f_f010             the VM generation ID, on a reserved page of its own
 //!   0x4020_0000             the kernel
 //! ```
 //!

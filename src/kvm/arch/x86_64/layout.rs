@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 0                       RAM, at most 3 GiB
-//!   0xd_f000                the VM generation ID, on a page of its own that the memory map reserves
+//!   0xd_f000                the VM generation ID, on a reserved page of its own
 //! 0xc000_0000  3 GiB      the gap: nothing of the guest's RAM
 //!   0xc000_0000             a workload's own slot: code, control blocks, page tables (`guests/`)
 //!   0xd000_0000             the doorbell: never backed, a write leaves the guest
