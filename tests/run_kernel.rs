@@ -238,7 +238,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/disk,overlay=DIR/over", "OK"),
         ("--disk DIR/large,overlay=DIR/over", "overlay DIR/over: it is of another base"),
         ("--disk DIR/disk,overlay=DIR/short", "overlay DIR/short: it is cut short: it has 8192 bytes of"),
-        ("--disk DIR/disk,ro,overlay=discard", "a disk is read-only, or"),
+        ("--disk DIR/disk,ro,overlay=discard", "a read-only disk has no overlay"),
         ("--disk DIR/disk --disk DIR/disk,overlay=discard", "DIR/disk is in use by"),
         ("--disk DIR/disk,overlay=discard --disk DIR/disk,overlay=discard", "OK"),
         ("--cloud-init user-data=DIR/nothing", "--cloud-init: DIR/nothing: No such file"),

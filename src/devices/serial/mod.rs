@@ -320,7 +320,7 @@ mod tests {
             serial.write(0, b"x");
         }
         assert!(serial.flush());
-        assert_eq!(serial.unread(), 3, "every byte that nobody has read");
+        assert_eq!(serial.unread(), 3, "every byte without a reader");
     }
 
     /// A memfd with a sealed size stands in for a file on a full disk.
@@ -336,7 +336,7 @@ mod tests {
         for _ in 0..5 {
             serial.write(0, b"x");
         }
-        assert!(serial.flush(), "what is lost does not wait");
+        assert!(serial.flush(), "lost output does not wait");
         assert_eq!((serial.unread(), serial.unwritten()), (0, 5));
         // There is room again.
         position.rewind().unwrap();
@@ -382,7 +382,7 @@ mod tests {
             data[0]
         };
         assert_eq!((read(7), read(0), read(0), read(5) & 1), (0x5a, b'a', b'b', 0));
-        assert!(copy.wake().read().is_ok(), "nobody is told that there is room");
+        assert!(copy.wake().read().is_ok(), "no wake-up for free room");
         let other = Serial::new(Uart::Pl011, None).unwrap();
         assert!(matches!(other.restore(serial.save()), Err(RestoreError::Other)));
     }

@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(interrupts(&port), 1);
         let mut port =
             Pl011::restored(state.clone(), irq, drained.clone(), Output::new(None, drained)).unwrap();
-        assert_eq!((interrupts(&port), port.save()), (1, state), "what is pending is raised again");
+        assert_eq!((interrupts(&port), port.save()), (1, state), "pending interrupts are raised again");
         assert_eq!(read(&mut port, CR), 0xff87);
         assert_eq!((read(&mut port, DR), read(&mut port, RSR)), (0x61, 0));
         assert_eq!((read(&mut port, DR), read(&mut port, RSR)), (DR_BREAK, DR_BREAK >> 8));

@@ -155,7 +155,7 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     config.readonly = kv.switch("readonly")?.or(kv.switch("ro")?).unwrap_or(false);
     let readonly = config.readonly;
     config.overlay = kv.with("overlay", |text| match text {
-        _ if readonly => Err("a disk is read-only, or what is written to it goes to an overlay"),
+        _ if readonly => Err("a read-only disk has no overlay; leave one of the two out"),
         "discard" => Ok(Place::Discard),
         text => path(text).map(Place::File),
     })?;
@@ -579,7 +579,7 @@ fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, ImageFormat)
             return Err(match block::user(&about) {
                 Some(user) => used(user),
                 None if is_another_machines(&path) => BlkError::Locked { path: path.clone(), readonly },
-                None => used("another program's, which has it for itself alone (O_EXCL)".into()),
+                None => used("opened exclusively by another program (O_EXCL)".into()),
             });
         }
         opened => opened.map_err(open_error)?,

@@ -53,9 +53,9 @@ const OFFLOADS: [(u32, u32); 5] = [
 /// The network interface as a kind of device.
 pub static KIND: Kind = Kind {
     key: "net",
-    about: "A network interface. On a tap: tap=NAME[,mac=ADDRESS]; with create[,host=ADDRESS/LENGTH] the tap is made. Without \
-        one, by passt, which needs no privileges: user[,host-loopback][,forward=LIST][,socket=PATH][,mac=ADDRESS]; host-loopback: \
-        the guest reaches what listens on the host's loopback, by the gateway's address; socket: of a passt that runs already",
+    about: "A network interface. On a tap: tap=NAME[,mac=ADDRESS]; create[,host=ADDRESS/LENGTH] makes the tap. Without \
+        a tap, unprivileged, through passt: user[,host-loopback][,forward=LIST][,socket=PATH][,mac=ADDRESS]; host-loopback: \
+        the guest reaches the host's loopback at the gateway's address; socket: that of a running passt",
     value: Some("tap=NAME|user"),
     repeats: true,
     parse: |text| match parse(text) {

@@ -427,7 +427,7 @@ mod tests {
         assert_eq!(kvm("-async-pf,+async-pf"), 0x0100_02fb);
         assert_eq!(with("+avx2").unwrap().for_vcpu(0).unwrap().as_slice().len(), 8 + 6);
         assert_eq!(with("+avx512f").unwrap_err(), Error::NotOffered("avx512f"));
-        assert!(with("-svm").is_ok(), "what is not there can be left out");
+        assert!(with("-svm").is_ok(), "a missing feature can be switched off");
     }
 
     #[test]
