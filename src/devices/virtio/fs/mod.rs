@@ -91,8 +91,8 @@ pub struct FsConfig {
     pub mode: Mode,
     /// What the guest may cache.
     pub cache: Cache,
-    /// The user as whom the server acts. By default it is this process's user, or the directory's
-    /// owner if that is root.
+    /// The user as whom the server acts. By default this process's user; if that is root, the
+    /// directory's owner.
     pub user: Option<User>,
     /// The server may act as root.
     pub as_root: bool,

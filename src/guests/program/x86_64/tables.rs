@@ -231,8 +231,8 @@ tables_section!(
     "    mov rsi, [rdi + {ticks}]",
     "86: test r13, r13",
     "    mov r13d, 0",
-    // After an operation of 0 this was the last load of a pause; otherwise the load has already
-    // been done.
+    // After a registration (0), the pause's last load is still due. Otherwise the load has been
+    // done.
     "    jz 74f",
     "    jmp 75f",
     "87: shr rax, 1",
