@@ -15,6 +15,7 @@ pub mod cache;
 pub mod chroot;
 pub mod compare;
 pub mod debian;
+pub mod docs;
 pub mod error;
 pub mod form;
 pub mod hosts;

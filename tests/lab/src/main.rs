@@ -24,7 +24,7 @@ use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, series};
 use lab::test::fresh::{self, Until};
 use lab::test::kvm_unit_tests;
-use lab::{Error, Result, artifacts, compare, debian, release, test};
+use lab::{Error, Result, artifacts, compare, debian, docs, release, test};
 use vellum::cli::{Form, origin};
 
 /// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
@@ -203,6 +203,15 @@ enum LabCommand {
         #[arg(long, value_name = "FILE")]
         prebuilt: Option<PathBuf>,
         /// Where the package and the list go [default: target/package]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Build the book as HTML, with a page for each command, and check its links and spelling. Installs mdBook into the lab's cache
+    Docs {
+        /// Consent to install Debian's packages (as root)
+        #[arg(long)]
+        setup: bool,
+        /// Where the book goes [default: target/book]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
@@ -472,6 +481,9 @@ fn perform(what: LabCommand) -> Result<u8> {
         LabCommand::Release { setup, prebuilt, out } => {
             let out = out.unwrap_or_else(|| artifacts::workspace().join("target/package"));
             release::run(&release::Options { setup, prebuilt, out })
+        }
+        LabCommand::Docs { setup, out } => {
+            docs::run(setup, &out.unwrap_or_else(|| artifacts::workspace().join("target/book")))
         }
         LabCommand::Fresh { auto_install, until } => {
             let auto_install = auto_install.map_or_else(|| vec![false, true], |value| vec![value]);

@@ -11,7 +11,7 @@ use crate::cache::Cache;
 use crate::chroot;
 use crate::test::setup;
 use crate::test::tally::Tally;
-use crate::{Error, Result, artifacts, tool};
+use crate::{Error, Result, artifacts, docs, tool};
 
 /// The package, made in a clone that has the program; `None` where cargo-deb is not there or failed.
 pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> Result<Option<PathBuf>> {
@@ -35,8 +35,18 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
         tally.skip(BED, what, &remedy);
         return Ok(None);
     };
+    let Some(mdbook) = docs::installed(cache).or_else(|| setup.then(|| docs::mdbook(cache).ok()).flatten())
+    else {
+        tally.skip(
+            BED,
+            what,
+            "mdBook is not in the lab's cache: cargo lab release --setup, or cargo lab docs",
+        );
+        return Ok(None);
+    };
     let mut made = None;
     stage(tally, what, || {
+        docs::build(&mdbook, &clone.dir, &clone.dir.join("target/package/book"))?;
         let manifest = clone.dir.join("Cargo.toml");
         let text = fs::read_to_string(&manifest).map_err(Error::file("read", &manifest))?;
         let who = text.lines().find_map(|line| line.strip_prefix("maintainer = ")).unwrap_or_default();

@@ -1,0 +1,159 @@
+//! `cargo lab docs`: the book as HTML, with a page for each command, its links and its spelling.
+//!
+//! `docs/` holds what people write. [`pages`] adds what clap's definition of the command line says.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Command as Clap;
+use harness::record::{self, Record};
+use vellum::cli;
+
+use crate::cache::Cache;
+use crate::test::setup;
+use crate::test::tally::Tally;
+use crate::{Error, Result, artifacts, tool};
+
+/// Its name in the list of what was skipped.
+const BED: &str = "docs";
+/// mdBook's version: the newest that was seen to work.
+const MDBOOK: &str = "0.5.4";
+/// The line of the summary below which the pages of commands come.
+const COMMANDS: &str = "- [Commands](reference/commands.md)\n";
+/// Words that codespell takes for mistakes.
+const WORDS: &str = "passt";
+
+/// Builds the book into `out` and checks it; the exit status is 0 if nothing failed.
+pub fn run(consent: bool, out: &Path) -> Result<u8> {
+    let cache = Cache::open()?;
+    let mut tally = Tally::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
+    let lock = cache.lock("docs")?;
+    let program = mdbook(&cache)?;
+    drop(lock);
+    tally.stage(BED, "the book", build(&program, &artifacts::workspace(), out));
+    if setup::packages(&["linkchecker"], consent, BED, &mut tally)? {
+        tally.stage(BED, "links", links(out));
+    }
+    if setup::packages(&["codespell"], consent, BED, &mut tally)? {
+        let root = artifacts::workspace();
+        let mut codespell = Command::new("codespell");
+        codespell.args(["-L", WORDS, "docs", "README.md", "CHANGELOG.md", "SECURITY.md"]).current_dir(root);
+        tally.stage(BED, "spelling", tool::output(&mut codespell).map(drop));
+    }
+    tally.show(&format!("lab: docs: {}", out.join("index.html").display()));
+    tally.close();
+    Ok(tally.status())
+}
+
+/// Builds the book of the workspace `root` into `out`, which is emptied first.
+pub fn build(mdbook: &Path, root: &Path, out: &Path) -> Result<()> {
+    let source = root.join("target/book-source");
+    for dir in [&source, out] {
+        if dir.exists() {
+            fs::remove_dir_all(dir).map_err(Error::file("remove", dir))?;
+        }
+    }
+    copy(&root.join("docs"), &source)?;
+    pages(&source.join("src"))?;
+    tool::output(Command::new(mdbook).arg("build").arg(&source).arg("-d").arg(out)).map(drop)
+}
+
+/// mdBook in the cache, if it is there.
+pub fn installed(cache: &Cache) -> Option<PathBuf> {
+    let program = cache.path("cargo/bin/mdbook");
+    let version = tool::text(Command::new(&program).arg("--version")).unwrap_or_default();
+    (version.trim() == format!("mdbook v{MDBOOK}")).then_some(program)
+}
+
+/// mdBook, which is installed into the cache if it is not there.
+pub fn mdbook(cache: &Cache) -> Result<PathBuf> {
+    let program = cache.path("cargo/bin/mdbook");
+    if installed(cache).is_none() {
+        eprintln!("lab: docs: cargo install mdbook");
+        let mut cargo = Command::new(artifacts::cargo());
+        cargo.args(["install", "mdbook", "--locked", "--version", MDBOOK, "--no-default-features"]);
+        cargo.args(["--features", "search", "--root"]).arg(cache.path("cargo"));
+        // Out of the workspace, whose settings are for Vellum's own programs.
+        cargo.current_dir("/").env_remove("CARGO_TARGET_DIR").env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1");
+        tool::output(&mut cargo)?;
+    }
+    Ok(program)
+}
+
+/// Writes a page for each command below `src`, and names them in its summary.
+fn pages(src: &Path) -> Result<()> {
+    let mut root = cli::command().term_width(100);
+    root.build();
+    let mut found = Vec::new();
+    collect(&root, 1, &mut found);
+    let dir = src.join("reference/commands");
+    fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+    let mut rows = String::from(COMMANDS);
+    for (depth, name, help) in found {
+        let file = name.replace(' ', "-");
+        let page = dir.join(format!("{file}.md"));
+        let text = format!("# {name}\n\n```text\n{}\n```\n", help.trim_end());
+        fs::write(&page, text).map_err(Error::file("write", &page))?;
+        let _ = writeln!(rows, "{:indent$}- [{name}](reference/commands/{file}.md)", "", indent = depth * 2);
+    }
+    let summary = src.join("SUMMARY.md");
+    let text = fs::read_to_string(&summary).map_err(Error::file("read", &summary))?;
+    fs::write(&summary, text.replacen(COMMANDS, &rows, 1)).map_err(Error::file("write", &summary))
+}
+
+/// The commands below `command` as the book's summary has them: how deep, the name, the help.
+fn collect(command: &Clap, depth: usize, into: &mut Vec<(usize, String, String)>) {
+    for below in command.get_subcommands().filter(|one| !one.is_hide_set() && one.get_name() != "help") {
+        let name = below.get_bin_name().unwrap_or_else(|| below.get_name()).to_owned();
+        into.push((depth, name, below.clone().render_long_help().to_string()));
+        collect(below, depth + 1, into);
+    }
+}
+
+/// Links within the book. linkchecker gives up root's rights, so it gets a copy that anyone can read.
+fn links(book: &Path) -> Result<()> {
+    let dir = std::env::temp_dir().join(format!("vellum-book-{}", std::process::id()));
+    let checked = copy(book, &dir).and_then(|()| {
+        let mut linkchecker = Command::new("linkchecker");
+        tool::output(linkchecker.arg("--no-status").arg(dir.join("index.html"))).map(drop)
+    });
+    let _ = fs::remove_dir_all(&dir);
+    checked
+}
+
+/// Copies a directory and all that is in it.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).map_err(Error::file("create", to))?;
+    for entry in fs::read_dir(from).map_err(Error::file("read", from))? {
+        let path = entry.map_err(Error::file("read", from))?.path();
+        let target = to.join(path.file_name().unwrap_or_default());
+        if path.is_dir() {
+            copy(&path, &target)?;
+        } else {
+            fs::copy(&path, &target).map_err(Error::file("copy", &path))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_command_has_a_page_that_the_summary_names() {
+        let dir = std::env::temp_dir().join(format!("vellum-pages-{}", std::process::id()));
+        copy(&artifacts::workspace().join("docs/src"), &dir).unwrap();
+        pages(&dir).unwrap();
+        let summary = fs::read_to_string(dir.join("SUMMARY.md")).unwrap();
+        assert!(
+            summary
+                .contains("\n    - [vellum test dirty-log](reference/commands/vellum-test-dirty-log.md)\n")
+        );
+        let page = fs::read_to_string(dir.join("reference/commands/vellum-run.md")).unwrap();
+        fs::remove_dir_all(&dir).unwrap();
+        assert!(page.contains("Usage: vellum run") && page.contains("--workload"), "{page}");
+    }
+}
