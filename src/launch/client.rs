@@ -96,7 +96,7 @@ pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>),
     if let Some(ended) = ended {
         return Ok((ended, unwritten));
     }
-    let console = String::from_utf8_lossy(&heard.lock().expect("nobody panics with it")).into_owned();
+    let console = String::from_utf8_lossy(&heard.lock().expect("no panic under this lock")).into_owned();
     let status = if status == RESET && console::has_panicked(&console) { PANIC } else { status };
     let ended = Ended::Machine { status, reason: console::cause(&console), console: console::tail(&console) };
     Ok((ended, unwritten))
@@ -106,7 +106,7 @@ pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>),
 fn keep(console: &mut impl Read, kept: &Mutex<Vec<u8>>) {
     let mut buffer = [0; 4096];
     while let Ok(count @ 1..) = console.read(&mut buffer) {
-        let mut kept = kept.lock().expect("nobody panics with it");
+        let mut kept = kept.lock().expect("no panic under this lock");
         kept.extend(&buffer[..count]);
         let much = kept.len().saturating_sub(KEPT);
         kept.drain(..much);

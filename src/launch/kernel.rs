@@ -219,7 +219,7 @@ pub(super) fn unpack(packed: Vec<u8>) -> Result<Vec<u8>, String> {
         return Err(format!("unpacked it has more than {} MiB", MAX_IMAGE >> 20));
     }
     if !content.starts_with(b"\x7fELF") {
-        return Err("not an ELF file, also not one packed by gzip, xz or zstd".into());
+        return Err("not an ELF file, plain or packed by gzip, xz or zstd".into());
     }
     Ok(content)
 }

@@ -228,13 +228,13 @@ fn tell_size(guest: &Guest) -> io::Result<()> {
     let Some(guest) = guest.get() else { return Ok(()) };
     let (rows, columns) = terminal::size(io::stdout().as_fd());
     let size = [rows.to_le_bytes(), columns.to_le_bytes()].concat();
-    frame::write(&mut *guest.lock().expect("nobody panics with it"), frame::RESIZED, &size)
+    frame::write(&mut *guest.lock().expect("no panic under this lock"), frame::RESIZED, &size)
 }
 
 /// Sends all input. Returns whether the user has left.
 fn send_input(input: &mut impl BufRead, to: &Mutex<impl Write>, keys: &mut Keys) -> bool {
     let send = |piece: &[u8]| {
-        frame::write(&mut *to.lock().expect("nobody panics with it"), frame::INPUT, piece).is_ok()
+        frame::write(&mut *to.lock().expect("no panic under this lock"), frame::INPUT, piece).is_ok()
     };
     loop {
         let mut piece = match input.fill_buf() {
@@ -294,7 +294,7 @@ fn receive(
                 unwritten.get_or_insert(format!("{name}: {error}"));
             }
             closed.push(kind);
-            frame::write(&mut *to_guest.lock().expect("nobody panics with it"), frame::CLOSED, &[kind])?;
+            frame::write(&mut *to_guest.lock().expect("no panic under this lock"), frame::CLOSED, &[kind])?;
         }
     }
     Ok(Outcome { ended: None, unwritten })
