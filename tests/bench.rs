@@ -459,7 +459,7 @@ fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
         ("dirty-log -b 2m --collect continuous -i 2", "--iterations", "--collect lockstep would work"),
         ("dirty-log -b 1m -s thp", "-b: 1m", "2m would work"),
         ("demand-paging -b 4k -v 60000", "-v 60000", "at most"),
-        ("page-table -b 4k", "-b: 4k", "1m at least"),
+        ("page-table -b 4k", "-b: 4k", "at least 1m"),
         ("memslot -b 16m -s 32 --backing thp", "-s 32", "8 would work"),
         ("demand-paging -b 4t -s hugetlb-2m", "-s hugetlb-2m", "get them with"),
         ("demand-paging -b 4k -v 300", "-b: 4k", "8k would work"),

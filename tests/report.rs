@@ -345,13 +345,13 @@ fn messages_name_the_file_the_fault_and_the_remedy() {
     }
     let error = |path: &str| json::read(Path::new(path)).unwrap_err().to_string();
     assert!(error("/no/such/file.json").contains("No such file"));
-    assert!(error("/proc").contains("a directory where a result file is needed"));
+    assert!(error("/proc").contains("a directory but a result file is needed"));
     assert!(error("/dev/zero").contains("a character device"), "{}", error("/dev/zero"));
     let large = memfd(c"large", (64 << 20) + 1, None).unwrap();
     let message = error(&format!("/proc/self/fd/{}", large.as_raw_fd()));
     assert!(message.contains("larger than 64 MiB"), "{message}");
     let error = Writer::open(Path::new("/no/such/directory/r.json"), Kind::Results).unwrap_err().to_string();
-    assert!(error.starts_with("/no/such/directory/r.json: cannot be written"), "{error}");
+    assert!(error.starts_with("/no/such/directory/r.json: cannot write"), "{error}");
 }
 
 #[test]
@@ -393,7 +393,7 @@ fn the_text_stands_alone() {
         "EMULATED (times count instructions, not seconds)",
         "Linux 6.12.0-test",
         "kvm_pvm",
-        "INVALID  memory is backed by thp, but KVM mapped no huge page, only 512 of 4 KiB",
+        "INVALID  memory is backed by thp, but KVM mapped no huge pages, only 512 pages of 4 KiB",
         "CUT OFF  interrupted in round 3",
         "bytes_per_vcpu=536870912 (512 MiB)",
         "262,144",
