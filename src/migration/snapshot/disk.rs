@@ -122,14 +122,13 @@ pub fn differences(then: &[Disk], here: &[machine::Disk]) -> Result<Option<Strin
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
-    use std::path::PathBuf;
     use std::sync::Arc;
 
     use super::*;
     use vellum_disk::DiskImage;
 
     fn disk(name: &str) -> machine::Disk {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target").join(name);
+        let path = std::env::temp_dir().join(format!("{}-{name}", std::process::id()));
         let mut options = File::options();
         let file = options.read(true).write(true).create(true).truncate(true).open(&path).unwrap();
         file.set_len(4096).unwrap();
