@@ -146,7 +146,7 @@ fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
     std::fs::remove_file(said)?;
     let (destination, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
     std::fs::remove_file(said)?;
-    let [source, destination] = [source, destination].map(|ready| ready.machine.vm.fd.clone());
+    let [source, destination] = [source, destination].map(|ready| ready.machine.machine.vm.fd.clone());
     let start = Clock { nanoseconds: 1000 * HOUR, realtime: 0, host_tsc: None };
     start.restore(&source, ClockPolicy::Stands)?;
     let saved = Clock::save(&source)?;
@@ -179,7 +179,7 @@ fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
     const GUEST_STOPPED: u8 = 1 << 1;
     let (ready, said) = build(&code_that_spins().elf64(), BOOT_TIMEOUT, |_, _| ())?;
     std::fs::remove_file(said)?;
-    let mut machine = ready.machine;
+    let mut machine = ready.machine.machine;
     machine.start()?;
     machine.pause()?;
     machine.vcpus[0].with(|fd| set_msr(fd, MSR_KVM_SYSTEM_TIME_NEW, PAGE | 1))??;
@@ -199,7 +199,7 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
     let kvm = vellum_kvm::vm::open()?;
     let (source, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
-    let source = source.machine;
+    let source = source.machine.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &source.vm.fd, true)?;
     let saved = source.vcpus[0].with(move |fd| -> Result<State, Failed> {
@@ -226,7 +226,7 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
         Ok(State::save(fd, &context)?)
     })??;
     let (destination, said) = build(&image, BOOT_TIMEOUT, |_, _| ())?;
-    let destination = destination.machine;
+    let destination = destination.machine.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
     // What another kernel lists and this one does not have is nothing that a guest could miss, as long as it was zero.

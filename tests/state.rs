@@ -32,7 +32,7 @@ use vellum_kvm::vm::Vm;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::{self as machine, BootConfig, Image, Origin};
 use vellum_machine::state::cut_like;
-use vellum_machine::{Machine, Section};
+use vellum_machine::{Inspect, Machine, RestoreState, SaveState, Section};
 use vellum_sandbox::{self as sandbox, Sandbox, ThreadKind};
 use vellum_sys::kvm_vcpu::{set_tsc_offset, tsc_offset};
 use vm_memory::{Bytes, GuestAddress};

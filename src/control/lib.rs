@@ -20,10 +20,12 @@ pub mod client;
 pub mod names;
 pub mod operation;
 pub mod server;
+mod state;
 
 use serde::{Deserialize, Serialize};
 
 use self::operation::UnderWay;
+pub use self::state::MachineState;
 use vellum_sys::socket::MAX_DESCRIPTORS;
 
 /// The longest request in bytes, including its newline.
@@ -386,10 +388,8 @@ pub enum Phase {
 pub struct Status {
     /// The process ID.
     pub pid: u32,
-    /// The state: `running`, `paused`, `debugged`, `dumping`, `migrating`, `upgrading`,
-    /// `snapshotting`, `handover-unconfirmed`, `postcopy` or `postcopy-paused`. A machine that is
-    /// still arriving is `waiting`, `incoming` or `uncommitted`.
-    pub state: String,
+    /// What it is doing.
+    pub state: MachineState,
     /// Whether events carry their requests' numbers.
     #[serde(default)]
     pub numbered: bool,

@@ -20,7 +20,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Event;
+use super::{Event, MachineState};
 
 /// Why an operation ended when its client disconnected.
 pub const CLIENT_GONE: &str = "its client disconnected";
@@ -62,12 +62,12 @@ impl Kind {
     }
 
     /// The machine's state during the operation.
-    pub fn standing(self) -> &'static str {
+    pub fn state(self) -> MachineState {
         match self {
-            Self::Snapshot => "snapshotting",
-            Self::Dump => "dumping",
-            Self::Migration => "migrating",
-            Self::Upgrade => "upgrading",
+            Self::Snapshot => MachineState::Snapshotting,
+            Self::Dump => MachineState::Dumping,
+            Self::Migration => MachineState::Migrating,
+            Self::Upgrade => MachineState::Upgrading,
         }
     }
 

@@ -15,6 +15,7 @@ use vellum_control::Do;
 use vellum_control::operation::Asker;
 use vellum_host::{Facts, Paging};
 use vellum_kvm::arch::clocks::ClockPolicy;
+use vellum_kvm::arch::core::Core;
 use vellum_kvm::arch::cpuid::Choice;
 use vellum_kvm::dirty::{self, DirtyTracker};
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
@@ -24,7 +25,9 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::vcpu::{Throttle, VcpusDebugHandle};
 use vellum_machine::handoff::HandoffFds;
 use vellum_machine::state::Processors;
-use vellum_machine::{EventSources, Machine, MachineInfo, Progress, Section};
+use vellum_machine::{
+    Disk, EventSources, HandOver, Inspect, Machine, MachineInfo, Progress, RestoreState, SaveState, Section,
+};
 use vellum_report::{Figure, Histogram, Label, Premise, Report, Sample};
 use vellum_sys::plant::{self, Mistake};
 
@@ -220,11 +223,9 @@ impl Machine for BuiltinMachine {
     fn flushed(&mut self) -> bool {
         true
     }
+}
 
-    fn describe(&self) -> Value {
-        serde_json::to_value(self.description()).expect("descriptions are plain data")
-    }
-
+impl Inspect for BuiltinMachine {
     fn memory(&self) -> Vec<Slot> {
         let own = [self.guest.slot.clone()];
         self.guest.vm.memory.slots().iter().cloned().chain(own).collect()
@@ -234,12 +235,50 @@ impl Machine for BuiltinMachine {
         self.guest.vm.memory.clone()
     }
 
+    fn debug_handle(&self) -> VcpusDebugHandle {
+        VcpusDebugHandle::new(&self.guest.vcpus)
+    }
+
+    fn last_core(&self) -> Option<(usize, Core)> {
+        None
+    }
+
+    fn has_panicked(&self, exit: Exit) -> bool {
+        exit == Exit::Panic
+    }
+}
+
+impl RestoreState for BuiltinMachine {
+    fn disks(&self) -> Vec<Disk> {
+        Vec::new()
+    }
+
     fn throttle(&self) -> Throttle {
         Throttle::new(&self.guest.vcpus)
     }
 
-    fn reins(&self) -> VcpusDebugHandle {
-        VcpusDebugHandle::new(&self.guest.vcpus)
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error> {
+        self.restore_state(sections, meanwhile)
+    }
+
+    fn commit(&mut self) -> Result<(), Self::Error> {
+        self.commit_state()
+    }
+
+    fn renew(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
+    fn retake(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
+    fn give_typed(&mut self, _typed: &[u8]) {}
+}
+
+impl SaveState for BuiltinMachine {
+    fn describe(&self) -> Value {
+        serde_json::to_value(self.description()).expect("descriptions are plain data")
     }
 
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
@@ -260,23 +299,17 @@ impl Machine for BuiltinMachine {
         self.save_state()
     }
 
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error> {
-        self.restore_state(sections, meanwhile)
-    }
+    fn release(&mut self) {}
 
-    fn commit(&mut self) -> Result<(), Self::Error> {
-        self.commit_state()
+    fn take_typed(&mut self) -> Vec<u8> {
+        Vec::new()
     }
+}
 
+impl HandOver for BuiltinMachine {
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         lent.list.lock = self.config.memory.lock;
         lent.list.dirty_ring = self.config.dirty_ring;
-        Ok(())
-    }
-
-    fn release(&mut self) {}
-
-    fn retake(&mut self) -> Result<(), Self::Error> {
         Ok(())
     }
 }

@@ -32,7 +32,10 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::DirtyRing;
 use vellum_kvm::vm::vcpu::{self, Flow, Throttle, Vcpu, VcpusDebugHandle};
 use vellum_machine::handoff::{self, HandoffFds};
-use vellum_machine::{Disk, EventSources, Machine, MachineInfo, Progress, Section, Subscriber};
+use vellum_machine::{
+    Disk, EventSources, HandOver, Inspect, Machine, MachineInfo, Progress, RestoreState, SaveState, Section,
+    Subscriber,
+};
 
 /// What tells the session to ask the machine.
 pub(super) struct Wakes {
@@ -164,22 +167,12 @@ impl Machine for LinuxMachine {
         self.vcpus.clear();
     }
 
-    fn take_typed(&mut self) -> Vec<u8> {
-        self.console().take_held()
-    }
-
-    fn give_typed(&mut self, typed: &[u8]) {
-        self.console().give(typed);
-    }
-
     fn flushed(&mut self) -> bool {
         self.serial.flush()
     }
+}
 
-    fn describe(&self) -> Value {
-        serde_json::to_value(self.description()).expect("descriptions are plain data")
-    }
-
+impl Inspect for LinuxMachine {
     fn memory(&self) -> Vec<Slot> {
         self.vm.memory.slots().to_vec()
     }
@@ -188,6 +181,21 @@ impl Machine for LinuxMachine {
         self.vm.memory.clone()
     }
 
+    fn debug_handle(&self) -> VcpusDebugHandle {
+        VcpusDebugHandle::new(&self.vcpus)
+    }
+
+    fn last_core(&self) -> Option<(usize, Core)> {
+        self.ended.as_ref().and_then(|(index, ended)| Some((*index, *ended.kept.as_ref()?.downcast_ref()?)))
+    }
+
+    /// A panic of a kernel without pvpanic, which is a module, ends in a reset once its console has said so.
+    fn has_panicked(&self, exit: Exit) -> bool {
+        exit == Exit::Panic || matches!(exit, Exit::Reset | Exit::TripleFault) && self.serial.has_panicked()
+    }
+}
+
+impl RestoreState for LinuxMachine {
     fn disks(&self) -> Vec<Disk> {
         let disks = self.virtio.all::<DiskImage>();
         disks.map(|(name, image)| Disk { name: name.to_owned(), image }).collect()
@@ -197,17 +205,30 @@ impl Machine for LinuxMachine {
         Throttle::new(&self.vcpus)
     }
 
-    /// A panic of a kernel without pvpanic, which is a module, ends in a reset once its console has said so.
-    fn has_panicked(&self, exit: Exit) -> bool {
-        exit == Exit::Panic || matches!(exit, Exit::Reset | Exit::TripleFault) && self.serial.has_panicked()
+    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error> {
+        self.restore_state(sections, meanwhile)
     }
 
-    fn last_core(&self) -> Option<(usize, Core)> {
-        self.ended.as_ref().and_then(|(index, ended)| Some((*index, *ended.kept.as_ref()?.downcast_ref()?)))
+    fn commit(&mut self) -> Result<(), Self::Error> {
+        self.commit_state()
     }
 
-    fn reins(&self) -> VcpusDebugHandle {
-        VcpusDebugHandle::new(&self.vcpus)
+    fn renew(&mut self) -> Result<(), Self::Error> {
+        Ok(self.vmgenid.as_ref().map_or(Ok(()), VmGenId::renew)?)
+    }
+
+    fn retake(&mut self) -> Result<(), Self::Error> {
+        Ok(self.virtio.retake()?)
+    }
+
+    fn give_typed(&mut self, typed: &[u8]) {
+        self.console().give(typed);
+    }
+}
+
+impl SaveState for LinuxMachine {
+    fn describe(&self) -> Value {
+        serde_json::to_value(self.description()).expect("descriptions are plain data")
     }
 
     fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
@@ -223,18 +244,16 @@ impl Machine for LinuxMachine {
         self.save_state()
     }
 
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error> {
-        self.restore_state(sections, meanwhile)
+    fn release(&mut self) {
+        self.virtio.release();
     }
 
-    fn commit(&mut self) -> Result<(), Self::Error> {
-        self.commit_state()
+    fn take_typed(&mut self) -> Vec<u8> {
+        self.console().take_held()
     }
+}
 
-    fn renew(&mut self) -> Result<(), Self::Error> {
-        Ok(self.vmgenid.as_ref().map_or(Ok(()), VmGenId::renew)?)
-    }
-
+impl HandOver for LinuxMachine {
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
         lent.list.lock = self.vm.memory.config.lock;
@@ -249,14 +268,6 @@ impl Machine for LinuxMachine {
             lent.list.devices.push(handoff::Device { kind: asked.kind.to_owned(), written, descriptors });
         }
         Ok(())
-    }
-
-    fn release(&mut self) {
-        self.virtio.release();
-    }
-
-    fn retake(&mut self) -> Result<(), Self::Error> {
-        Ok(self.virtio.retake()?)
     }
 }
 

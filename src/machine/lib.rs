@@ -1,7 +1,18 @@
-//! What a session runs: a machine of either kind, the PC with a kernel or a built-in guest, as the process around it sees it.
+//! What a machine of either kind, the PC with a kernel or a built-in guest, is to the crates above.
 //!
 //! A machine owns vCPUs, memory and devices, and knows nothing of signals, sockets, time limits or the terminal: those are the
 //! session's (`session/`), which asks one machine after every turn of its event loop.
+//!
+//! Each trait adds what one kind of user needs:
+//!
+//! | trait | a machine that | who needs it |
+//! |---|---|---|
+//! | [`Machine`] | runs | everybody |
+//! | [`Inspect`] | can be read | debugger, core dump |
+//! | [`RestoreState`] | is made from saved state | migration's target, restore |
+//! | [`SaveState`] | can be saved | migration's source, snapshot |
+//! | [`HandOver`] | can be handed over to another process | upgrade |
+//! | [`SessionMachine`] | has operations under way | session |
 
 pub mod dump;
 pub mod gdb;
@@ -20,7 +31,7 @@ use vmm_sys_util::eventfd::EventFd;
 use self::handoff::HandoffFds;
 pub use self::section::Section;
 use vellum_control::operation::{Asker, News, UnderWay};
-use vellum_control::{Cr3Cache, DirtyRings, Do, MigrationBlocker};
+use vellum_control::{Cr3Cache, DirtyRings, Do, MachineState, MigrationBlocker};
 use vellum_disk::DiskImage;
 use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::core::Core;
@@ -89,7 +100,7 @@ pub struct Progress {
     pub of: Option<u64>,
 }
 
-/// A machine that a session runs.
+/// A machine that runs.
 pub trait Machine {
     /// Why it cannot go on.
     type Error: std::error::Error;
@@ -97,12 +108,7 @@ pub trait Machine {
     /// What the session's event loop is to serve for it from now on: each once. Asked after every turn of the loop.
     fn event_sources(&mut self) -> EventSources;
 
-    /// What the thread of the event loop may call from before [`Machine::start`] on.
-    fn confinement(&self) -> ThreadKind {
-        ThreadKind::Main
-    }
-
-    /// Lets its vCPUs run for the first time: from the beginning, or from where it was [restored](Machine::restore).
+    /// Lets its vCPUs run for the first time: from the beginning, or from where it was [restored](RestoreState::restore).
     ///
     /// # Errors
     /// Where a vCPU's thread never came to be ready.
@@ -132,142 +138,137 @@ pub trait Machine {
     /// How far it has come, where it has an idea of that.
     fn progress(&self) -> Option<Progress>;
 
-    /// Whether whoever runs it has paused it.
-    fn is_paused(&self) -> bool {
-        false
-    }
-
-    /// Where it stands, where that is neither running nor paused by whoever runs it.
-    fn standing(&self) -> Option<&'static str> {
-        None
-    }
-
-    /// How its dirty pages are collected, while somebody does.
-    fn tracker(&self) -> Option<&'static str> {
-        None
-    }
-
-    /// What those who listen to it are to be told since this was last asked.
-    fn news(&mut self) -> Vec<News> {
-        Vec::new()
-    }
-
     /// Does what only this kind of machine can be asked for, with the descriptors that came along.
     ///
     /// # Errors
     /// In words for whoever asked.
     fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String>;
 
-    /// A client has gone: what it owns ends, unless that goes on without it.
-    fn client_gone(&mut self, _connection: u64) {}
-
-    /// The operation that it has under way.
-    fn under_way(&self) -> Option<UnderWay> {
-        None
-    }
-
     /// Ends its vCPUs, where there are any left.
     fn stop(&mut self);
 
-    /// What it is, so that the like of it can be made elsewhere: an object whose `kind` says of which kind of machine, and whose
-    /// other fields are of that kind's `Description`.
-    fn describe(&self) -> Value;
+    /// Whether all output of its guest has been read. Where it has not, the event loop goes on for the reader's sake.
+    fn flushed(&mut self) -> bool;
+}
 
+/// A machine whose memory and vCPUs can be read: what a debugger and a core dump need.
+pub trait Inspect: Machine {
     /// All memory that moves with it, in the order of KVM's numbers.
     fn memory(&self) -> Vec<Slot>;
 
-    /// Its RAM, which the first of [`Machine::memory`] are cut from.
+    /// Its RAM, which the first of [`Inspect::memory`] are cut from.
     fn ram(&self) -> Memory;
 
+    /// Its vCPUs, for its debugger.
+    fn debug_handle(&self) -> VcpusDebugHandle;
+
+    /// The registers of the vCPU by which its guest has ended, and which that was.
+    fn last_core(&self) -> Option<(usize, Core)>;
+
+    /// Whether its guest has panicked, if it has ended so.
+    fn has_panicked(&self, exit: Exit) -> bool;
+}
+
+/// A machine that can be made from saved state, before it runs for the first time.
+pub trait RestoreState: Inspect {
     /// Its disks, which do not move with it.
-    fn disks(&self) -> Vec<Disk> {
-        Vec::new()
-    }
+    fn disks(&self) -> Vec<Disk>;
 
     /// Takes time from its vCPUs.
     fn throttle(&self) -> Throttle;
 
-    /// Whether its guest has panicked, which has ended so.
-    fn has_panicked(&self, exit: Exit) -> bool {
-        exit == Exit::Panic
-    }
-
-    /// The registers of the vCPU by which its guest has ended, and which that was.
-    fn last_core(&self) -> Option<(usize, Core)> {
-        None
-    }
-
-    /// Its vCPUs for its debugger; none of a machine that nobody debugs.
-    fn reins(&self) -> VcpusDebugHandle {
-        VcpusDebugHandle::new(&[])
-    }
-
-    /// Follows who writes to [`Machine::memory`], from now on what the VMM writes, and from [`DirtyTracker::enable`] on what the
-    /// guest writes. While it is paused.
-    ///
-    /// # Errors
-    /// Where this KVM cannot, or somebody follows it already.
-    fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error>;
-
-    /// Its whole state beside its memory; while it is paused, and for as long as it stays so: what is typed for its guest meanwhile
-    /// is held. KVM may write to guest memory on the
-    /// way, which is why the last collection of dirty pages comes afterwards.
-    ///
-    /// # Errors
-    /// Where it is not paused, KVM refuses, or its guest has something that cannot be saved.
-    fn save(&mut self) -> Result<Vec<Section>, Self::Error>;
-
-    /// Takes over what [`Machine::save`] gave, in a machine that was made for it and has never run. Neither KVM nor a device writes
-    /// to guest memory: what would is held back until [`Machine::commit`].
+    /// Takes over what [`SaveState::save`] gave, in a machine that was made for it and has never run. Neither KVM nor a device
+    /// writes to guest memory: what would is held back until [`RestoreState::commit`].
     ///
     /// # Errors
     /// Where `sections` are not the state of the like of it, or KVM refuses. It cannot be used for anything then.
     fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Self::Error>;
 
-    /// After [`Machine::restore`], when its memory is complete and nobody else runs it: restores what was held back, takes the locks
-    /// of its disks, and tells its networks where it is now. [`Machine::start`] lets it run.
+    /// After [`RestoreState::restore`], when its memory is complete and nobody else runs it: restores what was held back, takes the
+    /// locks of its disks, and tells its networks where it is now. [`Machine::start`] lets it run.
     ///
     /// # Errors
     /// Where somebody else has one of its disks, or KVM refuses. It has not run then.
     fn commit(&mut self) -> Result<(), Self::Error>;
 
-    /// After [`Machine::commit`] of a state that other machines may go on from too: tells its guest, where that can be told, that it is not
-    /// the only one.
+    /// After [`RestoreState::commit`] of a state that other machines may start from too: tells its guest, where that can be told,
+    /// that it is not the only one.
     ///
     /// # Errors
     /// Where the host has no random numbers.
-    fn renew(&mut self) -> Result<(), Self::Error> {
-        Ok(())
-    }
+    fn renew(&mut self) -> Result<(), Self::Error>;
 
-    /// Adds what it has open on the host, for a process that is to take it over. It goes on here as before.
-    ///
-    /// # Errors
-    /// In words for whoever asked.
-    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String>;
-
-    /// When it has moved to a process that stands in for this one: what ties the two together, once.
-    fn successor(&mut self) -> Option<OwnedFd> {
-        None
-    }
-
-    /// Gives up the locks of its disks, so that another process can take them; while it is paused.
-    fn release(&mut self);
-
-    /// Takes them again.
+    /// Takes the locks of its disks.
     ///
     /// # Errors
     /// Where somebody else has one.
     fn retake(&mut self) -> Result<(), Self::Error>;
 
-    /// After [`Machine::save`], when the guest runs elsewhere: what has been typed for it since, which it is given nothing of here.
-    fn take_typed(&mut self) -> Vec<u8> {
-        Vec::new()
-    }
+    /// Gives its guest the input that [`SaveState::take_typed`] returned elsewhere.
+    fn give_typed(&mut self, typed: &[u8]);
+}
 
-    /// Gives its guest what [`Machine::take_typed`] gave elsewhere.
-    fn give_typed(&mut self, _typed: &[u8]) {}
+/// A machine that can be saved.
+pub trait SaveState: RestoreState {
+    /// What it is, so that the like of it can be made elsewhere: an object whose `kind` says of which kind of machine, and whose
+    /// other fields are of that kind's `Description`.
+    fn describe(&self) -> Value;
 
-    /// Whether what its guest has said has all been read. Where it has not, the event loop goes on for the reader's sake.
-    fn flushed(&mut self) -> bool;
+    /// Follows who writes to [`Inspect::memory`]: from now on the VMM's writes, and from [`DirtyTracker::enable`] on the guest's.
+    /// While it is paused.
+    ///
+    /// # Errors
+    /// Where this KVM cannot, or somebody follows it already.
+    fn track(&mut self, method: dirty::Method) -> Result<Box<dyn DirtyTracker>, dirty::Error>;
+
+    /// Its whole state beside its memory; while it is paused, and for as long as it stays so: input for its guest is held
+    /// meanwhile. KVM may write to guest memory on the way, which is why the last collection of dirty pages comes afterwards.
+    ///
+    /// # Errors
+    /// Where it is not paused, KVM refuses, or its guest has something that cannot be saved.
+    fn save(&mut self) -> Result<Vec<Section>, Self::Error>;
+
+    /// Gives up the locks of its disks, so that another process can take them; while it is paused. [`RestoreState::retake`] takes
+    /// them again.
+    fn release(&mut self);
+
+    /// After [`SaveState::save`], when the guest runs elsewhere: the input that was held since, of which its guest is given nothing
+    /// here.
+    fn take_typed(&mut self) -> Vec<u8>;
+}
+
+/// A machine that can be handed over to another process of this host, with its memory and its open files.
+pub trait HandOver: Machine {
+    /// Adds what it has open on the host, for a process that is to take it over. It goes on here as before.
+    ///
+    /// # Errors
+    /// In words for whoever asked.
+    fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String>;
+}
+
+/// A machine as a session runs it, with the operations that clients ask for.
+pub trait SessionMachine: HandOver {
+    /// What the thread of the event loop may call from before [`Machine::start`] on.
+    fn confinement(&self) -> ThreadKind;
+
+    /// What it is doing.
+    fn state(&self) -> MachineState;
+
+    /// Whether a user has paused it, whatever else is done with it.
+    fn is_paused(&self) -> bool;
+
+    /// How its dirty pages are collected, while they are.
+    fn tracker(&self) -> Option<&'static str>;
+
+    /// Events for those who listen, since this was last asked.
+    fn news(&mut self) -> Vec<News>;
+
+    /// A client has gone: the operation that it owns ends, unless that goes on without it.
+    fn client_gone(&mut self, connection: u64);
+
+    /// The operation that it has under way.
+    fn under_way(&self) -> Option<UnderWay>;
+
+    /// When it has moved to a process that stands in for this one: the socket that ties the two together, once.
+    fn successor(&mut self) -> Option<OwnedFd>;
 }

@@ -22,7 +22,7 @@ use home::{Home, Machine, VELLUM, process};
 use images::Code;
 use serde_json::{Value, json};
 use vellum_control::client::{Client, Error};
-use vellum_control::{Do, Status};
+use vellum_control::{Do, MachineState, Status};
 
 fn main() -> ExitCode {
     let mut words = std::env::args().skip(1);
@@ -88,7 +88,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
 
     home.ctl("w pause")?;
     let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
-    ensure(status.state == "paused", || format!("{status:?}"))?;
+    ensure(status.state == MachineState::Paused, || format!("{status:?}"))?;
     home.ctl("w resume")?;
     let (kept, fresh) = (home.0.join("kept"), home.0.join("fresh"));
     fs::write(&kept, "from before")?;

@@ -28,7 +28,7 @@ use vellum_devices::virtio::registers::{Half, Register};
 use vellum_devices::virtio::rng::RngConfig;
 use vellum_host::Facts;
 use vellum_kvm::arch::irqchip::Mode;
-use vellum_machine::Machine;
+use vellum_machine::{Machine, SaveState};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_ring::VRING_DESC_F_WRITE;
 use vm_memory::{ByteValued, Bytes, GuestAddress};

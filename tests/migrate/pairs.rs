@@ -14,7 +14,7 @@ use harness::Random;
 use harness::{Failed, LIMIT, Trials, ensure, eventually};
 use vellum_control::client::Client;
 use vellum_control::operation::Kind;
-use vellum_control::{Do, Status};
+use vellum_control::{Do, MachineState, Status};
 
 use crate::bed::real;
 use crate::home::{Home, Machine, VELLUM};
@@ -186,10 +186,10 @@ fn is_explained(home: &Home) -> Result<(), Failed> {
     ensure(list.status.success(), || format!("{list:?}"))?;
     for line in String::from_utf8_lossy(&list.stdout).lines() {
         let status: Status = serde_json::from_str(line).map_err(|error| format!("{line}: {error}"))?;
-        let told = status.operation.map(|operation| operation.kind.standing());
-        let busy = KINDS.map(Kind::standing).contains(&status.state.as_str());
-        let unconfirmed = status.state == "handover-unconfirmed";
-        let fits = unconfirmed || told == busy.then_some(status.state.as_str());
+        let told = status.operation.map(|operation| operation.kind.state());
+        let busy = KINDS.map(Kind::state).contains(&status.state);
+        let unconfirmed = status.state == MachineState::HandoverUnconfirmed;
+        let fits = unconfirmed || told == busy.then_some(status.state);
         ensure(fits, || format!("not explained: {line}"))?;
     }
     Ok(())

@@ -15,7 +15,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::state::Description;
 use vellum_linux::{self as machine, Board, BootConfig, Image, LinuxMachine, Opened, Origin};
 use vellum_machine::state::cut_like;
-use vellum_machine::{Machine, Section};
+use vellum_machine::{Machine, SaveState, Section};
 use vellum_sandbox::{self as sandbox, Sandbox};
 
 /// Bytes of RAM: copying it is what most of a hand-over costs here.
@@ -161,8 +161,8 @@ pub fn copy(from: &[Slot], to: &[Slot]) -> Result<(), Failed> {
 
 /// Brings `source`, which is paused, to `target`, which has never run, and lets it run there.
 pub fn hand_over(
-    source: &mut impl Machine,
-    target: &mut impl Machine,
+    source: &mut impl SaveState,
+    target: &mut impl SaveState,
     change: impl FnOnce(Vec<Section>) -> Vec<Section>,
 ) -> Result<(), Failed> {
     let sections = source.save().map_err(|error| error.to_string())?;

@@ -8,31 +8,23 @@ use super::Incoming;
 use crate::fetching;
 use crate::migratable::Error;
 use crate::receiver::ReceiverCommand;
-use vellum_control::Do;
 use vellum_control::operation::{Asker, News, UnderWay};
-use vellum_kvm::arch::clocks::ClockPolicy;
+use vellum_control::{Do, MachineState};
 use vellum_kvm::arch::prepared_vm::PreparedVm;
-use vellum_kvm::dirty::{self, DirtyTracker, Method};
-use vellum_kvm::memory::{Memory, Slot};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_kvm::vm::vcpu::Throttle;
 use vellum_machine::handoff::HandoffFds;
-use vellum_machine::{Disk, EventSources, Machine, MachineInfo, Progress, Section};
+use vellum_machine::{EventSources, HandOver, Machine, MachineInfo, Progress, SessionMachine};
 use vellum_sandbox::ThreadKind;
 
 impl Machine for Incoming {
     type Error = Error;
 
     fn event_sources(&mut self) -> EventSources {
-        let mut serves = self.machine().map(|machine| machine.event_sources()).unwrap_or_default();
+        let mut serves = self.running_mut().map(|machine| machine.event_sources()).unwrap_or_default();
         if !std::mem::replace(&mut self.served, true) {
             serves.wakes.push(self.wake.clone());
         }
         serves
-    }
-
-    fn confinement(&self) -> ThreadKind {
-        ThreadKind::Receiver
     }
 
     fn start(&mut self) -> Result<(), Error> {
@@ -56,7 +48,7 @@ impl Machine for Incoming {
         let _ = self.wake.read();
         self.serve();
         let over = self.over;
-        if let Some(machine) = self.machine() {
+        if let Some(machine) = self.running_mut() {
             return machine.poll();
         }
         if over {
@@ -71,11 +63,11 @@ impl Machine for Incoming {
             // A vCPU that waits for a page cannot be had out of the guest by every kernel.
             return Err(Error::Severed);
         }
-        self.machine().map_or(Err(Error::Absent), Machine::pause)
+        self.running_mut().map_or(Err(Error::Absent), Machine::pause)
     }
 
     fn resume(&mut self) {
-        if let Some(machine) = self.machine() {
+        if let Some(machine) = self.running_mut() {
             machine.resume();
         }
     }
@@ -85,56 +77,22 @@ impl Machine for Incoming {
             // What waits for pages would wait for ever, and so would whoever waits for that.
             fetching::end("the machine was ended while the link to the source was cut");
         }
-        match self.machine() {
+        match self.running_mut() {
             Some(machine) => machine.request_end(),
             None => false,
         }
     }
 
     fn info(&self) -> MachineInfo {
-        self.view().map(Machine::info).unwrap_or_default()
+        self.running().map(Machine::info).unwrap_or_default()
     }
 
     fn progress(&self) -> Option<Progress> {
-        self.view().and_then(Machine::progress)
-    }
-
-    fn is_paused(&self) -> bool {
-        self.view().is_some_and(Machine::is_paused)
-    }
-
-    fn tracker(&self) -> Option<&'static str> {
-        self.view().and_then(Machine::tracker)
-    }
-
-    fn standing(&self) -> Option<&'static str> {
-        match self.view() {
-            Some(_) if self.lacks == Some(true) => Some("postcopy-paused"),
-            Some(machine) => machine.standing().or(self.lacks.map(|_| "postcopy")),
-            None => Some(self.standing),
-        }
-    }
-
-    fn news(&mut self) -> Vec<News> {
-        let mut news: Vec<News> = self.news.drain(..).map(News::from).collect();
-        if let Some(machine) = self.machine() {
-            news.append(&mut machine.news());
-        }
-        news
-    }
-
-    fn client_gone(&mut self, connection: u64) {
-        if let Some(machine) = self.machine() {
-            machine.client_gone(connection);
-        }
-    }
-
-    fn under_way(&self) -> Option<UnderWay> {
-        self.view().and_then(Machine::under_way)
+        self.running().and_then(Machine::progress)
     }
 
     fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
-        if let Some(machine) = self.machine() {
+        if let Some(machine) = self.running_mut() {
             return machine.ask(by, what, descriptors);
         }
         match what {
@@ -148,79 +106,63 @@ impl Machine for Incoming {
     }
 
     fn stop(&mut self) {
-        if let Some(machine) = self.machine() {
+        if let Some(machine) = self.running_mut() {
             machine.stop();
         }
     }
 
-    fn describe(&self) -> Value {
-        self.view().map_or(Value::Null, Machine::describe)
+    fn flushed(&mut self) -> bool {
+        self.running_mut().is_none_or(Machine::flushed)
     }
+}
 
-    fn memory(&self) -> Vec<Slot> {
-        self.view().map(Machine::memory).unwrap_or_default()
-    }
-
-    fn ram(&self) -> Memory {
-        self.view().map(Machine::ram).expect("nobody asks for the memory of a machine that has not come")
-    }
-
-    fn disks(&self) -> Vec<Disk> {
-        self.view().map(Machine::disks).unwrap_or_default()
-    }
-
-    fn throttle(&self) -> Throttle {
-        // Of no vCPU, while there is none.
-        self.view().map_or_else(|| Throttle::new(&[]), Machine::throttle)
-    }
-
-    fn track(&mut self, method: Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
-        self.machine().map_or(Err(dirty::Error::TooLate), |machine| machine.track(method))
-    }
-
-    fn save(&mut self) -> Result<Vec<Section>, Error> {
-        self.machine().map_or(Err(Error::Absent), Machine::save)
-    }
-
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Error> {
-        self.machine().map_or(Err(Error::Absent), |machine| machine.restore(sections, meanwhile))
-    }
-
-    fn commit(&mut self) -> Result<(), Error> {
-        self.machine().map_or(Err(Error::Absent), Machine::commit)
-    }
-
-    fn renew(&mut self) -> Result<(), Error> {
-        self.machine().map_or(Err(Error::Absent), Machine::renew)
-    }
-
+impl HandOver for Incoming {
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
-        self.machine().map_or(Err(Error::Absent.to_string()), |machine| machine.lend(lent))
+        self.running_mut().map_or(Err(Error::Absent.to_string()), |machine| machine.lend(lent))
+    }
+}
+
+impl SessionMachine for Incoming {
+    fn confinement(&self) -> ThreadKind {
+        ThreadKind::Receiver
     }
 
-    fn successor(&mut self) -> Option<OwnedFd> {
-        self.machine().and_then(Machine::successor)
-    }
-
-    fn release(&mut self) {
-        if let Some(machine) = self.machine() {
-            machine.release();
+    fn state(&self) -> MachineState {
+        let Some(machine) = self.running() else { return self.state };
+        match machine.state() {
+            _ if self.lacks == Some(true) => MachineState::PostcopyPaused,
+            state if state.is_settled() && self.lacks.is_some() => MachineState::Postcopy,
+            state => state,
         }
     }
 
-    fn retake(&mut self) -> Result<(), Error> {
-        self.machine().map_or(Err(Error::Absent), Machine::retake)
+    fn is_paused(&self) -> bool {
+        self.running().is_some_and(SessionMachine::is_paused)
     }
 
-    fn take_typed(&mut self) -> Vec<u8> {
-        self.machine().map(Machine::take_typed).unwrap_or_default()
+    fn tracker(&self) -> Option<&'static str> {
+        self.running().and_then(SessionMachine::tracker)
     }
 
-    fn give_typed(&mut self, typed: &[u8]) {
-        self.machine().into_iter().for_each(|machine| machine.give_typed(typed));
+    fn news(&mut self) -> Vec<News> {
+        let mut news: Vec<News> = self.news.drain(..).map(News::from).collect();
+        if let Some(machine) = self.running_mut() {
+            news.append(&mut machine.news());
+        }
+        news
     }
 
-    fn flushed(&mut self) -> bool {
-        self.machine().is_none_or(Machine::flushed)
+    fn client_gone(&mut self, connection: u64) {
+        if let Some(machine) = self.running_mut() {
+            machine.client_gone(connection);
+        }
+    }
+
+    fn under_way(&self) -> Option<UnderWay> {
+        self.running().and_then(SessionMachine::under_way)
+    }
+
+    fn successor(&mut self) -> Option<OwnedFd> {
+        self.running_mut().and_then(SessionMachine::successor)
     }
 }

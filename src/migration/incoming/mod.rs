@@ -28,7 +28,7 @@ use super::receiver::{Demand, Done, Offer, Place, ReceiverCommand, Receiving, Sa
 use super::threads;
 use crate::snapshot::disk;
 use crate::snapshot::source::Source;
-use vellum_control::{self as control, Came, Event};
+use vellum_control::{self as control, Came, Event, MachineState};
 use vellum_devices::console;
 use vellum_guests::run::BuiltinMachine;
 use vellum_kvm::arch::clocks::ClockPolicy;
@@ -36,7 +36,7 @@ use vellum_kvm::arch::prepared_vm::PreparedVm;
 use vellum_kvm::memory::{MemoryConfig, Room};
 use vellum_linux::{LinuxMachine, Opened};
 use vellum_machine::section::Sections;
-use vellum_machine::{Machine, Section};
+use vellum_machine::{RestoreState, Section, SessionMachine};
 use vellum_sandbox::{Sandbox, ThreadKind};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
@@ -77,17 +77,31 @@ pub enum Arrived {
 }
 
 impl Arrived {
-    fn machine(&mut self) -> &mut dyn Machine<Error = Error> {
+    fn running(&self) -> &dyn SessionMachine<Error = Error> {
+        match self {
+            Self::Pc(machine) => &**machine,
+            Self::BuiltIn(run) => &**run,
+        }
+    }
+
+    fn running_mut(&mut self) -> &mut dyn SessionMachine<Error = Error> {
         match self {
             Self::Pc(machine) => &mut **machine,
             Self::BuiltIn(run) => &mut **run,
         }
     }
 
-    fn view(&self) -> &dyn Machine<Error = Error> {
+    fn arriving(&self) -> &dyn RestoreState<Error = Error> {
         match self {
             Self::Pc(machine) => &**machine,
             Self::BuiltIn(run) => &**run,
+        }
+    }
+
+    fn arriving_mut(&mut self) -> &mut dyn RestoreState<Error = Error> {
+        match self {
+            Self::Pc(machine) => &mut **machine,
+            Self::BuiltIn(run) => &mut **run,
         }
     }
 
@@ -107,7 +121,7 @@ pub struct Incoming {
     thread: threads::MachineEnd<Said, ReceiverCommand>,
     wake: Arc<EventFd>,
     served: bool,
-    standing: &'static str,
+    state: MachineState,
     /// Whether it runs here.
     runs: bool,
     /// Whether some of its memory is missing, and whether what has that is cut off.
@@ -177,15 +191,15 @@ impl Incoming {
         let (mine, thread) = threads::pair(wake.clone())?;
         let restored = matches!(arrival, Arrival::Snapshot { .. });
         let mut accepted = false;
-        let (bringer, standing, meanwhile, paused) = match arrival {
+        let (bringer, state, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {
                 let receiving = Box::new(Receiving::new(mine, liveness));
-                (Bringer::Receiving(receiving), "waiting", ClockPolicy::Passes, false)
+                (Bringer::Receiving(receiving), MachineState::Waiting, ClockPolicy::Passes, false)
             }
             Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way } => {
                 accepted = disk_changed;
                 let loading = Loading::new(mine, *source, point, way);
-                (Bringer::Loading(loading), "restoring", meanwhile, paused)
+                (Bringer::Loading(loading), MachineState::Restoring, meanwhile, paused)
             }
         };
         Ok(Self {
@@ -195,7 +209,7 @@ impl Incoming {
             thread,
             wake,
             served: false,
-            standing,
+            state,
             runs: false,
             lacks: None,
             gone: None,
@@ -234,9 +248,13 @@ impl Incoming {
                     self.thread.tell(ReceiverCommand::Done(done));
                 }
                 Said::Typed(typed) => {
-                    self.machine().into_iter().for_each(|machine| machine.give_typed(&typed))
+                    if let Some(machine) = self.machine.as_mut().filter(|_| self.runs) {
+                        machine.arriving_mut().give_typed(&typed);
+                    }
                 }
-                Said::Uncommitted(waits) => self.standing = if waits { "uncommitted" } else { "incoming" },
+                Said::Uncommitted(waits) => {
+                    self.state = if waits { MachineState::Uncommitted } else { MachineState::Incoming }
+                }
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
                 Said::Refused(why) => self.gone = Some(Error::Refused(why)),
                 Said::DiskChanged(why) => self.gone = Some(Error::DiskChanged(why)),
@@ -292,7 +310,7 @@ impl Incoming {
         };
         match assemble(host, config, ram) {
             Ok(machine) => {
-                let (memory, ram) = (machine.view().memory(), machine.view().ram());
+                let (memory, ram) = (machine.arriving().memory(), machine.arriving().ram());
                 let populate = || Populating::start(ram.clone(), self.sandbox);
                 // Memory that may follow when the guest runs is made to be there when nothing follows any more.
                 let early = ram.config.prealloc && !postcopy;
@@ -300,13 +318,13 @@ impl Incoming {
                     Ok(populating) => populating,
                     Err(why) => return Done::Failed(why),
                 };
-                let vcpus = machine.view().throttle();
+                let vcpus = machine.arriving().throttle();
                 self.machine = Some(machine);
                 if let Some(claimed) = disks.and_then(|disks| self.claim(&disks).err()) {
                     return claimed;
                 }
-                if matches!(self.standing, "waiting") {
-                    self.standing = "incoming";
+                if self.state == MachineState::Waiting {
+                    self.state = MachineState::Incoming;
                 }
                 Done::Fits(Box::new(Place { memory, ram, pagemap, lanes, populating, fetching, vcpus }))
             }
@@ -318,8 +336,8 @@ impl Incoming {
     /// Looks at the disks once nobody else can write to them.
     fn claim(&mut self, then: &[control::Disk]) -> Result<(), Done> {
         let machine = self.machine.as_mut().ok_or(Done::Failed("nothing has been assembled".into()))?;
-        machine.machine().retake().map_err(|error| Done::Failed(error.to_string()))?;
-        match disk::differences(then, &machine.view().disks()) {
+        machine.arriving_mut().retake().map_err(|error| Done::Failed(error.to_string()))?;
+        match disk::differences(then, &machine.arriving().disks()) {
             Ok(Some(what)) if !self.disk_changed && !plant::is(Mistake::DisksUnchecked) => {
                 return Err(Done::DiskChanged(what));
             }
@@ -339,7 +357,7 @@ impl Incoming {
         if held.user || self.paused {
             machine.arrive_paused();
         }
-        machine.machine().restore(state, self.meanwhile).map_err(|error| error.to_string())?;
+        machine.arriving_mut().restore(state, self.meanwhile).map_err(|error| error.to_string())?;
         self.came = Came { complete, restored: now(), runs: 0 };
         Ok(())
     }
@@ -352,9 +370,9 @@ impl Incoming {
         }) {
             return refused();
         }
-        machine.machine().commit().map_err(|error| error.to_string())?;
+        machine.arriving_mut().commit().map_err(|error| error.to_string())?;
         if self.restored {
-            machine.machine().renew().map_err(|error| error.to_string())?;
+            machine.arriving_mut().renew().map_err(|error| error.to_string())?;
         }
         // What a process that only runs a machine does not need is given up before its guest runs.
         self.sandbox.enter(ThreadKind::Main, "main").map_err(|error| error.to_string())?;
@@ -365,7 +383,7 @@ impl Incoming {
         if fence.is_some_and(|fence| fence.step(Ownership::Committed, Ownership::Ran) != Ownership::Ran) {
             return refused();
         }
-        if let Err(error) = machine.machine().start() {
+        if let Err(error) = machine.arriving_mut().start() {
             fence.map(|fence| fence.step(Ownership::Ran, Ownership::Withdrawn));
             return Err(error.to_string());
         }
@@ -375,12 +393,13 @@ impl Incoming {
         Ok(())
     }
 
-    fn machine(&mut self) -> Option<&mut dyn Machine<Error = Error>> {
-        self.machine.as_mut().filter(|_| self.runs).map(Arrived::machine)
+    /// The machine, once it runs here.
+    fn running(&self) -> Option<&dyn SessionMachine<Error = Error>> {
+        self.machine.as_ref().filter(|_| self.runs).map(Arrived::running)
     }
 
-    fn view(&self) -> Option<&dyn Machine<Error = Error>> {
-        self.machine.as_ref().filter(|_| self.runs).map(Arrived::view)
+    fn running_mut(&mut self) -> Option<&mut dyn SessionMachine<Error = Error>> {
+        self.machine.as_mut().filter(|_| self.runs).map(Arrived::running_mut)
     }
 }
 

@@ -4,22 +4,25 @@
 use super::MigratableMachine;
 use vellum_control::MigrationBlocker;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::Machine;
 use vellum_machine::gdb::{Debugger, Door, Wish};
+use vellum_machine::{Inspect, Machine};
 
 /// The key of the command line's argument.
 pub(super) const KEY: &str = "gdb";
 
-impl<P: Machine> MigratableMachine<P> {
+impl<P: Inspect> MigratableMachine<P> {
     /// Lets a debugger come in by `door`. Before it runs.
     pub fn debug(&mut self, door: Door) {
-        let (reins, ram, slots) = (self.machine.reins(), self.machine.ram().guest, self.machine.memory());
-        let mut debugger = Debugger::new(door, reins, ram, slots, self.wake.clone());
+        let (vcpus, ram, slots) =
+            (self.machine.debug_handle(), self.machine.ram().guest, self.machine.memory());
+        let mut debugger = Debugger::new(door, vcpus, ram, slots, self.wake.clone());
         // It has not run yet: one that waits for its debugger stands still already.
         self.held.debugger = debugger.turn(false) == Wish::Stand;
         self.debugger = Some(debugger);
     }
+}
 
+impl<P: Machine> MigratableMachine<P> {
     /// Does what the debugger wants of the machine.
     pub(super) fn serve_debugger(&mut self) {
         while let Some(debugger) = &mut self.debugger {

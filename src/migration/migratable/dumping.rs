@@ -12,7 +12,7 @@ use vellum_control::Event;
 use vellum_control::operation::{Asker, Kind};
 use vellum_kvm::arch::core::{Core, IMPOSSIBLE};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::Machine;
+use vellum_machine::Inspect;
 use vellum_machine::dump::{Dumped, Dumping};
 
 /// Where a guest that panics is dumped to.
@@ -33,7 +33,7 @@ pub(super) struct DumpJob {
     ended: Option<(Exit, OnPanic)>,
 }
 
-impl<P: Machine> MigratableMachine<P> {
+impl<P: Inspect> MigratableMachine<P> {
     /// Has a guest that panics be dumped.
     pub fn dump_on_panic(&mut self, to: OnPanic) {
         self.on_panic = Some(to);
@@ -57,14 +57,14 @@ impl<P: Machine> MigratableMachine<P> {
     }
 
     fn begin_dump(&mut self, file: File, by: Option<Asker>, ended: Option<(Exit, OnPanic)>) {
-        let reins = self.machine.reins();
+        let vcpus = self.machine.debug_handle();
         let last = self.machine.last_core();
         let core = |index| match &last {
             // The one that has ended is asked no more.
             Some((ended, core)) if *ended == index => *core,
-            _ => reins.with(index, Core::read).ok().and_then(Result::ok).unwrap_or_default(),
+            _ => vcpus.with(index, Core::read).ok().and_then(Result::ok).unwrap_or_default(),
         };
-        let cores = (0..reins.count()).map(core).collect();
+        let cores = (0..vcpus.count()).map(core).collect();
         let ram = self.machine.ram();
         let slots = ram.slots().to_vec();
         let errand = DumpJob { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended };

@@ -9,18 +9,17 @@ use serde_json::{Value, json};
 use super::{Error, MigratableMachine, not_handed_over};
 use crate::sender::SenderCommand;
 use crate::share::MAX_CONNECTIONS;
-use vellum_control::Do;
 use vellum_control::operation::{Asker, Kind, News, UnderWay};
-use vellum_kvm::arch::clocks::ClockPolicy;
-use vellum_kvm::dirty::{self, DirtyTracker, Method};
-use vellum_kvm::memory::{Memory, Slot};
+use vellum_control::{Do, MachineState};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_kvm::vm::vcpu::Throttle;
 use vellum_machine::handoff::HandoffFds;
-use vellum_machine::{Disk, EventSources, Machine, MachineInfo, Progress, Section, Subscriber};
+use vellum_machine::{
+    EventSources, HandOver, Machine, MachineInfo, Progress, SaveState, SessionMachine, Subscriber,
+};
+use vellum_sandbox::ThreadKind;
 use vellum_sys::sigbus;
 
-impl<P: Machine> Machine for MigratableMachine<P>
+impl<P: SaveState> Machine for MigratableMachine<P>
 where
     Error: From<P::Error>,
 {
@@ -113,43 +112,6 @@ where
 
     fn progress(&self) -> Option<Progress> {
         self.machine.progress()
-    }
-
-    fn is_paused(&self) -> bool {
-        self.held.user
-    }
-
-    fn standing(&self) -> Option<&'static str> {
-        let leaving = self.operation.leaving().filter(|leaving| leaving.ahead.is_some());
-        match leaving.map(|leaving| leaving.severed) {
-            Some(true) => return Some("postcopy-paused"),
-            Some(false) => return Some("postcopy"),
-            None => {}
-        }
-        match () {
-            () if self.held.unconfirmed => Some("handover-unconfirmed"),
-            () if self.held.debugger => Some("debugged"),
-            () => self.operation.kind().map(Kind::standing),
-        }
-    }
-
-    fn tracker(&self) -> Option<&'static str> {
-        let since = self.since.as_ref().map(|since| since.method());
-        Some(self.operation.leaving().and_then(|leaving| leaving.tracker).or(since)?.name())
-    }
-
-    fn news(&mut self) -> Vec<News> {
-        let mut news = self.machine.news();
-        news.append(&mut self.news);
-        news
-    }
-
-    fn client_gone(&mut self, connection: u64) {
-        self.end_of_client(connection);
-    }
-
-    fn under_way(&self) -> Option<UnderWay> {
-        self.operation.under_way()
     }
 
     fn ask(&mut self, by: Asker, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
@@ -255,46 +217,15 @@ where
         self.machine.stop();
     }
 
-    fn describe(&self) -> Value {
-        self.machine.describe()
+    fn flushed(&mut self) -> bool {
+        self.machine.flushed()
     }
+}
 
-    fn memory(&self) -> Vec<Slot> {
-        self.machine.memory()
-    }
-
-    fn ram(&self) -> Memory {
-        self.machine.ram()
-    }
-
-    fn disks(&self) -> Vec<Disk> {
-        self.machine.disks()
-    }
-
-    fn throttle(&self) -> Throttle {
-        self.machine.throttle()
-    }
-
-    fn track(&mut self, method: Method) -> Result<Box<dyn DirtyTracker>, dirty::Error> {
-        self.machine.track(method)
-    }
-
-    fn save(&mut self) -> Result<Vec<Section>, Error> {
-        Ok(self.machine.save()?)
-    }
-
-    fn restore(&mut self, sections: Vec<Section>, meanwhile: ClockPolicy) -> Result<(), Error> {
-        Ok(self.machine.restore(sections, meanwhile)?)
-    }
-
-    fn commit(&mut self) -> Result<(), Error> {
-        Ok(self.machine.commit()?)
-    }
-
-    fn renew(&mut self) -> Result<(), Error> {
-        Ok(self.machine.renew()?)
-    }
-
+impl<P: SaveState + HandOver> HandOver for MigratableMachine<P>
+where
+    Error: From<P::Error>,
+{
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         self.may_leave()?;
         let backing = self.machine.ram().config.backing;
@@ -303,28 +234,54 @@ where
         }
         self.machine.lend(lent)
     }
+}
+
+impl<P: SaveState + HandOver> SessionMachine for MigratableMachine<P>
+where
+    Error: From<P::Error>,
+{
+    fn confinement(&self) -> ThreadKind {
+        ThreadKind::Main
+    }
+
+    fn state(&self) -> MachineState {
+        let leaving = self.operation.leaving().filter(|leaving| leaving.ahead.is_some());
+        match leaving.map(|leaving| leaving.severed) {
+            Some(true) => return MachineState::PostcopyPaused,
+            Some(false) => return MachineState::Postcopy,
+            None => {}
+        }
+        match self.operation.kind() {
+            _ if self.held.unconfirmed => MachineState::HandoverUnconfirmed,
+            _ if self.held.debugger => MachineState::Debugged,
+            Some(kind) => kind.state(),
+            None if self.held.user => MachineState::Paused,
+            None => MachineState::Running,
+        }
+    }
+
+    fn is_paused(&self) -> bool {
+        self.held.user
+    }
+
+    fn tracker(&self) -> Option<&'static str> {
+        let since = self.since.as_ref().map(|since| since.method());
+        Some(self.operation.leaving().and_then(|leaving| leaving.tracker).or(since)?.name())
+    }
+
+    fn news(&mut self) -> Vec<News> {
+        std::mem::take(&mut self.news)
+    }
+
+    fn client_gone(&mut self, connection: u64) {
+        self.end_of_client(connection);
+    }
+
+    fn under_way(&self) -> Option<UnderWay> {
+        self.operation.under_way()
+    }
 
     fn successor(&mut self) -> Option<OwnedFd> {
         self.successor.take().filter(|_| self.moved)
-    }
-
-    fn release(&mut self) {
-        self.machine.release();
-    }
-
-    fn retake(&mut self) -> Result<(), Error> {
-        Ok(self.machine.retake()?)
-    }
-
-    fn take_typed(&mut self) -> Vec<u8> {
-        self.machine.take_typed()
-    }
-
-    fn give_typed(&mut self, typed: &[u8]) {
-        self.machine.give_typed(typed);
-    }
-
-    fn flushed(&mut self) -> bool {
-        self.machine.flushed()
     }
 }

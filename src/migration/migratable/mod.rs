@@ -5,6 +5,7 @@
 //! looks at it ([`debugged`]), it is dumped ([`dumping`]). It goes on
 //! when none of these is left.
 
+mod arriving;
 mod debugged;
 mod dumping;
 mod error;
@@ -13,7 +14,6 @@ mod operation;
 
 use std::fs::File;
 use std::io;
-use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ use vellum_kvm::dirty::log::ends_on_a_huge_page;
 use vellum_kvm::dirty::{self, DirtyTracker, Method};
 use vellum_kvm::memory::Backing;
 use vellum_machine::gdb::Debugger;
-use vellum_machine::{Machine, Section};
+use vellum_machine::{Machine, SaveState, Section};
 use vellum_sandbox::{Sandbox, ThreadKind};
 use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
@@ -108,21 +108,7 @@ pub(super) fn now() -> u64 {
     clock::micros(clock::monotonic())
 }
 
-impl<P> Deref for MigratableMachine<P> {
-    type Target = P;
-
-    fn deref(&self) -> &P {
-        &self.machine
-    }
-}
-
-impl<P> DerefMut for MigratableMachine<P> {
-    fn deref_mut(&mut self) -> &mut P {
-        &mut self.machine
-    }
-}
-
-impl<P: Machine> MigratableMachine<P> {
+impl<P: SaveState> MigratableMachine<P> {
     /// A machine whose threads enter `sandbox`, which forbids to open a `pagemap`.
     ///
     /// # Errors
@@ -401,23 +387,6 @@ impl<P: Machine> MigratableMachine<P> {
         }
     }
 
-    /// Whether nothing of it runs: held, or not begun.
-    fn stands(&self) -> bool {
-        self.held.any() || !self.begun
-    }
-
-    /// Lets it run, for the first time or again, unless something holds it still.
-    fn let_run(&mut self) -> Result<(), P::Error> {
-        if self.held.any() {
-            return Ok(());
-        }
-        if std::mem::replace(&mut self.begun, true) {
-            self.machine.resume();
-            return Ok(());
-        }
-        self.machine.start()
-    }
-
     /// The migration holds it no more.
     fn go_on(&mut self) {
         if self.held.migration || self.held.unconfirmed {
@@ -572,6 +541,25 @@ impl<P: Machine> MigratableMachine<P> {
         if self.operation.leaving().is_some() {
             self.stay(why.into());
         }
+    }
+}
+
+impl<P: Machine> MigratableMachine<P> {
+    /// Whether nothing of it runs: held, or not begun.
+    fn stands(&self) -> bool {
+        self.held.any() || !self.begun
+    }
+
+    /// Lets it run, for the first time or again, unless something holds it still.
+    fn let_run(&mut self) -> Result<(), P::Error> {
+        if self.held.any() {
+            return Ok(());
+        }
+        if std::mem::replace(&mut self.begun, true) {
+            self.machine.resume();
+            return Ok(());
+        }
+        self.machine.start()
     }
 }
 

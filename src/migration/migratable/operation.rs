@@ -13,7 +13,7 @@ use crate::threads;
 use vellum_control::Event;
 use vellum_control::operation::{Asker, CLIENT_GONE, Kind, News, UnderWay};
 use vellum_kvm::dirty::Method;
-use vellum_machine::Machine;
+use vellum_machine::Inspect;
 
 /// What is under way.
 pub(super) struct Operation {
@@ -121,7 +121,7 @@ impl AtMostOne {
     }
 }
 
-impl<P: Machine> MigratableMachine<P> {
+impl<P: Inspect> MigratableMachine<P> {
     /// Tells who listens what happens in the operation that is under way.
     pub(super) fn tell(&mut self, event: Event) {
         self.news.push(News { id: self.operation.id(), event });

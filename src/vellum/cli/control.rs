@@ -287,7 +287,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
                 lines.push([
                     name,
                     status.pid.to_string(),
-                    status.state,
+                    status.state.to_string(),
                     status.vcpus.to_string(),
                     short_size(status.memory),
                     status.operation.map(|operation| operation.to_string()).unwrap_or_default(),

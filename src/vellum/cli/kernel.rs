@@ -169,7 +169,7 @@ pub(super) fn boot(
     let ready =
         session::kernel::ready(&process, memory, config, boot, on_panic.transpose()?).map_err(failure)?;
     drop(told.word);
-    let machine = &ready.machine;
+    let machine = &ready.machine.machine;
     if let Some(pty) = &machine.pty {
         tracing::info!("the serial port is {pty}");
     }

@@ -10,7 +10,7 @@ use vellum_guests::run::{BuiltinMachine, RunConfig};
 use vellum_host::Facts;
 use vellum_kvm::vm;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_machine::Machine;
+use vellum_machine::SessionMachine;
 use vellum_migration::migratable::MigratableMachine;
 use vellum_report::Report;
 use vellum_sandbox::ThreadKind;

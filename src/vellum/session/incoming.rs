@@ -14,7 +14,7 @@ use vellum_kvm::memory::{MemoryConfig, Room};
 use vellum_kvm::vm;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux::{self as machine, Opened};
-use vellum_machine::Machine;
+use vellum_machine::SessionMachine;
 use vellum_migration::fetching::{self, Recording};
 use vellum_migration::incoming::{Arrival, Arrived, Host, Incoming};
 use vellum_migration::loading::Way;

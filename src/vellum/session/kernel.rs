@@ -10,7 +10,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::vcpu::Ended;
 use vellum_linux as machine;
 use vellum_linux::{BootConfig, Image, LinuxMachine, Opened, Origin};
-use vellum_machine::Machine;
+use vellum_machine::SessionMachine;
 use vellum_migration::migratable::{MigratableMachine, OnPanic};
 use vellum_sys::guard::Naming;
 use vellum_sys::pagemap::Pagemap;

@@ -1,5 +1,5 @@
 //! The process around a machine: its signals, the guard of its sockets, privileges, sandbox, control socket, event loop,
-//! progress and logs. One session runs one [`Machine`], a machine of either kind; [`kernel`] and [`builtin`] put the two kinds
+//! progress and logs. One session runs one [`SessionMachine`], of either kind; [`kernel`] and [`builtin`] put the two kinds
 //! together with theirs.
 //!
 //! The order of a start, each step once:
@@ -40,7 +40,7 @@ use vellum_kvm::memory;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_linux as machine;
 use vellum_machine::gdb;
-use vellum_machine::{EventSources, Machine, Subscriber, handoff};
+use vellum_machine::{EventSources, SessionMachine, Subscriber, handoff};
 use vellum_migration::migratable;
 use vellum_migration::snapshot;
 use vellum_sandbox::user::{self, User};
@@ -363,7 +363,7 @@ impl Session {
     }
 
     /// Has the event loop serve what is new of `machine`.
-    fn serve_for<P: Machine>(&mut self, machine: &mut P) {
+    fn serve_for<P: SessionMachine>(&mut self, machine: &mut P) {
         let EventSources { subscribers, wakes } = machine.event_sources();
         subscribers.into_iter().for_each(|subscriber| self.serve(subscriber));
         if !wakes.is_empty() {
@@ -380,7 +380,7 @@ impl Session {
     ///
     /// # Errors
     /// Where the machine cannot go on, or the event loop fails.
-    pub fn run<P: Machine>(&mut self, machine: &mut P) -> Result<End, Error>
+    pub fn run<P: SessionMachine>(&mut self, machine: &mut P) -> Result<End, Error>
     where
         Error: From<P::Error>,
     {
@@ -397,7 +397,7 @@ impl Session {
     }
 
     /// Turns of the event loop until the machine has ended.
-    fn turns<P: Machine>(&mut self, machine: &mut P, deadline: Option<Instant>) -> Result<End, Error>
+    fn turns<P: SessionMachine>(&mut self, machine: &mut P, deadline: Option<Instant>) -> Result<End, Error>
     where
         Error: From<P::Error>,
     {
@@ -410,9 +410,7 @@ impl Session {
             let polled = machine.poll();
             machine.news().iter().for_each(|news| self.listeners.tell(news));
             self.serve_for(machine);
-            let comes =
-                matches!(machine.standing(), Some("waiting" | "incoming" | "uncommitted" | "restoring"));
-            if !comes {
+            if !machine.state().is_arriving() {
                 self.stand_in();
             }
             if let Some(exit) = polled? {
@@ -425,7 +423,7 @@ impl Session {
                 return Ok(End { exit, cause });
             }
             let left = deadline.filter(|_| ending.is_none());
-            if let Some((_, since)) = ending.as_mut().filter(|_| machine.standing().is_some()) {
+            if let Some((_, since)) = ending.as_mut().filter(|_| !machine.state().is_settled()) {
                 // It moves, or another process has it: that comes to its own end.
                 *since = Instant::now();
             }
@@ -476,7 +474,7 @@ impl Session {
                 ending = Some((cause, Instant::now()));
             }
             if let Some((cause, since)) = ending {
-                if since.elapsed() >= END_TIMEOUT && machine.standing().is_none() {
+                if since.elapsed() >= END_TIMEOUT && machine.state().is_settled() {
                     tracing::warn!(
                         "the guest has not stopped within {} s: it is cut off",
                         END_TIMEOUT.as_secs()
@@ -512,7 +510,7 @@ impl Session {
     }
 
     /// Does what the control socket asks for; says so if the machine is to end.
-    fn obey<P: Machine>(&mut self, machine: &mut P) -> Option<Cause> {
+    fn obey<P: SessionMachine>(&mut self, machine: &mut P) -> Option<Cause> {
         let mut cause = None;
         while let Ok(heard) = self.heard.try_recv() {
             let mut asked = match heard {
@@ -552,7 +550,7 @@ impl Session {
     }
 
     /// What another process takes to stand in for this one: the list of it, and its descriptors from number `from` on.
-    fn lend<P: Machine>(&self, machine: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
+    fn lend<P: SessionMachine>(&self, machine: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
         let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
         let mut lent = handoff::HandoffFds::default();
         lent.list.version = handoff::VERSION;
@@ -617,7 +615,7 @@ impl Session {
     }
 
     /// Pauses the machine, if it is not paused; how long that took, in microseconds.
-    fn pause<P: Machine>(&mut self, machine: &mut P, id: u64) -> Result<u64, String> {
+    fn pause<P: SessionMachine>(&mut self, machine: &mut P, id: u64) -> Result<u64, String> {
         if machine.is_paused() {
             return Ok(0);
         }
@@ -628,23 +626,18 @@ impl Session {
         Ok(us)
     }
 
-    fn resume<P: Machine>(&mut self, machine: &mut P, id: Option<u64>) {
+    fn resume<P: SessionMachine>(&mut self, machine: &mut P, id: Option<u64>) {
         if machine.is_paused() {
             machine.resume();
             self.listeners.tell(&News { id, event: Event::Resumed {} });
         }
     }
 
-    fn status<P: Machine>(&self, machine: &P) -> Status {
+    fn status<P: SessionMachine>(&self, machine: &P) -> Status {
         let outline = machine.info();
         Status {
             pid: std::process::id(),
-            state: match machine.standing() {
-                Some(standing) => standing,
-                None if machine.is_paused() => "paused",
-                None => "running",
-            }
-            .into(),
+            state: machine.state(),
             numbered: true,
             operation: machine.under_way(),
             vcpus: outline.vcpus,
@@ -669,7 +662,7 @@ impl Session {
 
     /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run
     /// has left, unless the user has had enough.
-    fn flush<P: Machine>(
+    fn flush<P: SessionMachine>(
         &mut self,
         machine: &mut P,
         cause: Cause,

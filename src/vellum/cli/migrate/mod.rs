@@ -16,7 +16,8 @@ use super::{Failure, Flags, args, devices, keyvalue, print, say};
 use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_control::client::{Client, Error};
 use vellum_control::{
-    Compression, Do, Event, Link, Loses, Migrate, MigrationBlocker, Mode, Status, Then, Throttling, names,
+    Compression, Do, Event, Link, Loses, MachineState, Migrate, MigrationBlocker, Mode, Status, Then,
+    Throttling, names,
 };
 use vellum_kvm::dirty::Method;
 use vellum_kvm::vm::lifecycle::Exit;
@@ -150,19 +151,18 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
     let has = status(&mut machine)?;
     let under_way = has.operation.and_then(|operation| operation.id);
     let of = if args.recover {
-        let state = &has.state;
-        if state != "postcopy-paused" {
+        if has.state != MachineState::PostcopyPaused {
             return Err(Failure::usage(format!(
-                "--recover: {} is {state}: nothing to recover",
-                args.machine
+                "--recover: {} is {}: nothing to recover",
+                args.machine, has.state
             )));
         }
         recover(args, &mut machine, &mut connections)?;
         under_way
     } else if args.attach {
-        match has.state.as_str() {
-            "migrating" | "postcopy" => {}
-            "handover-unconfirmed" => connections.push(again(args, &mut machine)?),
+        match has.state {
+            MachineState::Migrating | MachineState::Postcopy => {}
+            MachineState::HandoverUnconfirmed => connections.push(again(args, &mut machine)?),
             state => {
                 return Err(Failure::usage(format!("{} is {state}: nothing to attach to", args.machine)));
             }
