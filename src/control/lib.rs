@@ -66,7 +66,7 @@ pub enum Do {
     Events {},
     /// Migrate to the process at the other end of the descriptors, which are connected stream
     /// sockets.
-    Migrate(Migrate),
+    Migrate(MigrateRequest),
     /// Resume a migration whose link dropped. The descriptor is a new connection to the target.
     MigrateLink {},
     /// Resume a postcopy whose link dropped. The two descriptors are new connections to the target:
@@ -170,7 +170,7 @@ pub struct Lending {
 /// The parameters of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Migrate {
+pub struct MigrateRequest {
     /// The longest pause of the guest in milliseconds.
     pub downtime_ms: u64,
     /// The time limit of the migration in milliseconds. `None` means no limit.
@@ -218,7 +218,29 @@ pub struct Migrate {
     pub mode: Mode,
 }
 
-impl Migrate {
+impl MigrateRequest {
+    /// The request for a pause of `downtime_ms` at most, with a target that may be silent for
+    /// `liveness_ms`. All else has its default.
+    pub fn new(downtime_ms: u64, liveness_ms: u64) -> Self {
+        Self {
+            downtime_ms,
+            timeout_ms: None,
+            then: Then::default(),
+            bandwidth: None,
+            throttle: Throttling::default(),
+            tracker: None,
+            loses: Loses::Nothing,
+            liveness_ms,
+            connections: default_one(),
+            fence: false,
+            compress: None,
+            verify: false,
+            link: Link::default(),
+            succeeded: false,
+            mode: Mode::default(),
+        }
+    }
+
     /// Whether the guest may run on the target before all of its memory is there. One more
     /// connection then follows the others.
     pub fn postcopies(&self) -> bool {
@@ -259,10 +281,10 @@ pub struct Snapshot {
     /// After this many milliseconds the guest may be paused for longer, if it writes faster than
     /// the passes copy.
     pub timeout_ms: u64,
-    /// How to collect dirty pages, as in [`Migrate`].
+    /// How to collect dirty pages, as in [`MigrateRequest`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracker: Option<String>,
-    /// As in [`Migrate`].
+    /// As in [`MigrateRequest`].
     #[serde(default, skip_serializing_if = "Loses::is_nothing")]
     pub loses: Loses,
     /// Whether the machine ends at the pause, once the files have their final names.

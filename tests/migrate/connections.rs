@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 
 use harness::{Failed, LIMIT, ensure, eventually, trial};
 use vellum_control::client::Client;
-use vellum_control::{Do, Loses, Migrate, Mode, Then, Throttling};
+use vellum_control::{Do, MigrateRequest};
 use vellum_migration::message::{Message, SessionId};
 use vellum_migration::wire::Encoder;
 
@@ -43,22 +43,10 @@ fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
 /// The test is the courier: a migration that is slow enough to be caught, over these connections; its session.
 fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
     let mut machine = Client::connect(&home.socket("here"))?;
-    let asked = Do::Migrate(Migrate {
-        link: Default::default(),
-        succeeded: false,
-        downtime_ms: 300,
-        timeout_ms: None,
-        then: Then::Cancel,
+    let asked = Do::Migrate(MigrateRequest {
         bandwidth: Some(4 << 20),
-        throttle: Throttling::Off,
-        compress: None,
-        tracker: None,
-        loses: Loses::Nothing,
-        liveness_ms: 10_000,
-        verify: false,
         connections: sockets.len() as u32,
-        mode: Mode::Precopy,
-        fence: false,
+        ..MigrateRequest::new(300, 10_000)
     });
     let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
     let answer = machine.ask_with(&asked, &sockets)?;

@@ -33,7 +33,7 @@ use super::sender::{Demand, Done, Moving, Options, Said, SenderCommand, SenderEv
 use super::threads;
 use crate::snapshot::Files;
 use vellum_control::operation::{Asker, Kind, News};
-use vellum_control::{self as control, Event, Left, Loses, Migrate, MigrationBlocker, Snapshot};
+use vellum_control::{self as control, Event, Left, Loses, MigrateRequest, MigrationBlocker, Snapshot};
 use vellum_kvm::dirty::log::ends_on_a_huge_page;
 use vellum_kvm::dirty::{self, DirtyTracker, Method};
 use vellum_kvm::memory::Backing;
@@ -152,7 +152,12 @@ impl<P: SaveState> MigratableMachine<P> {
         self.held.user = true;
     }
 
-    fn leave(&mut self, by: Asker, asked: &Migrate, mut sockets: Vec<OwnedFd>) -> Result<Value, String> {
+    fn leave(
+        &mut self,
+        by: Asker,
+        asked: &MigrateRequest,
+        mut sockets: Vec<OwnedFd>,
+    ) -> Result<Value, String> {
         self.may_leave()?;
         let hands_over = asked.link == control::Link::Memfd;
         if hands_over {
@@ -250,7 +255,7 @@ impl<P: SaveState> MigratableMachine<P> {
     }
 
     /// Whether its RAM can be another process's too.
-    fn can_hand_over(&self, asked: &Migrate) -> Result<(), String> {
+    fn can_hand_over(&self, asked: &MigrateRequest) -> Result<(), String> {
         let backing = self.machine.ram().config.backing;
         if !backing.can_be_handed_over() {
             return Err(not_handed_over(backing));

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use clap::builder::{PossibleValue, TypedValueParser};
 
-use super::keyvalue::{self, KeyValues, list, number, one_of, size};
 use vellum_control::{Compression, Link, Mode, Throttling};
 use vellum_guests::program::GuestPage;
 use vellum_guests::{Hot, Order, WriteConfig};
@@ -13,6 +12,7 @@ use vellum_host::hugepages;
 use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::{Backing, MemoryConfig};
 use vellum_sandbox as sandbox;
+use vellum_sys::keyvalue::{self, KeyValues, list, number, one_of, size};
 
 /// A parser with words for shells to offer, which it need not be limited to.
 #[derive(Clone)]
@@ -368,7 +368,7 @@ pub fn workload(text: &str) -> Result<Workload, String> {
             .unwrap_or(config.stride);
         config.latency = kv.switch("latency")?.unwrap_or(true);
         config.warm = kv.switch("warm")?.unwrap_or(false);
-        config.journal = kv.with("journal", |text| match super::keyvalue::duration(text)? {
+        config.journal = kv.with("journal", |text| match keyvalue::duration(text)? {
             slice if slice >= Duration::from_millis(1) => Ok(slice),
             _ => Err("1ms or more".to_owned()),
         })?;

@@ -12,7 +12,9 @@ use clap::{Args, Subcommand};
 use guest_agent::{Argument, Event, Launch, Request};
 use serde_json::Value;
 
-use super::{Failure, keyvalue, print};
+use super::client::failure;
+use super::failure::Failure;
+use super::output::{print, say};
 use vellum_control::client::{Client, Error};
 use vellum_control::{Do, Status, agent, names};
 use vellum_devices::console::{Opened, Target};
@@ -21,7 +23,7 @@ use vellum_kvm::vm::counters;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_launch::client::Ended;
 use vellum_launch::streams::{self, Has, Outcome, Streams};
-use vellum_sys::diagnose::Diagnose;
+use vellum_sys::keyvalue;
 use vellum_sys::socket::Name;
 
 /// Tell a running machine what to do
@@ -183,11 +185,6 @@ fn connect(machine: &str) -> Result<Client, Failure> {
     Client::connect(&names::find(machine).map_err(failure)?).map_err(failure)
 }
 
-/// Without a flag: the machine is an argument.
-fn failure(error: impl Diagnose + 'static) -> Failure {
-    Failure::of(&error, &[])
-}
-
 /// `vellum ctl`
 pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     if let Ctl::Upgrade { binary, downtime } = &args.what {
@@ -304,7 +301,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
                 let pid = pid.map_or("?".into(), |pid| pid.to_string());
                 lines.push([name, pid, "silent".into(), "?".into(), "?".into(), String::new()]);
             }
-            Err(error) => super::say(&format!("{name}: {error}")),
+            Err(error) => say(&format!("{name}: {error}")),
         }
     }
     if !args.json && !lines.is_empty() {

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
-use super::keyvalue::{self, KeyValues};
 use vellum_devices::virtio::console::ConsoleConfig;
 use vellum_devices::virtio::fs::FsConfig;
 use vellum_devices::virtio::net::user::Forward;
@@ -14,6 +13,7 @@ use vellum_devices::virtio::net::{self, NetConfig};
 use vellum_devices::virtio::{DeviceConfig, KINDS, Kind};
 use vellum_linux::virtio::Config;
 use vellum_sandbox::Mode;
+use vellum_sys::keyvalue::{self, KeyValues};
 
 /// Devices of a guest. With `FOR_KERNEL` they need a kernel to be booted, which is the argument `kernel`.
 #[derive(Clone, Debug, Default)]

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Failure, print};
+use super::failure::Failure;
+use super::output::print;
 use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_fleet::features;
 use vellum_host::Facts;

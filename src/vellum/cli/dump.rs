@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 
-use super::migrate::{failure, heard, listen};
-use super::{Failure, print};
+use super::client::{failure, heard, listen};
+use super::failure::Failure;
+use super::output::print;
 use vellum_control::{Do, Event, names};
 use vellum_kvm::memory::short_size;
 use vellum_kvm::vm::lifecycle::Exit;

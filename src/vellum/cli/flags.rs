@@ -12,14 +12,12 @@ mod tests {
     use std::collections::BTreeSet;
     use std::path::{Path, PathBuf};
 
-    use clap::CommandFactory;
-
     use super::Flags;
-    use crate::cli::{Cli, bench, receive, restore, run, test};
+    use crate::cli::{bench, command, receive, restore, run_flags, test};
 
     /// All tables, by the subcommand as typed.
     fn tables() -> Vec<(&'static str, Flags)> {
-        let own = [("run", run::FLAGS), ("receive", receive::FLAGS), ("restore", restore::FLAGS)];
+        let own = [("run", run_flags::FLAGS), ("receive", receive::FLAGS), ("restore", restore::FLAGS)];
         own.into_iter().chain(bench::TABLES).chain(test::TABLES).collect()
     }
 
@@ -34,7 +32,7 @@ mod tests {
     #[test]
     fn tables_name_flags_that_there_are() {
         for (words, flags) in tables() {
-            let root = Cli::command();
+            let root = command();
             let command =
                 words.split(' ').fold(&root, |command, word| command.find_subcommand(word).unwrap());
             let known = flags_of(command);
@@ -115,7 +113,7 @@ mod tests {
     /// One field has another flag in another subcommand, so what is said below `cli/` names none.
     #[test]
     fn flags_are_named_by_the_command_line_alone() {
-        let (root, flags) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), flags_of(&Cli::command()));
+        let (root, flags) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), flags_of(&command()));
         let mut files = Vec::new();
         sources(&root, &mut files);
         files.retain(|file| !file.starts_with(root.join("vellum/cli")));
@@ -133,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_flag_is_found_wherever_it_stands() {
-        let flags = flags_of(&Cli::command());
+        let flags = flags_of(&command());
         let found = |source: &str| {
             literals(source).into_iter().filter_map(|text| named(text, &flags).cloned()).collect::<Vec<_>>()
         };

@@ -2,16 +2,19 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::{Args, CommandFactory, Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 
-use super::{Cli, Failure, keyvalue, print, read_from};
+use super::failure::Failure;
+use super::line::{CommandLine, VERSION};
+use super::output::print;
+use super::refusal;
 use vellum_fleet::plan::{LARGEST, Plan, results};
 use vellum_fleet::result::{SHARD, ended, place};
 use vellum_fleet::{Error, merge, page, quote, slurm, task};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::Status;
 use vellum_report::output::{Kind, Writer};
-use vellum_sys::open;
+use vellum_sys::{keyvalue, open};
 
 /// Run one plan of tests and benchmarks on many hosts, and merge what they say
 ///
@@ -155,8 +158,8 @@ fn of_slurm(error: Error, plan: &Path) -> Failure {
 }
 
 /// Whether a command line would be taken, and which argument takes a seed.
-fn check(words: &[String]) -> Result<Option<String>, String> {
-    let cli = Cli::command();
+fn check(line: CommandLine, words: &[String]) -> Result<Option<String>, String> {
+    let cli = (line.definition)();
     let command = cli.find_subcommand(&words[0]).and_then(|outer| outer.find_subcommand(&words[1]));
     let Some(command) =
         command.filter(|command| command.get_arguments().any(|arg| arg.get_long() == Some("heartbeat")))
@@ -182,27 +185,27 @@ fn check(words: &[String]) -> Result<Option<String>, String> {
             ));
         }
     }
-    let line = std::iter::once("vellum".to_owned()).chain(words.iter().cloned());
-    read_from(line).map_err(|error| super::refusal::one_line(&error))?;
+    let whole = std::iter::once("vellum").chain(words.iter().map(String::as_str));
+    (line.parse)(whole.map(Into::into).collect()).map_err(|error| refusal::one_line(line, &error))?;
     Ok(flags.contains(&"seed").then(|| "--seed".into()))
 }
 
-fn read(file: &Path) -> Result<(PathBuf, Plan), Failure> {
-    let plan = Plan::read(file, &check).map_err(failure)?;
+fn read(line: CommandLine, file: &Path) -> Result<(PathBuf, Plan), Failure> {
+    let plan = Plan::read(file, &|words: &[String]| check(line, words)).map_err(failure)?;
     let whole = file.canonicalize().map_err(|error| Failure::host(format!("{}: {error}", file.display())))?;
     Ok((whole, plan))
 }
 
 /// Does what was asked.
-pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
+pub(super) fn run(line: CommandLine, args: &FleetArgs) -> Result<Exit, Failure> {
     match &args.what {
-        FleetCommand::Plan { file, into, commands } => plan(file, into.as_deref(), *commands),
+        FleetCommand::Plan { file, into, commands } => plan(line, file, into.as_deref(), *commands),
         FleetCommand::Submit { plan, option } => {
-            let (file, plan) = read(plan)?;
+            let (file, plan) = read(line, plan)?;
             submit(&file, &plan, None, option)
         }
         FleetCommand::Status { plan } => {
-            let (file, plan) = read(plan)?;
+            let (file, plan) = read(line, plan)?;
             let standing = slurm::standing(&file, &plan).map_err(|error| of_slurm(error, &file))?;
             let queued: Vec<String> =
                 standing.queued.iter().map(|(state, n)| format!(", {n} {}", state.to_lowercase())).collect();
@@ -219,7 +222,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             Ok(Exit::PowerOff)
         }
         FleetCommand::Merge { plan, html } => {
-            let (file, plan) = read(plan)?;
+            let (file, plan) = read(line, plan)?;
             let writer = html
                 .as_deref()
                 .map(|out| Writer::open(out, Kind::Page))
@@ -234,7 +237,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             Ok(exit(merged.status()))
         }
         FleetCommand::Rerun { plan, seed, test, times, host, here } => {
-            let (file, plan) = read(plan)?;
+            let (file, plan) = read(line, plan)?;
             let test = plan.with_seed(*seed, test.as_deref()).map_err(failure)?;
             let dir = file.with_file_name(format!(
                 "again-{}-{seed}-{times}{}",
@@ -243,7 +246,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             ));
             let text = test.again(&plan.name, *seed, *times);
             let file = keep(&text, &dir)?;
-            let (file, plan) = read(&file)?;
+            let (file, plan) = read(line, &file)?;
             if !here {
                 return submit(&file, &plan, host.as_deref(), &[]);
             }
@@ -262,7 +265,7 @@ pub fn run(args: &FleetArgs) -> Result<Exit, Failure> {
             Ok(exit(merged.status()))
         }
         FleetCommand::Task { plan, index } => {
-            let (file, plan) = read(plan)?;
+            let (file, plan) = read(line, plan)?;
             let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
             let index = index.saturating_add(number("SLURM_ARRAY_TASK_ID").unwrap_or(0));
             run_task(&file, &plan, index, number("SLURM_RESTART_COUNT").unwrap_or(0)).map(exit)
@@ -279,8 +282,13 @@ fn exit(status: Status) -> Exit {
     }
 }
 
-fn plan(file: &Path, into: Option<&Path>, commands: Option<Where>) -> Result<Exit, Failure> {
-    let plan = Plan::read(file, &check).map_err(failure)?;
+fn plan(
+    line: CommandLine,
+    file: &Path,
+    into: Option<&Path>,
+    commands: Option<Where>,
+) -> Result<Exit, Failure> {
+    let plan = Plan::read(file, &|words: &[String]| check(line, words)).map_err(failure)?;
     let kept = match into {
         Some(dir) => {
             let text =
@@ -386,7 +394,7 @@ fn run_task(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status
         job: variable("SLURM_JOB_ID"),
         // Several of Slurm's nodes may be one host.
         node: variable("SLURMD_NODENAME").unwrap_or_else(own),
-        vellum: super::VERSION,
+        vellum: VERSION,
         as_json: "--format=json",
     };
     task::run(file, plan, &task, &runner).map_err(failure)
@@ -419,12 +427,13 @@ mod tests {
     #[test]
     fn the_plan_in_the_help_parses_when_it_is_copied() {
         for width in [60, 80, 100] {
-            let mut cli = Cli::command().term_width(width);
+            let mut cli = crate::cli::command().term_width(width);
             let help = cli.find_subcommand_mut("fleet").unwrap().clone().term_width(width);
             let help = help.clone().render_long_help().to_string();
             let (_, text) = help.split_once("A plan, nightly.toml:\n").unwrap();
             let (text, _) = text.split_once("Examples:\n").unwrap();
-            let plan = Plan::parse(text, &check).unwrap_or_else(|error| panic!("{width}: {error}\n{text}"));
+            let plan = Plan::parse(text, &|words| check(crate::cli::LINE, words))
+                .unwrap_or_else(|error| panic!("{width}: {error}\n{text}"));
             assert_eq!((plan.name.as_str(), plan.len(), plan.tests[0].minutes), ("nightly", 1000, 30));
         }
     }

@@ -128,8 +128,7 @@ mod tests {
     /// A flag of ours would never be reached.
     #[test]
     fn no_flag_of_ours_is_among_them() {
-        use clap::CommandFactory;
-        let cli = crate::cli::Cli::command();
+        let cli = crate::cli::command();
         let run = cli.find_subcommand("run").unwrap();
         for (theirs, _) in FLAGS {
             let ours = match theirs.strip_prefix("--") {

@@ -5,8 +5,10 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::devices::DeviceArgs;
+use super::failure::Failure;
+use super::flags::Flags;
 use super::result::ResultArgs;
-use super::{Failure, Flags, args, kernel};
+use super::{args, kernel};
 use crate::session;
 use crate::session::incoming::{self, Lenience, Listen, Outcome};
 use vellum_control::names;

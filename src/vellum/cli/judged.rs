@@ -6,13 +6,15 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 
+use super::failure::Failure;
+use super::output::print;
 use super::result::ResultArgs;
-use super::{Failure, keyvalue, print};
 use crate::session::progress::Heartbeat;
 use vellum_host::Facts;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::view::View;
 use vellum_report::{Case, Report, Status};
+use vellum_sys::keyvalue;
 
 /// The arguments, for every command that judges something.
 #[derive(Debug, Args)]

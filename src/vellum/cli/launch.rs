@@ -1,6 +1,5 @@
 //! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its exit status.
 
-use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -9,12 +8,12 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use clap::Args;
 use guest_agent::{Access, Argument, Launch, Mount, Mounts, Terminal};
 
-use super::kernel::{self, KernelArgs};
-use super::run::FLAGS;
-use super::{Failure, print, say};
+use super::failure::Failure;
+use super::kernel::{self, KernelArgs, LaunchArgs, Ready};
+use super::output::{print, say};
+use super::run_flags::FLAGS;
 use crate::session;
 use vellum_control::names;
 use vellum_devices::console::Target;
@@ -47,33 +46,6 @@ const NOBODY: User = User { uid: 65534, gid: 65534 };
 /// Where the guest of a command has the directories of its host's.
 const PLACE: &str = "/mnt";
 
-/// A command for the guest.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "A command in a guest with a kernel")]
-pub struct LaunchArgs {
-    /// Where the command runs in the guest
-    #[arg(long, value_name = "DIR", requires = "kernel")]
-    guest_dir: Option<OsString>,
-
-    /// As whom: a number, or a name of the guest's /etc/passwd
-    #[arg(long, value_name = "USER", requires = "kernel")]
-    guest_user: Option<String>,
-
-    /// Write there how it ended, as JSON, which tells a command's status from Vellum's own: {"ended":"command","status":0}
-    #[arg(long, value_name = "FILE", requires = "kernel")]
-    status_file: Option<PathBuf>,
-
-    /// Print what a kernel's configuration must have for this, as a fragment for its merge_config.sh, and end
-    #[arg(long, requires = "kernel")]
-    kconfig: bool,
-
-    /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's
-    /// root is that of --root, or the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below
-    /// /mnt, by their tags. Without a command a terminal has the user's shell, where --root is given or --kernel is no image
-    #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
-    command: Vec<OsString>,
-}
-
 /// What has to be known before a machine is made.
 pub(super) struct Plan {
     kernel: Kernel,
@@ -82,19 +54,6 @@ pub(super) struct Plan {
     modules: Option<FsConfig>,
     launch: Launch,
     status_file: Option<PathBuf>,
-}
-
-/// What a machine has beside its arguments, and what tells that it is ready: its end, when this is dropped.
-pub(super) struct Ready {
-    pub word: Option<OwnedFd>,
-    pub devices: Vec<Arc<dyn DeviceConfig>>,
-}
-
-impl Ready {
-    /// Nothing more, and nobody to be told.
-    pub fn none() -> Self {
-        Self { word: None, devices: Vec::new() }
-    }
 }
 
 fn failure(error: Error) -> Failure {

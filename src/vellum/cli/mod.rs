@@ -1,14 +1,17 @@
 //! The command line: one file a subcommand; arguments only, no work.
 //!
-//! [`main`] reads it and dispatches. Bad input ends in one line that names the flag, the value and what would work (`refusal.rs`),
+//! [`main`] reads it and dispatches. No subcommand uses what is in this file: what they share is in modules of their own
+//! ([`failure`], `output`, `args`, `flags`, `client`). Bad input ends in one line that names the flag, the value and what would work (`refusal.rs`),
 //! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
 
 pub mod args;
 pub mod bench;
+mod client;
 pub mod control;
 pub mod devices;
 pub mod doctor;
 pub mod dump;
+mod failure;
 mod flags;
 pub mod fleet;
 mod habits;
@@ -16,39 +19,36 @@ mod host;
 mod judged;
 pub mod kernel;
 mod launch;
+mod line;
 pub mod migrate;
+mod output;
 pub mod receive;
 mod refusal;
 pub mod report;
 pub mod restore;
 mod result;
 pub mod run;
+mod run_flags;
 pub mod snapshot;
 mod take_over;
 mod test;
 mod upgrade;
 
-use std::error::Error as StdError;
 use std::ffi::OsString;
-use std::fmt::Display;
-use std::io::{self, Write};
 use std::process::ExitCode;
 
-pub use flags::Flags;
-pub use judged::{Form, origin};
+pub use self::failure::Failure;
+pub use self::judged::{Form, origin};
+use self::line::{CommandLine, VERSION, word};
+use self::output::{print, say};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_report::{Case, Report, Status};
 use vellum_sandbox as sandbox;
 use vellum_share::process;
-use vellum_sys::diagnose::{Diagnose, Field, Whose};
 use vellum_sys::keyvalue;
 use vellum_sys::plant::{self, Mistake, POSSIBLE, VARIABLE};
-
-/// The version, with the commit where this was built from a clone.
-pub const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), env!("VELLUM_COMMIT"));
 
 /// A lightweight VMM for KVM, for people who work on guest memory
 #[derive(Debug, Parser)]
@@ -93,108 +93,12 @@ enum Command {
     },
 }
 
+/// The whole command line, for those who look at one without running it.
+const LINE: CommandLine = CommandLine { definition: Cli::command, parse: |words| read_from(words).map(drop) };
+
 /// The whole command line, for those who write pages and completions of it.
 pub fn command() -> clap::Command {
     Cli::command()
-}
-
-/// Why a command did not succeed.
-#[derive(Debug)]
-pub struct Failure {
-    /// The exit status.
-    pub exit: Exit,
-    /// Whether this host lacks what was asked for: a test is skipped for that.
-    pub lacking: bool,
-    /// The line to print.
-    pub message: String,
-}
-
-impl Failure {
-    /// How a command ended that did not do what it was asked for.
-    pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
-        Self { exit, lacking: false, message: message.into() }
-    }
-
-    /// A test that found nothing wrong and was not run, or not all of it: on account of the host, or cut short.
-    pub fn not_run(report: &Report) -> Self {
-        let said = |case: Case| format!("{}: {}", case.name, case.why());
-        let first = || report.all_cases().into_iter().find(|case| case.status != Status::Pass);
-        let lines = report.unfinished();
-        let why = if lines.is_empty() { first().map_or(String::new(), said) } else { lines.join("; ") };
-        Self {
-            exit: Exit::NotRun,
-            lacking: report.status() == Status::Skip,
-            message: format!("not all that was asked for was tested: {why}"),
-        }
-    }
-
-    /// The same, behind the flag that it is about.
-    fn under(self, flag: &str) -> Self {
-        Self { message: format!("{flag}{}", self.message), ..self }
-    }
-
-    /// Bad input.
-    pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
-        Self::ended(Exit::Usage, chain(error.into().as_ref()))
-    }
-
-    /// What `error` says, behind the flag of the field that it is about.
-    pub fn of(error: &(impl Diagnose + 'static), flags: Flags) -> Self {
-        let exit = match error.whose() {
-            Whose::User => Exit::Usage,
-            Whose::Host | Whose::Guest => Exit::Error,
-        };
-        let mut named = flags.iter().copied().flatten();
-        let flag = error.field().and_then(|field| match field {
-            Field::Device(key) => Some(devices::flag(key)),
-            field => named.find(|(of, _)| *of == field).map(|(_, flag)| (*flag).to_owned()),
-        });
-        let message = match flag {
-            Some(flag) if flag.ends_with('=') => format!("{flag}{}", chain(error)),
-            Some(flag) => format!("{flag} {}", chain(error)),
-            None => chain(error),
-        };
-        Self { exit, lacking: error.origin().lacking, message }
-    }
-
-    /// The VMM or the host failed.
-    pub fn host(error: impl Into<Box<dyn StdError>>) -> Self {
-        Self::ended(Exit::Error, chain(error.into().as_ref()))
-    }
-}
-
-/// The whole chain of reasons in one line; a reason that the line above it already spells out is not repeated.
-fn chain(error: &(dyn StdError + 'static)) -> String {
-    let mut line = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        let text = source.to_string();
-        if !line.contains(&text) {
-            line = format!("{line}: {text}");
-        }
-        next = source.source();
-    }
-    match out_of_descriptors(error) {
-        true => format!("{line}; raise the limit on open files (ulimit -n)"),
-        false => line,
-    }
-}
-
-/// Whether this process may open no more files, which can befall any part of it. KVM's own error says so itself.
-fn out_of_descriptors(error: &(dyn StdError + 'static)) -> bool {
-    let io = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
-    let kvm = error.downcast_ref::<kvm_ioctls::Error>().map(|error| error.errno());
-    io.or(kvm) == Some(libc::EMFILE) || error.source().is_some_and(out_of_descriptors)
-}
-
-/// Prints `text`; false where whoever read standard output has seen enough, as `| head` has.
-fn print(text: impl Display) -> Result<bool, Failure> {
-    let mut out = io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
-        Err(error) => Err(Failure::host(format!("standard output: {error}"))),
-    }
 }
 
 /// The program.
@@ -219,7 +123,7 @@ pub fn main() -> ExitCode {
     let command = match quick().map_or_else(read, Ok) {
         Ok(command) => command,
         Err(error) => {
-            let refused = refusal::refuse(&error);
+            let refused = refusal::refuse(LINE, &error);
             let status =
                 exits.status(&refused.map_or(Ok(Exit::PowerOff), |exit| Err(Failure::ended(exit, ""))));
             return ExitCode::from(status);
@@ -233,7 +137,7 @@ pub fn main() -> ExitCode {
         Command::Snapshot(args) => snapshot::run(&args),
         Command::Restore(args) => restore::run(*args),
         Command::Bench(args) => bench::run(*args),
-        Command::Fleet(args) => fleet::run(&args),
+        Command::Fleet(args) => fleet::run(LINE, &args),
         Command::Dump(args) => dump::run(&args),
         Command::Ctl(args) => control::ctl(args),
         Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
@@ -299,7 +203,7 @@ fn quick() -> Option<Command> {
         _ => return None,
     };
     let matches = clap::Command::new("vellum").subcommand(command).try_get_matches().ok()?;
-    refusal::check(&matches).ok()?;
+    refusal::check(LINE, &matches).ok()?;
     Command::from_arg_matches(&matches).ok()
 }
 
@@ -310,46 +214,13 @@ fn read() -> Result<Command, clap::Error> {
 
 fn read_from(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Command, clap::Error> {
     let matches = Cli::command().try_get_matches_from(words)?;
-    refusal::check(&matches)?;
+    refusal::check(LINE, &matches)?;
     Ok(Cli::from_arg_matches(&matches)?.command)
-}
-
-/// One of the words that this program was started with, as far as it is text.
-fn word(nth: usize) -> Option<String> {
-    std::env::args_os().nth(nth).map(|word| word.to_string_lossy().into_owned())
-}
-
-/// Says `message` on standard error, in one line that a terminal can take.
-fn say(message: &str) {
-    // Where nobody reads it the exit status says as much.
-    let _ = writeln!(io::stderr(), "vellum: {}", fit(message));
-}
-
-/// What of a message fits: whoever typed 100,000 characters knows them, and its end says what would work. Control characters are
-/// shown and not sent.
-fn fit(message: &str) -> String {
-    const MAX_LENGTH: usize = 2000;
-    let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    let count = message.chars().count();
-    if count <= MAX_LENGTH {
-        return message.chars().map(shown).collect();
-    }
-    let start: String = message.chars().take(MAX_LENGTH / 2).map(shown).collect();
-    let end: String = message.chars().skip(count - MAX_LENGTH / 2).map(shown).collect();
-    format!("{start} … ({} characters) … {end}", count - MAX_LENGTH / 2 * 2)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_message_is_cut_in_its_middle_and_shows_control_characters() {
-        assert_eq!(fit("a\x1b[31mb — c"), "a\\u{1b}[31mb — c");
-        let long = fit(&format!("start {} end", "é".repeat(100_000)));
-        assert!(long.starts_with("start éé") && long.ends_with("éé end"), "{long}");
-        assert!(long.chars().count() < 2100 && long.contains("(98010 characters)"), "{long}");
-    }
 
     /// What a shell completes, and that it is not a file's name.
     #[test]

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::args;
+use super::failure::Failure;
+use super::flags::Flags;
 use super::host::{self, HostArgs};
 use super::migrate::address::{off_loopback, relay};
-use super::{Failure, Flags};
+use super::{args, take_over};
 use crate::session::incoming::Listen;
 use crate::session::log::{self, Beside};
 use vellum_control::names;
@@ -104,7 +105,7 @@ fn waiting_place(name: &str) -> Result<PathBuf, Failure> {
 /// Does what was asked.
 pub fn run(args: ReceiveArgs) -> Result<Exit, Failure> {
     if let Some(file) = args.take_over {
-        return super::take_over::run(file);
+        return take_over::run(file, FLAGS);
     }
     if let Some(name) = &args.relay {
         return relay(&waiting_place(name)?);

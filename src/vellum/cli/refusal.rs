@@ -5,20 +5,22 @@ use std::ffi::OsString;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, CommandFactory};
+use clap::{ArgMatches, Args};
 
 use super::kernel::KernelArgs;
-use super::{Cli, keyvalue};
+use super::line::{CommandLine, word};
+use super::output::say;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::output::allow_broken_pipe;
+use vellum_sys::keyvalue;
 
 /// Prints help as it is, and an error of the command line as one line; how that ends, `None` where it was asked for.
-pub(super) fn refuse(error: &clap::Error) -> Option<Exit> {
+pub(super) fn refuse(line: CommandLine, error: &clap::Error) -> Option<Exit> {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match allow_broken_pipe(error.print()) {
             Ok(()) => None,
             Err(why) => {
-                super::say(&format!("standard output: {why}"));
+                say(&format!("standard output: {why}"));
                 Some(Exit::Error)
             }
         },
@@ -27,20 +29,20 @@ pub(super) fn refuse(error: &clap::Error) -> Option<Exit> {
             Some(Exit::Usage)
         }
         _ => {
-            super::say(&one_line(error));
+            say(&one_line(line, error));
             Some(Exit::Usage)
         }
     }
 }
 
 /// Clap's paragraphs as one line, without the usage that `--help` shows better.
-pub(super) fn one_line(error: &clap::Error) -> String {
+pub(super) fn one_line(line: CommandLine, error: &clap::Error) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
     {
-        return unknown(typed, super::word(1).as_deref());
+        return unknown(line, typed, word(1).as_deref());
     }
     if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
@@ -52,14 +54,14 @@ pub(super) fn one_line(error: &clap::Error) -> String {
         }
         // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
         if !typed.starts_with('-')
-            && let Some(first) = super::word(1)
-            && Cli::command().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
+            && let Some(first) = word(1)
+            && (line.definition)().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
         {
-            return unknown(typed, Some(&first));
+            return unknown(line, typed, Some(&first));
         }
     }
     if error.kind() == ErrorKind::InvalidUtf8
-        && let Some(line) = not_text(&std::env::args_os().collect::<Vec<_>>())
+        && let Some(line) = not_text(line, &std::env::args_os().collect::<Vec<_>>())
     {
         return line;
     }
@@ -74,14 +76,14 @@ pub(super) fn one_line(error: &clap::Error) -> String {
 }
 
 /// Which of `words` is refused because it is no text: clap says only that one is. Some may be none, as some paths are.
-fn not_text(words: &[OsString]) -> Option<String> {
+fn not_text(line: CommandLine, words: &[OsString]) -> Option<String> {
     let strange = |at: &usize| words[*at].to_str().is_none();
     let refused = |at: &usize| {
         let shown = |(other, word): (usize, &OsString)| match other == *at {
             true => word.clone(),
             false => word.to_string_lossy().into_owned().into(),
         };
-        let error = super::read_from(words.iter().enumerate().map(shown)).err();
+        let error = (line.parse)(words.iter().enumerate().map(shown).collect()).err();
         error.is_some_and(|error| error.kind() == ErrorKind::InvalidUtf8)
     };
     let all = || (1..words.len()).filter(strange);
@@ -97,8 +99,8 @@ fn not_text(words: &[OsString]) -> Option<String> {
 }
 
 /// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
-fn unknown(typed: &str, first: Option<&str>) -> String {
-    let cli = Cli::command();
+fn unknown(line: CommandLine, typed: &str, first: Option<&str>) -> String {
+    let cli = (line.definition)();
     let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
     let level = outer.unwrap_or(&cli);
     let shown = level.get_subcommands().filter(|command| !command.is_hide_set());
@@ -153,7 +155,7 @@ const NO_KERNEL: &str = "--kernel FILE is missing: the built-in guest has no dev
 
 /// Flags of a guest with a kernel need one. Clap sees to that, except where a flag of the built-in guest is there too: it
 /// excludes `--kernel`, and clap does not ask for what is excluded.
-pub(super) fn check(matches: &ArgMatches) -> Result<(), clap::Error> {
+pub(super) fn check(line: CommandLine, matches: &ArgMatches) -> Result<(), clap::Error> {
     const EXCLUDING: [&str; 4] = ["workload", "passes", "duration", "json"];
     let run = match matches.subcommand() {
         Some(("run", run)) => run,
@@ -173,7 +175,7 @@ pub(super) fn check(matches: &ArgMatches) -> Result<(), clap::Error> {
         Some(flag) => {
             let named = flag.get_long().map_or("-- COMMAND".into(), |flag| format!("--{flag}"));
             let text = format!("{named}: {NO_KERNEL}");
-            Err(Cli::command().error(ErrorKind::MissingRequiredArgument, text))
+            Err((line.definition)().error(ErrorKind::MissingRequiredArgument, text))
         }
     }
 }
@@ -199,7 +201,7 @@ fn missing(error: &clap::Error) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::read_from;
+    use crate::cli::{LINE, read_from};
 
     #[test]
     fn an_argument_that_is_no_text_is_named() {
@@ -218,7 +220,7 @@ mod tests {
             let words: Vec<_> = words.map(|word| OsString::from_vec(word.to_vec())).collect();
             let error = read_from(words.iter()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidUtf8, "{words:?}: {error}");
-            let line = not_text(&words).unwrap();
+            let line = not_text(LINE, &words).unwrap();
             assert!(line.starts_with(says), "{line}");
         }
     }
@@ -243,7 +245,7 @@ mod tests {
             (&["vellum", "run", "-k", "x", "--vsock", "3"], "PATH,cid=3"),
         ] {
             let error = read_from(line).map(drop).expect_err("must be refused");
-            let message = one_line(&error);
+            let message = one_line(LINE, &error);
             assert!(!message.contains('\n') && message.contains(remedy), "{message}");
         }
     }
@@ -278,7 +280,7 @@ mod tests {
             for more in built_in {
                 let words = words.iter().map(String::as_str);
                 let words = ["vellum", "run"].into_iter().chain(more.iter().copied()).chain(words);
-                let message = read_from(words).map(drop).map_err(|error| one_line(&error));
+                let message = read_from(words).map(drop).map_err(|error| one_line(LINE, &error));
                 let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
                 assert!(message.contains("--kernel FILE is missing"), "{message}");
             }
@@ -306,7 +308,7 @@ mod tests {
             &["exec", "a", "--request", r#"{"do":"facts"}"#, "--", "ls"],
         ] {
             let error = read_from([&["vellum"], line].concat()).map(drop).expect_err("must be refused");
-            let message = one_line(&error);
+            let message = one_line(LINE, &error);
             assert!(message.contains(" excludes ") && message.contains("leave out"), "{line:?}: {message}");
         }
     }

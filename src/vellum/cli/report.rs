@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 
-use super::{Failure, print};
+use super::failure::Failure;
+use super::output::print;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::output::{Kind, Writer};
 use vellum_report::{Report, compare, html, json, terminal};

@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::args;
+use super::client::failure;
+use super::failure::Failure;
+use super::flags::Flags;
 use super::host::{self, HostArgs};
-use super::migrate::failure;
-use super::{Failure, Flags, args};
 use crate::session::incoming::{Brings, Listen, Restore};
 use crate::session::log::{self, Beside};
 use vellum_kvm::arch::clocks::ClockPolicy;

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::Failure;
+use super::failure::Failure;
+use super::output::print;
 use vellum_report::output::{Kind, Writer};
 use vellum_report::view::View;
 use vellum_report::{Report, json, terminal};
@@ -54,10 +55,8 @@ impl Place {
         let Self { writer, width } = self;
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
             match form {
-                Some(form) => {
-                    super::print(form.render(std::slice::from_ref(report)).map_err(Failure::host)?)?
-                }
-                None => super::print(terminal::render(report, width))?,
+                Some(form) => print(form.render(std::slice::from_ref(report)).map_err(Failure::host)?)?,
+                None => print(terminal::render(report, width))?,
             };
         }
         if let Some(writer) = writer {

@@ -5,8 +5,11 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::args::Pin;
+use super::failure::Failure;
+use super::kernel::Ready;
 use super::result::ResultArgs;
-use super::{Failure, Flags, args, kernel, keyvalue};
+use super::run_flags::{FLAGS, failure};
+use super::{args, kernel, launch};
 use crate::session::log::{self, Beside};
 use crate::session::{self, Gdb, builtin};
 use vellum_control::names;
@@ -18,8 +21,8 @@ use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_linux as machine;
 use vellum_sandbox::Mode;
 use vellum_sandbox::user::User;
-use vellum_sys::diagnose::Field;
 use vellum_sys::host::allowed_cpus;
+use vellum_sys::keyvalue;
 
 /// Run a guest: without a kernel, the built-in workload that writes to memory
 #[derive(Debug, Args)]
@@ -123,35 +126,6 @@ impl From<LogLevel> for tracing::Level {
     }
 }
 
-/// Which flag each field comes from.
-pub(super) const FLAGS: Flags = &[&[
-    (Field::Backing, "--memory backing="),
-    (Field::Cmdline, "--cmdline"),
-    (Field::CpuModel, "--cpu"),
-    (Field::Cpuid, "--cpuid"),
-    (Field::Cpus, "--cpus"),
-    (Field::Cr3Cache, "--cr3-cache on:"),
-    (Field::Gdb, "--gdb:"),
-    (Field::GuestPage, "--workload page="),
-    (Field::Initrd, "--initrd"),
-    (Field::Irqchip, "--irqchip:"),
-    (Field::Kernel, "--kernel"),
-    (Field::Lock, "--memory lock:"),
-    (Field::Memory, "--memory:"),
-    (Field::Name, "--name:"),
-    (Field::Pin, "--cpus pin:"),
-    (Field::Prealloc, "--memory prealloc:"),
-    (Field::Protocol, "--protocol"),
-    (Field::RingEntries, "--dirty-ring="),
-    (Field::Sandbox, "--sandbox:"),
-    (Field::Serial, "--serial"),
-    (Field::Uart, "--uart:"),
-    (Field::Slots, "--memory slots="),
-    (Field::EagerSplit, "--memory eager-split:"),
-    (Field::Tracker, "--dirty-ring:"),
-    (Field::User, "--user"),
-]];
-
 const EXAMPLES: &str = "\
 Examples:
   vellum run                                            3 passes over 256 MiB
@@ -174,7 +148,11 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
             dirty_ring: args.dirty_ring,
             ..machine::Config::default()
         };
-        return kernel::run(args.kernel, image, args.memory, config, process);
+        let plan = launch::plan(&args.kernel, &image)?;
+        return match plan {
+            Some(plan) => launch::run(plan, args.kernel, args.memory, config, process),
+            None => kernel::boot(args.kernel, image, args.memory, config, process, Ready::none()),
+        };
     }
     let place = args.result.open()?;
     match run_workload(&args) {
@@ -209,14 +187,6 @@ pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
         fill: args.workload.fill,
     };
     builtin::run(&process, &config).map_err(failure)
-}
-
-/// What is said of a machine that cannot be run, or that was ended before it was.
-pub(super) fn failure(error: session::Error) -> Failure {
-    match error.interrupted() {
-        Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),
-        None => Failure::of(&error, FLAGS),
-    }
 }
 
 /// What is asked of the process, whatever the machine.

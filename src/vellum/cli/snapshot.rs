@@ -8,8 +8,10 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::migrate::{check, failure, heard, listen, loses, may_leave, status};
-use super::{Failure, args, print};
+use super::args;
+use super::client::{check, failure, heard, listen, loses, may_leave, status};
+use super::failure::Failure;
+use super::output::print;
 use vellum_control::client::{Client, Error};
 use vellum_control::{Do, Event, Loses, Snapshot, Status, names};
 use vellum_kvm::memory::short_size;

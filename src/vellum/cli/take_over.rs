@@ -11,8 +11,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::failure::Failure;
+use super::flags::Flags;
+use super::kernel;
 use super::result::ResultArgs;
-use super::{Failure, kernel, receive};
 use crate::session::incoming::{self, Lenience, Listen, Outcome};
 use crate::session::log::{self, Beside};
 use crate::session::{self};
@@ -62,7 +64,7 @@ impl Descriptors {
 }
 
 /// Runs the machine that comes from the process which this one is to stand in for.
-pub(super) fn run(file: RawFd) -> Result<Exit, Failure> {
+pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("--take-over {file}: {what}"));
     let mut bytes = Vec::new();
@@ -117,7 +119,7 @@ pub(super) fn run(file: RawFd) -> Result<Exit, Failure> {
     let lenience = Lenience { liveness: LIVENESS, other_tsc: true };
     let result = ResultArgs::at(list.result).open()?;
     let outcome = incoming::run(&process, Listen::Lent(link, serial), memory, config, lenience);
-    match outcome.map_err(|error| Failure::of(&error, receive::FLAGS))? {
+    match outcome.map_err(|error| Failure::of(&error, flags))? {
         Outcome::Succeeded(exit) => Ok(exit),
         Outcome::BuiltIn(outcome) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
         Outcome::Kernel(outcome) => {

@@ -11,11 +11,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::migrate::{failure, has_a_descriptor, heard, listen, status};
+use super::client::{failure, has_a_descriptor, heard, listen, status};
+use super::failure::Failure;
+use super::output::{print, say};
 use super::take_over::Inherited;
-use super::{Failure, print, say};
 use vellum_control::client::Client;
-use vellum_control::{Do, Event, Lending, Link, Loses, Migrate, Mode, Then, Throttling, names};
+use vellum_control::{Do, Event, Lending, Link, MigrateRequest, names};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::handoff::List;
 use vellum_migration::commit_flag::CommitFlag;
@@ -40,22 +41,12 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     let mut child = start(binary, &list, &descriptors, [&other_link, &other_supervisor])?;
     drop((other_link, other_supervisor));
     join_group(has.pid, child.id());
-    let asked = Do::Migrate(Migrate {
-        downtime_ms: downtime.as_millis() as u64,
-        timeout_ms: None,
-        then: Then::Cancel,
-        bandwidth: None,
-        throttle: Throttling::Off,
-        tracker: None,
-        loses: Loses::Nothing,
-        liveness_ms: LIVENESS.max(downtime).as_millis() as u64,
-        connections: 1,
+    let liveness = LIVENESS.max(downtime);
+    let asked = Do::Migrate(MigrateRequest {
         fence: true,
-        compress: None,
-        verify: false,
         link: Link::Memfd,
         succeeded: true,
-        mode: Mode::Precopy,
+        ..MigrateRequest::new(downtime.as_millis() as u64, liveness.as_millis() as u64)
     });
     let fence = CommitFlag::file().map_err(Failure::host)?;
     let sockets = [link.as_fd(), fence.as_fd(), supervisor.as_fd()];

@@ -3,7 +3,8 @@
 use clap::Args;
 
 use super::{Output, REGION, RegionArgs};
-use crate::cli::{Failure, Flags};
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::access_tracking::{self, Config};
 use vellum_kvm::vm::lifecycle::Exit;
 

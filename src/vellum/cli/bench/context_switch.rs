@@ -3,11 +3,13 @@
 use clap::Args;
 
 use super::{Output, SHADOW, ShadowArgs};
-use crate::cli::{Failure, Flags, keyvalue};
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::context_switch::{self, Cached, Config, Tables};
 use vellum_guests::tables::MAX_PAGES;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 
 /// CR3 loaded from among K page tables in turn: time and exits per switch
 #[derive(Debug, Args)]

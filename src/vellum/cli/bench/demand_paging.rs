@@ -5,10 +5,12 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{Output, REGION, RegionArgs};
-use crate::cli::{Failure, Flags, keyvalue};
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::demand_paging::{self, Config};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 use vellum_sys::uffd::Mode;
 
 /// A guest touches memory that is not there, and userfaultfd handlers bring it

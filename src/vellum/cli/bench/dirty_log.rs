@@ -5,13 +5,16 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::{Output, REGION, RegionArgs};
-use crate::cli::{Failure, Flags, args, keyvalue};
+use crate::cli::args;
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::dirty_log::{self, Config};
 use vellum_guests::{Hot, Order};
 use vellum_kvm::dirty::Method;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::RING_ENTRIES;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 
 /// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
 #[derive(Debug, Args)]

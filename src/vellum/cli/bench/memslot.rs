@@ -5,12 +5,15 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{Output, cpu};
-use crate::cli::{Failure, Flags, args, keyvalue};
+use crate::cli::args;
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::Common;
 use vellum_bench::memslot::{self, Config, Test};
 use vellum_kvm::memory::Backing;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 
 /// Map, unmap and move memory of a guest
 #[derive(Debug, Args)]

@@ -5,7 +5,9 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::{Output, cpu};
-use crate::cli::{Failure, Flags, args, keyvalue};
+use crate::cli::args;
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::migration::{self, Config, Lines, Paths, Rate};
 use vellum_bench::{Common, Region};
 use vellum_control::Mode;
@@ -15,6 +17,7 @@ use vellum_kvm::memory::Backing;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_kvm::vm::ring::RING_ENTRIES;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 
 /// Move a guest that writes from one process to another: how long it stands still, what it loses, and what that takes
 #[derive(Debug, Args)]

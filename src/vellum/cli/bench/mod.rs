@@ -14,8 +14,10 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use indicatif::ProgressBar;
 
+use super::args;
+use super::failure::Failure;
+use super::flags::Flags;
 use super::judged::JudgedArgs;
-use super::{Failure, Flags, args, keyvalue};
 use crate::session::progress::bar;
 use vellum_bench::{Common, Error, Region};
 use vellum_guests::program::GuestPage;
@@ -25,6 +27,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::Report;
 use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 use vellum_sys::{host::allowed_cpus, signal};
 
 /// Which flag each field comes from, by the subcommand as typed.
@@ -195,7 +198,7 @@ impl Output {
         flags: Flags,
         measure: impl FnOnce() -> Result<Report, Error>,
     ) -> Result<Exit, Failure> {
-        let name = format!("bench {}", crate::cli::word(2).unwrap_or_default());
+        let name = format!("bench {}", crate::cli::line::word(2).unwrap_or_default());
         self.result.deliver(&name, &self.progress, || {
             signal::remember(&signal::ENDING).map_err(Failure::host)?;
             self.progress.enable_steady_tick(Duration::from_secs(1));

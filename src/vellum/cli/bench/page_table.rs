@@ -3,10 +3,12 @@
 use clap::{Args, ValueEnum};
 
 use super::{Output, REGION, RegionArgs};
-use crate::cli::{Failure, Flags, keyvalue};
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::page_table::{self, Config, FirstTouch};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 
 /// Make, change and rebuild KVM's mappings of a region that all vCPUs share
 #[derive(Debug, Args)]

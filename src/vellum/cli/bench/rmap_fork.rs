@@ -3,10 +3,12 @@
 use clap::Args;
 
 use super::{Output, SHADOW, ShadowArgs};
-use crate::cli::{Failure, Flags, keyvalue};
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use vellum_bench::rmap_fork::{self, Config, DropOrder, Step};
 use vellum_guests::tables::MAX_PAGES;
 use vellum_kvm::vm::lifecycle::Exit;
+use vellum_sys::keyvalue;
 
 /// N page tables over the same frames, as N forked children have: build, touch through each, drop
 #[derive(Debug, Args)]

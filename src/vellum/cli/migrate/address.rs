@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::str::FromStr;
 
-use crate::cli::Failure;
+use crate::cli::failure::Failure;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_migration::link::LIVENESS;
 use vellum_report::output::allow_broken_pipe;

@@ -5,26 +5,23 @@
 pub mod address;
 
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use serde_json::Value;
 
 use self::address::{Connection, Target, connect};
-use super::{Failure, Flags, args, devices, keyvalue, print, say};
-use vellum_bench::oracle::edges::{self, EdgeVerdict};
-use vellum_control::client::{Client, Error};
+use super::args;
+use super::client::{check, failure, has_a_descriptor, heard, listen, loses, may_leave, status};
+use super::failure::Failure;
+use super::output::{print, say};
+use vellum_control::client::Client;
 use vellum_control::{
-    Compression, Do, Event, Link, Loses, MachineState, Migrate, MigrationBlocker, Mode, Status, Then,
-    Throttling, names,
+    Compression, Do, Event, Link, Loses, MachineState, MigrateRequest, Mode, Status, Then, Throttling, names,
 };
-use vellum_kvm::dirty::Method;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
-use vellum_sys::diagnose::Diagnose;
-use vellum_sys::signal;
+use vellum_sys::{keyvalue, signal};
 
 /// Move a running machine to another process, on this host or another, where `vellum receive` waits
 #[derive(Debug, Args)]
@@ -119,9 +116,6 @@ Examples:
 
 Exit status: 0 the guest has moved, 1 it stays where it was, 2 usage.";
 
-/// No flag of its own.
-const FLAGS: Flags = &[];
-
 fn timeout(text: &str) -> Result<(Duration, Then), String> {
     let kv = keyvalue::KeyValues::parse(text, Some("time"), &["time", "then"]).map_err(|e| e.to_string())?;
     let names = [("cancel", Then::Cancel), ("force", Then::Force), ("postcopy", Then::Postcopy)];
@@ -136,11 +130,30 @@ fn timeout(text: &str) -> Result<(Duration, Then), String> {
 const AVOIDS: &str =
     "\nvellum run --cpu x86-64-v2, or --cpu FILE of vellum doctor --cpu-common, shows a guest what both have";
 
-/// How long one look at what the machine says takes.
-const LOOK: Duration = Duration::from_millis(200);
 /// How often a cut link is tried again, and for how long.
 const AGAIN: Duration = Duration::from_secs(1);
 const PERSEVERANCE: Duration = Duration::from_secs(60);
+
+impl MigrateArgs {
+    /// The request that they make; what the host loses of a dirty log is not among them.
+    fn request(&self) -> MigrateRequest {
+        let liveness = self.liveness.unwrap_or(LIVENESS);
+        MigrateRequest {
+            timeout_ms: self.timeout.map(|(time, _)| time.as_millis() as u64),
+            then: self.timeout.map(|(_, then)| then).unwrap_or_default(),
+            bandwidth: self.bandwidth,
+            throttle: self.throttle,
+            compress: self.compress,
+            tracker: self.tracker.map(|tracker| tracker.method.name().to_owned()),
+            verify: self.verify,
+            connections: self.connections,
+            mode: self.mode,
+            fence: true,
+            link: self.link,
+            ..MigrateRequest::new(self.downtime.as_millis() as u64, liveness.as_millis() as u64)
+        }
+    }
+}
 
 /// Does what was asked.
 pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
@@ -178,7 +191,8 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
             check_memfd(args, &has)?;
         }
         let target = args.to.as_ref().ok_or_else(|| Failure::usage("--to ADDRESS says where to"))?;
-        let follows = args.mode != Mode::Precopy || matches!(args.timeout, Some((_, Then::Postcopy)));
+        let mut request = args.request();
+        let follows = request.postcopies();
         if follows && args.link == Link::Memfd {
             return Err(Failure::usage(
                 "--link memfd: all memory is there at once, and none can follow by --mode postcopy or hybrid, or then=postcopy",
@@ -197,23 +211,8 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         if args.paused {
             machine.ask(&Do::Pause {}).map_err(failure)?;
         }
-        let asked = Do::Migrate(Migrate {
-            downtime_ms: args.downtime.as_millis() as u64,
-            timeout_ms: args.timeout.map(|(time, _)| time.as_millis() as u64),
-            then: args.timeout.map(|(_, then)| then).unwrap_or_default(),
-            bandwidth: args.bandwidth,
-            throttle: args.throttle,
-            compress: args.compress,
-            tracker: args.tracker.map(|tracker| tracker.method.name().to_owned()),
-            loses: if chooses { loses() } else { Loses::Nothing },
-            liveness_ms: args.liveness.unwrap_or(LIVENESS).as_millis() as u64,
-            verify: args.verify,
-            connections: args.connections,
-            mode: args.mode,
-            fence: true,
-            link: args.link,
-            succeeded: false,
-        });
+        request.loses = if chooses { loses() } else { Loses::Nothing };
+        let asked = Do::Migrate(request);
         let fence = CommitFlag::file().map_err(Failure::host)?;
         let sockets = connections.iter().map(|connection| connection.socket.as_fd());
         let sockets: Vec<_> = sockets.chain([fence.as_fd()]).collect();
@@ -228,25 +227,6 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
         Some(machine.last_id())
     };
     follow(args, &mut machine, of, has.numbered, &mut connections)
-}
-
-/// A connection to the machine at `path` that hears what happens there: who listens before anything begins misses nothing.
-pub(super) fn listen(path: &Path) -> Result<Client, Failure> {
-    let mut machine = Client::connect(path).map_err(failure)?;
-    machine.ask(&Do::Events {}).map_err(failure)?;
-    // A look at what it says is short; its answer may take as long as any.
-    machine.wait_within(LOOK);
-    Ok(machine)
-}
-
-/// What the machine says of operation `of`, if it says something before `what` that is waited for.
-pub(super) fn heard(machine: &mut Client, of: Option<u64>, what: &str) -> Result<Option<Value>, Failure> {
-    match machine.event_of(of) {
-        Ok(line) => Ok(Some(line)),
-        Err(Error::Silent { .. }) => Ok(None),
-        Err(Error::Closed { .. }) => Err(Failure::host(format!("the machine has ended before {what}"))),
-        Err(error) => Err(failure(error)),
-    }
 }
 
 /// Whether the machine that is as `status` says can be handed over.
@@ -266,63 +246,6 @@ fn check_memfd(args: &MigrateArgs, status: &Status) -> Result<(), Failure> {
         return wrong("descriptors come only over --to unix:PATH".into());
     }
     has_a_descriptor(&args.machine, status).or_else(wrong)
-}
-
-/// Why a machine that is as `status` says has no memory that another process can be handed.
-pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String> {
-    let backing = status.backing.as_deref().unwrap_or("unknown");
-    let huge = match backing {
-        "memfd" => return Ok(()),
-        shared if shared.starts_with("shared-") => return Ok(()),
-        huge if huge.starts_with("hugetlb-") => format!("shared-{huge}"),
-        _ => "memfd".into(),
-    };
-    Err(format!(
-        "the memory of {name} is {backing}, of which no other process can be handed a descriptor; start it with --memory \
-         SIZE,backing={huge}"
-    ))
-}
-
-pub(super) fn failure(error: impl Diagnose + 'static) -> Failure {
-    Failure::of(&error, FLAGS)
-}
-
-/// What this host, which is the machine's, is known to lose: what `vellum doctor` says, by the same probe.
-pub(super) fn loses() -> Loses {
-    match edges::probe() {
-        Ok(EdgeVerdict::Lost) => Loses::Edges,
-        Ok(EdgeVerdict::Others(_)) => Loses::Pages,
-        Ok(EdgeVerdict::Kept | EdgeVerdict::Untested(_)) | Err(_) => Loses::Nothing,
-    }
-}
-
-pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
-    serde_json::from_value(machine.ask(&Do::Status {}).map_err(failure)?).map_err(Failure::host)
-}
-
-/// Whether the machine that is as `status` says can be saved and moved.
-pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
-    match &status.stays {
-        None => Ok(()),
-        Some(MigrationBlocker { key, name, why }) => Err(Failure::usage(format!(
-            "{} {name}: {why}; a machine with one can be neither saved nor moved",
-            devices::flag(key)
-        ))),
-    }
-}
-
-/// Whether pages of the machine that is as `status` says can be collected by `method`.
-pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
-    match (method, status.dirty_ring) {
-        (Method::Ring, None) => Err(Failure::usage(
-            "--tracker ring: this machine has no dirty ring, which it would have to be started with: vellum run --dirty-ring",
-        )),
-        (Method::Ring, Some(_)) | (_, None) => Ok(()),
-        (method, Some(_)) => Err(Failure::usage(format!(
-            "--tracker {}: this machine has a dirty ring (--dirty-ring), beside which KVM keeps no bitmap; ring would work",
-            method.name()
-        ))),
-    }
 }
 
 /// Says what happens until it is decided.

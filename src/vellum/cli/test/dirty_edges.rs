@@ -4,8 +4,10 @@ use clap::Args;
 use indicatif::ProgressBar;
 
 use super::dirty_log::address;
+use crate::cli::args;
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use crate::cli::judged::JudgedArgs;
-use crate::cli::{Failure, Flags, args, keyvalue};
 use vellum_bench::oracle::edges::{self, Mind};
 use vellum_bench::oracle::soak;
 use vellum_guests::guest;
@@ -14,6 +16,7 @@ use vellum_kvm::memory::{Backing, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
+use vellum_sys::keyvalue;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::signal;
 

@@ -5,8 +5,10 @@ use std::time::Duration;
 use clap::Args;
 use indicatif::ProgressBar;
 
+use crate::cli::args;
+use crate::cli::failure::Failure;
+use crate::cli::flags::Flags;
 use crate::cli::judged::JudgedArgs;
-use crate::cli::{Failure, Flags, args, keyvalue};
 use crate::session::progress::bar;
 use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_bench::oracle::judge::Mode;
@@ -21,6 +23,7 @@ use vellum_kvm::vm::{self, lifecycle};
 use vellum_report::{Report, Status};
 use vellum_sandbox as sandbox;
 use vellum_sys::diagnose::{Diagnose, Field};
+use vellum_sys::keyvalue;
 use vellum_sys::mmap::host_page;
 use vellum_sys::signal;
 

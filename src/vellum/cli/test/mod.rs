@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::{Failure, print, run};
+use super::failure::Failure;
+use super::output::print;
+use super::run;
 use vellum_kvm::vm::lifecycle::Exit;
 
 /// Which flag each field comes from, by the subcommand as typed.
 #[cfg(test)]
-pub(super) const TABLES: [(&str, super::Flags); 2] =
+pub(super) const TABLES: [(&str, super::flags::Flags); 2] =
     [("test dirty-edges", dirty_edges::FLAGS), ("test dirty-log", dirty_log::FLAGS)];
 
 /// Test this host's KVM, or Vellum itself

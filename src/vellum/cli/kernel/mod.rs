@@ -1,17 +1,24 @@
 //! `vellum run --kernel`: a guest with a kernel of its own. The short forms are kvmtool's, so that scripts written for
 //! `lkvm run` work.
 
+mod launch_args;
+
 use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 
+pub(super) use self::launch_args::LaunchArgs;
 use super::devices::DeviceArgs;
-use super::launch::{self, LaunchArgs, Ready};
-use super::{Failure, dump, keyvalue, run::failure};
+use super::dump;
+use super::failure::Failure;
+use super::run_flags::failure;
 use crate::session::{self, kernel::Outcome};
 use vellum_devices::console::{Opened, Target};
+use vellum_devices::virtio::DeviceConfig;
 use vellum_devices::virtio::transport::Codec;
 use vellum_kvm::arch::boot::{Protocol, default_cmdline};
 use vellum_kvm::arch::fixed::Uart;
@@ -23,6 +30,7 @@ use vellum_launch::config::Board;
 use vellum_linux::{self as machine, BootConfig};
 use vellum_machine::gdb;
 use vellum_migration::migratable::OnPanic;
+use vellum_sys::keyvalue;
 use vellum_sys::open::{self, Kind};
 
 /// A guest with a kernel.
@@ -109,21 +117,20 @@ impl KernelArgs {
     }
 }
 
-/// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end.
-pub fn run(
-    args: KernelArgs,
-    kernel: PathBuf,
-    memory: MemoryConfig,
-    config: machine::Config,
-    process: session::Config,
-) -> Result<Exit, Failure> {
-    if let Some(plan) = launch::plan(&args, &kernel)? {
-        return launch::run(plan, args, memory, config, process);
-    }
-    boot(args, kernel, memory, config, process, Ready::none())
+/// What a machine has beside its arguments, and what tells that it is ready: its end, when this is dropped.
+pub(super) struct Ready {
+    pub word: Option<OwnedFd>,
+    pub devices: Vec<Arc<dyn DeviceConfig>>,
 }
 
-/// Boots it in this process; `ready` ends as soon as the machine has all that it needs of the host.
+impl Ready {
+    /// Nothing more, and nobody to be told.
+    pub fn none() -> Self {
+        Self { word: None, devices: Vec::new() }
+    }
+}
+
+/// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end; `told` ends as soon as the machine has all that it needs of the host.
 pub(super) fn boot(
     args: KernelArgs,
     kernel: PathBuf,

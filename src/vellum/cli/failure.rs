@@ -1,0 +1,99 @@
+//! Why a command did not succeed, and the line that says so.
+
+use std::error::Error as StdError;
+use std::io;
+
+use super::devices;
+use super::flags::Flags;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_report::{Case, Report, Status};
+use vellum_sys::diagnose::{Diagnose, Field, Whose};
+
+/// Why a command did not succeed.
+#[derive(Debug)]
+pub struct Failure {
+    /// The exit status.
+    pub exit: Exit,
+    /// Whether this host lacks what was asked for: a test is skipped for that.
+    pub lacking: bool,
+    /// The line to print.
+    pub message: String,
+}
+
+impl Failure {
+    /// How a command ended that did not do what it was asked for.
+    pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
+        Self { exit, lacking: false, message: message.into() }
+    }
+
+    /// A test that found nothing wrong and was not run, or not all of it: on account of the host, or cut short.
+    pub fn not_run(report: &Report) -> Self {
+        let said = |case: Case| format!("{}: {}", case.name, case.why());
+        let first = || report.all_cases().into_iter().find(|case| case.status != Status::Pass);
+        let lines = report.unfinished();
+        let why = if lines.is_empty() { first().map_or(String::new(), said) } else { lines.join("; ") };
+        Self {
+            exit: Exit::NotRun,
+            lacking: report.status() == Status::Skip,
+            message: format!("not all that was asked for was tested: {why}"),
+        }
+    }
+
+    /// The same, behind the flag that it is about.
+    pub(super) fn under(self, flag: &str) -> Self {
+        Self { message: format!("{flag}{}", self.message), ..self }
+    }
+
+    /// Bad input.
+    pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
+        Self::ended(Exit::Usage, chain(error.into().as_ref()))
+    }
+
+    /// What `error` says, behind the flag of the field that it is about.
+    pub fn of(error: &(impl Diagnose + 'static), flags: Flags) -> Self {
+        let exit = match error.whose() {
+            Whose::User => Exit::Usage,
+            Whose::Host | Whose::Guest => Exit::Error,
+        };
+        let mut named = flags.iter().copied().flatten();
+        let flag = error.field().and_then(|field| match field {
+            Field::Device(key) => Some(devices::flag(key)),
+            field => named.find(|(of, _)| *of == field).map(|(_, flag)| (*flag).to_owned()),
+        });
+        let message = match flag {
+            Some(flag) if flag.ends_with('=') => format!("{flag}{}", chain(error)),
+            Some(flag) => format!("{flag} {}", chain(error)),
+            None => chain(error),
+        };
+        Self { exit, lacking: error.origin().lacking, message }
+    }
+
+    /// The VMM or the host failed.
+    pub fn host(error: impl Into<Box<dyn StdError>>) -> Self {
+        Self::ended(Exit::Error, chain(error.into().as_ref()))
+    }
+}
+
+/// The whole chain of reasons in one line; a reason that the line above it already spells out is not repeated.
+fn chain(error: &(dyn StdError + 'static)) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        let text = source.to_string();
+        if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+        next = source.source();
+    }
+    match out_of_descriptors(error) {
+        true => format!("{line}; raise the limit on open files (ulimit -n)"),
+        false => line,
+    }
+}
+
+/// Whether this process may open no more files, which can befall any part of it. KVM's own error says so itself.
+fn out_of_descriptors(error: &(dyn StdError + 'static)) -> bool {
+    let io = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+    let kvm = error.downcast_ref::<kvm_ioctls::Error>().map(|error| error.errno());
+    io.or(kvm) == Some(libc::EMFILE) || error.source().is_some_and(out_of_descriptors)
+}

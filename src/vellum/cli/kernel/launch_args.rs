@@ -1,0 +1,33 @@
+//! The arguments of a command in a guest with a kernel; [`launch`](crate::cli::launch) does what they say.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::Args;
+
+/// A command for the guest.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A command in a guest with a kernel")]
+pub struct LaunchArgs {
+    /// Where the command runs in the guest
+    #[arg(long, value_name = "DIR", requires = "kernel")]
+    pub guest_dir: Option<OsString>,
+
+    /// As whom: a number, or a name of the guest's /etc/passwd
+    #[arg(long, value_name = "USER", requires = "kernel")]
+    pub guest_user: Option<String>,
+
+    /// Write there how it ended, as JSON, which tells a command's status from Vellum's own: {"ended":"command","status":0}
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub status_file: Option<PathBuf>,
+
+    /// Print what a kernel's configuration must have for this, as a fragment for its merge_config.sh, and end
+    #[arg(long, requires = "kernel")]
+    pub kconfig: bool,
+
+    /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's
+    /// root is that of --root, or the initramfs: --initrd's, or one with this host's static busybox. Directories of --share are below
+    /// /mnt, by their tags. Without a command a terminal has the user's shell, where --root is given or --kernel is no image
+    #[arg(last = true, value_name = "COMMAND", requires = "kernel")]
+    pub command: Vec<OsString>,
+}

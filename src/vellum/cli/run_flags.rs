@@ -1,0 +1,44 @@
+//! Which flag of `vellum run` an error is about, for a guest with a kernel and without.
+
+use super::failure::Failure;
+use super::flags::Flags;
+use crate::session;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_sys::diagnose::Field;
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[&[
+    (Field::Backing, "--memory backing="),
+    (Field::Cmdline, "--cmdline"),
+    (Field::CpuModel, "--cpu"),
+    (Field::Cpuid, "--cpuid"),
+    (Field::Cpus, "--cpus"),
+    (Field::Cr3Cache, "--cr3-cache on:"),
+    (Field::Gdb, "--gdb:"),
+    (Field::GuestPage, "--workload page="),
+    (Field::Initrd, "--initrd"),
+    (Field::Irqchip, "--irqchip:"),
+    (Field::Kernel, "--kernel"),
+    (Field::Lock, "--memory lock:"),
+    (Field::Memory, "--memory:"),
+    (Field::Name, "--name:"),
+    (Field::Pin, "--cpus pin:"),
+    (Field::Prealloc, "--memory prealloc:"),
+    (Field::Protocol, "--protocol"),
+    (Field::RingEntries, "--dirty-ring="),
+    (Field::Sandbox, "--sandbox:"),
+    (Field::Serial, "--serial"),
+    (Field::Uart, "--uart:"),
+    (Field::Slots, "--memory slots="),
+    (Field::EagerSplit, "--memory eager-split:"),
+    (Field::Tracker, "--dirty-ring:"),
+    (Field::User, "--user"),
+]];
+
+/// What is said of a machine that cannot be run, or that was ended before it was.
+pub(super) fn failure(error: session::Error) -> Failure {
+    match error.interrupted() {
+        Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),
+        None => Failure::of(&error, FLAGS),
+    }
+}
