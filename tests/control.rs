@@ -231,7 +231,7 @@ fn descriptors_come_with_the_request_that_takes_them() {
     let Err(Error::Refused(error)) = client.ask(&Do::Serial { truncate: false }) else {
         panic!("must be refused")
     };
-    assert!(error.contains("takes 1 descriptors"), "{error}");
+    assert!(error.contains("needs 1 descriptors"), "{error}");
 
     // Too many for the request: it is done with the first, and the others are refused.
     let stream = UnixStream::connect(&path).unwrap();

@@ -132,7 +132,7 @@ pub struct Board {
 pub enum Origin<'a> {
     /// A kernel's entry.
     Boot(&'a Entry),
-    /// The state of another machine, which [`Machine::restore`] brings.
+    /// The state of another machine, which [`RestoreState::restore`](vellum_machine::RestoreState::restore) brings.
     State {
         /// Whether it has the devices of kvm-unit-tests.
         test_devices: bool,

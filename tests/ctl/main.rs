@@ -442,7 +442,7 @@ fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
     for (what, descriptor, says) in [
         ("a file opened for reading", File::open(&place)?.into(), "not opened for writing"),
         ("the reading end of a pipe", readable.into(), "not opened for writing"),
-        ("a directory", File::open(&home.0)?.into(), "no file"),
+        ("a directory", File::open(&home.0)?.into(), "not a file"),
     ] {
         match client.ask_with(&Do::Serial { truncate: false }, &[OwnedFd::as_fd(&descriptor)]) {
             Err(Error::Refused(error)) if error.contains(says) => {}

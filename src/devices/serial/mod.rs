@@ -61,7 +61,7 @@ pub enum RestoreError {
     #[error("the saved serial port has received {0} bytes and does not fit its FIFO; the file is damaged")]
     Received(usize),
     /// The state is of the other kind of port.
-    #[error("the saved serial port is of the other kind; use the --uart of the saved machine")]
+    #[error("the saved serial port is of the other kind; start with that kind")]
     Other,
 }
 

@@ -25,7 +25,7 @@ struct Part {
     fields: Box<serde_json::value::RawValue>,
 }
 
-/// The bytes of a `state` file for what [`describes`](vellum_machine::Machine::describe) a machine, and its state.
+/// The bytes of a `state` file for what [`describes`](vellum_machine::SaveState::describe) a machine, and its state.
 ///
 /// # Errors
 /// Where a section is no JSON.

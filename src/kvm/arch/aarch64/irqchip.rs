@@ -97,7 +97,7 @@ pub enum Error {
     )]
     Tables(#[source] kvm_ioctls::Error),
     /// The state is of the other version.
-    #[error("the saved machine has the other interrupt controller; use its --irqchip")]
+    #[error("the saved machine has the other interrupt controller; start with that one")]
     OtherMode,
     /// The state does not match the machine's registers.
     #[error("the saved interrupt controller has {0}; the file is damaged or from another version")]

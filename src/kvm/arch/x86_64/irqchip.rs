@@ -64,7 +64,7 @@ pub enum Error {
     #[error("{0}: {1}; try the other kind")]
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
     /// The state is of the other form.
-    #[error("the saved machine has the other interrupt controller; use its --irqchip")]
+    #[error("the saved machine has the other interrupt controller; start with that one")]
     OtherMode,
 }
 
