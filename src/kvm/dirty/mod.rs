@@ -136,7 +136,7 @@ pub enum Error {
     /// Together they would lose pages.
     #[error(
         "ring and initially-set exclude each other: with a ring, KVM keeps no bitmap that could be set at \
-         first, so pages written before the first collection would be lost; choose one of them"
+         first, so pages written before the first collection would be lost silently; choose one of them"
     )]
     RingWithInitiallySet,
     /// The VM has no ring.
