@@ -7,6 +7,7 @@ use std::process::{Command, ExitCode, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use harness::{Failed, Random, Trials, ensure, tools, trial};
+use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use vellum_disk::Image;
 use vellum_disk::overlay::{Base, Overlay, unnamed};
 use vellum_disk::qcow2::{Error, Named, Qcow2};
@@ -324,6 +325,26 @@ fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
         file.write_all_at(&was, at)?;
     }
     Ok(())
+}
+
+/// An image that another machine has is refused before a byte of it is changed: imago clears the autoclear features of an
+/// image that it opens for writing.
+#[trial(tools::program("qemu-img"))]
+fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let path = scratch.path("a.qcow2");
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &path, "1M"])?;
+    let config = BlkConfig::new(&path);
+    let first = Blk::open(&config)?;
+    open(&path, true)?.write_all_at(&[0x80], 88)?;
+    let before = fs::read(&path)?;
+    for config in [config.clone(), BlkConfig { readonly: true, ..config.clone() }] {
+        let refused = Blk::open(&config).map(drop);
+        ensure(matches!(refused, Err(BlkError::Locked { .. })), || format!("{refused:?}"))?;
+    }
+    ensure(fs::read(&path)? == before, || "the image has changed".into())?;
+    drop(first);
+    Ok(Blk::open(&config).map(drop)?)
 }
 
 /// An overlay on a qcow2 image has what the guest writes; the image stays as it is.

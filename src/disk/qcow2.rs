@@ -110,12 +110,13 @@ impl Header {
         read_or_zero(file, &mut bytes, 0)?;
         let header = Self::parse(&bytes, length)?;
         let (at, len) = (be64(&bytes, 8), be32(&bytes, 16));
-        let mut name = vec![0; len as usize];
-        if at != 0 {
-            file.read_exact_at(&mut name, at)?;
+        if at == 0 {
+            // The length means nothing then, and nobody has checked it.
+            return Ok(header);
         }
-        let backing = (at != 0).then(|| String::from_utf8_lossy(&name).into_owned());
-        Ok(Self { backing, ..header })
+        let mut name = vec![0; len as usize];
+        file.read_exact_at(&mut name, at)?;
+        Ok(Self { backing: Some(String::from_utf8_lossy(&name).into_owned()), ..header })
     }
 
     /// The same of `bytes`, of a file that is `length` bytes long; without the name of a backing file.
@@ -163,11 +164,8 @@ impl Header {
             })
         };
         table("l1_table_offset", be64(bytes, 40), l1 * 8)?;
-        let clusters = within(
-            "refcount_table_clusters",
-            be32(bytes, 56).into(),
-            0..=MAX_REFCOUNT_TABLE_BYTES >> bits.min(23),
-        )?;
+        let clusters =
+            within("refcount_table_clusters", be32(bytes, 56).into(), 0..=MAX_REFCOUNT_TABLE_BYTES >> bits)?;
         table("refcount_table_offset", be64(bytes, 48), clusters * cluster)?;
         let snapshots = within("nb_snapshots", be32(bytes, 60).into(), 0..=65536)? as u32;
         let (backing, name) = (be64(bytes, 8), be32(bytes, 16));

@@ -605,16 +605,23 @@ fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, ImageFormat)
 /// The qcow2 image in `file`, with the backing and data files of `config`.
 fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkError> {
     let writable = !config.readonly && config.overlay.is_none();
+    // The lock comes first. Another machine may be writing the tables, and to open an image for
+    // writing can change its header.
+    let locked = |path: &PathBuf, file: &File, write: bool| {
+        let kind = if write { Lock::Exclusive } else { Lock::Shared };
+        match lock(file, kind) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly: !write }),
+            Err(source) => Err(BlkError::Open { readonly: !write, path: path.clone(), source }),
+        }
+    };
+    locked(&config.path, file, writable)?;
     let beside = |path: &Option<PathBuf>, write: bool| {
         let Some(path) = path else { return Ok(None) };
-        let failed = |source| BlkError::Open { readonly: !write, path: path.clone(), source };
-        let file =
-            open::open(path, File::options().read(true).write(write), open::Kind::Disk).map_err(failed)?;
-        let kind = if write { Lock::Exclusive } else { Lock::Shared };
-        match lock(&file, kind).map_err(failed)? {
-            true => Ok(Some(file)),
-            false => Err(BlkError::Locked { path: path.clone(), readonly: !write }),
-        }
+        let file = open::open(path, File::options().read(true).write(write), open::Kind::Disk)
+            .map_err(|source| BlkError::Open { readonly: !write, path: path.clone(), source })?;
+        locked(path, &file, write)?;
+        Ok(Some(file))
     };
     let named =
         Named { backing: beside(&config.backing, false)?, data: beside(&config.data_file, writable)? };
