@@ -5,7 +5,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use super::Error;
-use vellum_kvm::arch::boot::{self, BootRequest, Entry, Protocol};
+use vellum_kvm::arch::boot::{self, Entry};
+use vellum_kvm::arch::load::BootRequest;
+use vellum_kvm::arch::protocol::Protocol;
 use vellum_kvm::arch::tables::Tables;
 use vellum_kvm::memory::{GuestMemory, short_size};
 use vellum_sys::diagnose::{Diagnose, Field};

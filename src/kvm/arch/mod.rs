@@ -5,7 +5,8 @@
 
 pub mod clock_policy;
 pub mod fixed;
-pub mod images;
+pub mod gsi;
+pub mod load;
 pub mod prepared_vm;
 pub mod watch;
 

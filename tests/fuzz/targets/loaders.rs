@@ -3,7 +3,9 @@
 
 use std::io::Cursor;
 
-use vellum_kvm::arch::boot::{BootRequest, Entry, Protocol, load};
+use vellum_kvm::arch::boot::{Entry, load};
+use vellum_kvm::arch::load::BootRequest;
+use vellum_kvm::arch::protocol::Protocol;
 use vellum_kvm::arch::tables::Tables;
 use vellum_sys::diagnose::Diagnose;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};

@@ -10,8 +10,8 @@ use kvm_bindings::{
     KVM_DEV_ARM_VGIC_GRP_LEVEL_INFO, KVM_DEV_ARM_VGIC_GRP_REDIST_REGS,
 };
 
-use super::gsi::{FIRST_SHARED, SHARED};
 use super::irqchip::Mode;
+use super::routing::{FIRST_SHARED, SHARED};
 use vellum_sys::kvm_device::Width;
 
 /// A register of the controller.

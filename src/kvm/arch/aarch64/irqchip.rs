@@ -14,9 +14,10 @@ use kvm_ioctls::{DeviceFd, Kvm, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::gic;
-use super::gsi::{FIRST_SHARED, Gsis, SHARED};
 use super::its::{self, Its};
 use super::layout;
+use super::routing::{FIRST_SHARED, SHARED};
+use crate::arch::gsi::Gsis;
 use vellum_host as host;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::kvm_device;
@@ -163,7 +164,7 @@ impl Irqchip {
         kvm_device::tell(&self.device, KVM_DEV_ARM_VGIC_GRP_CTRL, KVM_DEV_ARM_VGIC_CTRL_INIT.into())
             .map_err(|e| Error::Ioctl("KVM_DEV_ARM_VGIC_CTRL_INIT", e))?;
         self.cpus.get_or_init(|| cpus as u64);
-        if self.gsis.has_messages() {
+        if !self.gsis.routes().messages.is_empty() {
             let its = Its::new(&self.vm)?;
             self.its.get_or_init(|| its);
         }

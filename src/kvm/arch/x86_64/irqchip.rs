@@ -8,14 +8,15 @@ use std::sync::Arc;
 
 use kvm_bindings::{
     KVM_CAP_SPLIT_IRQCHIP, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
-    KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_irqchip, kvm_pit_config, kvm_pit_state2,
+    KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_irqchip, kvm_msi, kvm_pit_config, kvm_pit_state2,
 };
 use kvm_ioctls::VmFd;
 use serde::{Deserialize, Serialize};
 
 use crate::arch::gsi::Gsis;
-use crate::arch::ioapic::{self, Ioapic, PINS, Vectors};
+use crate::arch::ioapic::{self, Ioapic, Msi, PINS, Vectors};
 use crate::arch::layout;
+use crate::arch::routing::Pins;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// The form, as `--irqchip` names it.
@@ -79,6 +80,21 @@ impl Diagnose for Error {
 
 const KERNEL_CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
+impl Gsis {
+    /// Sets the messages of the pins.
+    fn route_pins(&self, pins: Pins) {
+        let mut routes = self.routes();
+        routes.pins = pins;
+        self.set(&routes);
+    }
+}
+
+/// Sends a message now: `KVM_SIGNAL_MSI`.
+fn signal(vm: &VmFd, msi: Msi) {
+    // A message that no local APIC takes is lost, as on hardware.
+    let _ = vm.signal_msi(kvm_msi { address_lo: msi.address, data: msi.data, ..Default::default() });
+}
+
 impl Irqchip {
     /// Creates the controller.
     ///
@@ -87,16 +103,16 @@ impl Irqchip {
     pub fn new(vm: &Arc<VmFd>, mode: Mode) -> Result<Self, Error> {
         // Intel hosts need it for guests in real mode, and refuse to run without it.
         vm.set_tss_address(layout::KVM_TSS as usize).map_err(|e| Error::Ioctl("KVM_SET_TSS_ADDR", e))?;
-        let gsis = Arc::new(Gsis::new(vm.clone()));
+        let gsis = Arc::new(Gsis::new(vm.clone(), true));
         let ioapic = match mode {
             Mode::Split => {
                 let mut cap = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
                 cap.args[0] = PINS as u64;
                 vm.enable_cap(&cap).map_err(|e| Error::Ioctl("KVM_CAP_SPLIT_IRQCHIP", e))?;
-                let (routes, messages) = (gsis.clone(), gsis.clone());
+                let (gsis, vm) = (gsis.clone(), vm.clone());
                 let kvm = ioapic::Kvm {
-                    set_routes: Box::new(move |pins| routes.route_pins(pins)),
-                    signal: Box::new(move |msi| messages.signal(msi)),
+                    set_routes: Box::new(move |pins| gsis.route_pins(Pins(Some(*pins)))),
+                    signal: Box::new(move |msi| signal(&vm, msi)),
                 };
                 Some(Arc::new(Ioapic::new(kvm)))
             }

@@ -4,9 +4,10 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 
 use flate2::read::GzDecoder;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+use vm_memory::GuestMemoryBackend;
 
-use super::{Error, Image};
+use super::Error;
+use crate::arch::load::{self, Image};
 
 /// The header's size, and the offsets of its fields.
 const HEADER: usize = 64;
@@ -37,7 +38,7 @@ const COMPRESSION: Range<usize> = 24..32;
 const CHUNK: usize = 1 << 20;
 
 fn read(source: io::Error) -> Error {
-    Error::Read { image: Image::Kernel, source }
+    load::Error::Read { image: Image::Kernel, source }.into()
 }
 
 /// Loads the Image in `source`, compressed or not, into `free`, and returns the range that it
@@ -156,7 +157,7 @@ fn copy<M: GuestMemoryBackend>(
         if behind > to.end {
             return Err(refuse(behind));
         }
-        memory.write_slice(&chunk[..filled], GuestAddress(at)).map_err(|error| Error::Memory(at, error))?;
+        load::write(memory, at, &chunk[..filled])?;
         (at, filled) = (behind, 0);
     }
 }

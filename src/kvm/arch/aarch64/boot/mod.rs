@@ -14,17 +14,16 @@ mod image;
 #[cfg(test)]
 mod tests;
 
-use std::io::{self, SeekFrom};
 use std::ops::Range;
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::GuestMemoryBackend;
 
 use self::image::ALIGNMENT;
 use super::fdt::{self, Chosen};
 use super::layout::{FDT, FDT_SIZE, KERNEL, RAM_START};
-use super::tables::Tables;
+use super::protocol::Protocol;
 use crate::arch::fixed::Uart;
-use crate::arch::images::{Image, Source};
+use crate::arch::load::{self, BootRequest, Image, Input, Source, ram};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::random;
 
@@ -47,27 +46,6 @@ pub fn default_cmdline(uart: Uart) -> &'static str {
     }
 }
 
-/// A boot protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Protocol {
-    /// Enter an Image at its first instruction.
-    #[value(name = "image")]
-    Image,
-    /// Load a flat binary without a header 512 KiB above a multiple of 2 MiB, and enter it at its
-    /// first byte; the device tree lies behind it
-    #[value(name = "flat")]
-    Flat,
-}
-
-impl std::fmt::Display for Protocol {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Image => "image",
-            Self::Flat => "flat",
-        })
-    }
-}
-
 /// The first vCPU's start: at EL1, MMU off, the device tree's address in x0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
@@ -85,26 +63,13 @@ impl Entry {
     }
 }
 
-/// The loader's parameters besides the images.
-#[derive(Clone, Copy, Debug)]
-pub struct BootRequest<'a> {
-    /// The kernel's name.
-    pub name: &'a str,
-    /// The command line, without its NUL.
-    pub cmdline: &'a str,
-    /// The protocol; `None` for an Image's.
-    pub protocol: Option<Protocol>,
-    /// The machine's description. Without it the kernel gets no device tree.
-    pub tables: Option<&'a Tables>,
-}
-
 /// Why an image cannot be booted.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each message says what its fields are")]
 pub enum Error {
-    /// Reading failed.
-    #[error("{image} cannot be read; use a regular file that this user can read")]
-    Read { image: Image, source: io::Error },
+    /// An image cannot be read into guest memory.
+    #[error(transparent)]
+    Load(#[from] load::Error),
     /// The image is not a kernel.
     #[error("not a kernel (it starts with {start:02x?}); use an arm64 Image, an Image.gz or a zboot image")]
     NotAKernel { start: Vec<u8> },
@@ -119,35 +84,20 @@ pub enum Error {
         "the kernel needs guest memory at {start:#x}..{end:#x}, and RAM ends at {ram:#x}; use more memory"
     )]
     Place { start: u64, end: u64, ram: u64 },
-    /// The initrd does not fit.
-    #[error(
-        "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
-    )]
-    InitrdTooLarge { size: u64, limit: u64 },
-    /// The command line does not fit.
-    #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
-    CmdlineTooLong { len: usize, max: usize },
-    /// The command line contains a NUL byte.
-    #[error("it contains a NUL byte, which would end it early; remove it")]
-    CmdlineNul,
     /// There is too little memory for any kernel.
     #[error("guest memory must begin at {RAM_START:#x} and hold at least 4 MiB for a kernel; use more")]
     TooLittleMemory,
     /// The device tree is too large or cannot be built.
     #[error("the device tree of this machine cannot be built: {0}; use fewer devices or vCPUs")]
     Tree(String),
-    /// Guest memory refused a write that was checked before.
-    #[error("guest memory at {0:#x} cannot be written")]
-    Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
 
 impl Diagnose for Error {
     fn origin(&self) -> ErrorOrigin {
         ErrorOrigin::user(match self {
-            Self::Read { image: Image::Initrd, .. } | Self::InitrdTooLarge { .. } => Field::Initrd,
-            Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
-            Self::TooLittleMemory | Self::Memory(..) | Self::Place { .. } | Self::Tree(_) => Field::Memory,
-            Self::Read { .. } | Self::NotAKernel { .. } | Self::Empty | Self::Malformed(_) => Field::Kernel,
+            Self::Load(error) => return error.origin(),
+            Self::TooLittleMemory | Self::Place { .. } | Self::Tree(_) => Field::Memory,
+            Self::NotAKernel { .. } | Self::Empty | Self::Malformed(_) => Field::Kernel,
         })
     }
 }
@@ -162,11 +112,9 @@ pub fn load<M: GuestMemoryBackend>(
     initrd: Option<&mut impl Source>,
     request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
-    if request.cmdline.contains('\0') {
-        return Err(Error::CmdlineNul);
-    }
+    request.check_cmdline()?;
     if request.cmdline.len() > CMDLINE {
-        return Err(Error::CmdlineTooLong { len: request.cmdline.len(), max: CMDLINE });
+        return Err(load::Error::CmdlineTooLong { len: request.cmdline.len(), max: CMDLINE }.into());
     }
     let ram = ram(memory);
     let end = ram.first().filter(|ram| ram.start == RAM_START).map_or(0, |ram| ram.end);
@@ -194,7 +142,7 @@ pub fn load<M: GuestMemoryBackend>(
                 tree.len()
             )));
         }
-        memory.write_slice(&tree, GuestAddress(tree_at)).map_err(|error| Error::Memory(tree_at, error))?;
+        load::write(memory, tree_at, &tree)?;
     }
     Ok(Entry { pc: kernel.start, fdt: tree_at })
 }
@@ -210,38 +158,19 @@ fn behind(kernel: &Range<u64>, end: u64) -> Result<u64, Error> {
     }
 }
 
-/// RAM as ordered, disjoint ranges.
-fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
-    let mut ranges: Vec<Range<u64>> = Vec::new();
-    for region in memory.iter() {
-        let (start, len) = (region.start_addr().0, region.len());
-        match ranges.last_mut() {
-            Some(last) if last.end == start => last.end += len,
-            _ => ranges.push(start..start + len),
-        }
-    }
-    ranges
-}
-
 /// Loads the initrd at the end of `free`.
 fn load_initrd<M: GuestMemoryBackend>(
     memory: &M,
     initrd: &mut impl Source,
     free: Range<u64>,
 ) -> Result<Range<u64>, Error> {
-    let read = |source| Error::Read { image: Image::Initrd, source };
-    let size = initrd.seek(SeekFrom::End(0)).map_err(read)?;
-    initrd.seek(SeekFrom::Start(0)).map_err(read)?;
+    let mut initrd = Input::new(Image::Initrd, initrd)?;
+    let size = initrd.len;
     let limit = free.end.min(INITRD_REACH);
     let start = limit.checked_sub(size).map(|start| start & !(PAGE - 1));
     let Some(start) = start.filter(|start| *start >= free.start) else {
-        return Err(Error::InitrdTooLarge { size, limit });
+        return Err(load::Error::InitrdTooLarge { size, limit }.into());
     };
-    memory.read_exact_volatile_from(GuestAddress(start), initrd, size as usize).map_err(
-        |error| match error {
-            vm_memory::GuestMemoryError::IOError(source) => read(source),
-            other => Error::Memory(start, other),
-        },
-    )?;
+    initrd.copy("its content", 0, size, memory, start)?;
     Ok(start..start + size)
 }

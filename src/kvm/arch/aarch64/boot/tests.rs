@@ -1,11 +1,12 @@
 use std::io::{Cursor, Write};
 
 use flate2::{Compression, write::GzEncoder};
-use vm_memory::GuestMemoryMmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::*;
 use crate::arch::fixed::{Parts, Uart, Virtio, VirtioMmio};
 use crate::arch::irqchip::Mode;
+use crate::arch::tables::Tables;
 
 fn memory(mib: usize) -> GuestMemoryMmap {
     GuestMemoryMmap::from_ranges(&[(GuestAddress(RAM_START), mib << 20)]).unwrap()
@@ -100,7 +101,7 @@ fn what_is_no_kernel_or_does_not_fit_is_refused() {
     // Its header claims a small size.
     assert!(matches!(refused(gzip(&image(0, 1 << 20, 0, 7 << 20)), None), Error::Place { .. }));
     let initrd = refused(image(0, 4 << 20, 0, 4096), Some(vec![0; 3 << 20]));
-    assert!(matches!(initrd, Error::InitrdTooLarge { .. }), "{initrd}");
+    assert!(matches!(initrd, Error::Load(load::Error::InitrdTooLarge { .. })), "{initrd}");
     assert!(matches!(boot(&memory(2), image(0, 0, 0, 64), None), Err(Error::TooLittleMemory)));
 }
 

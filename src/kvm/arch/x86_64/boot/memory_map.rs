@@ -3,9 +3,10 @@
 
 use std::ops::Range;
 
-use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::GuestMemoryBackend;
 
 use super::{EBDA, HIGH};
+use crate::arch::load::ram;
 
 /// The type of a range. The values are those of the e820 interface, which PVH and multiboot share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,21 +27,6 @@ pub struct MapEntry {
     pub size: u64,
     /// The type.
     pub kind: RangeKind,
-}
-
-/// The RAM of `memory`, in order, with adjacent regions joined.
-pub(super) fn ram<M: GuestMemoryBackend>(memory: &M) -> Vec<Range<u64>> {
-    let mut regions: Vec<_> =
-        memory.iter().map(|r| r.start_addr().raw_value()..r.start_addr().raw_value() + r.len()).collect();
-    regions.sort_by_key(|r| r.start);
-    let mut joined: Vec<Range<u64>> = Vec::new();
-    for region in regions {
-        match joined.last_mut() {
-            Some(last) if last.end == region.start => last.end = region.end,
-            _ => joined.push(region),
-        }
-    }
-    joined
 }
 
 /// The map of a machine with the RAM `memory`: that RAM without a PC's reserved range from the EBDA

@@ -24,15 +24,15 @@ mod memory_map;
 mod multiboot;
 mod pvh;
 
-use std::io::{self, SeekFrom};
+use std::io::SeekFrom;
 use std::ops::Range;
 
 use super::layout::GAP_START;
-use super::tables::Tables;
+use super::protocol::Protocol;
 use crate::arch::fixed::Uart;
-use crate::arch::images::{Image, Source};
+use crate::arch::load::{self, BootRequest, Image, Input, Source, ram};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 pub use memory_map::{MapEntry, RangeKind, memory_map};
 use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
@@ -67,29 +67,6 @@ pub fn default_cmdline(_uart: Uart) -> &'static str {
     "console=ttyS0 reboot=k panic=-1"
 }
 
-/// A boot protocol. The first that an image offers is used, in this order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Protocol {
-    /// bzImage, or an ELF vmlinux, at its 64-bit entry (Documentation/arch/x86/boot.rst). A bzImage
-    /// offers nothing else; an ELF file uses it if it offers neither of the other two.
-    #[value(name = "linux64")]
-    Linux64,
-    /// Multiboot 1: a header within the first 8 KiB of the image.
-    Multiboot,
-    /// PVH: an ELF file with a XEN_ELFNOTE_PHYS32_ENTRY note.
-    Pvh,
-}
-
-impl std::fmt::Display for Protocol {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Linux64 => "linux64",
-            Self::Multiboot => "multiboot",
-            Self::Pvh => "pvh",
-        })
-    }
-}
-
 /// How the first vCPU starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
@@ -119,19 +96,6 @@ impl Entry {
     }
 }
 
-/// The loader's parameters besides the images.
-#[derive(Clone, Copy, Debug)]
-pub struct BootRequest<'a> {
-    /// The kernel's name. Multiboot puts it before the command line.
-    pub name: &'a str,
-    /// The command line, without its NUL.
-    pub cmdline: &'a str,
-    /// The protocol; `None` for the first that the image offers.
-    pub protocol: Option<Protocol>,
-    /// The tables that describe the machine, if any.
-    pub tables: Option<&'a Tables>,
-}
-
 impl BootRequest<'_> {
     /// The ranges that the memory map reserves beside RAM.
     fn reserved(&self) -> &[Range<u64>] {
@@ -143,12 +107,9 @@ impl BootRequest<'_> {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each message says what its fields are")]
 pub enum Error {
-    /// The image ends before a part that it declares.
-    #[error("{image} is truncated: {what} should be at bytes {at:#x}..{:#x}; use a complete file", at + len)]
-    Truncated { image: Image, what: &'static str, at: u64, len: u64 },
-    /// Reading failed for another reason.
-    #[error("{image} cannot be read; use a regular file that this user can read")]
-    Read { image: Image, source: io::Error },
+    /// An image cannot be read into guest memory.
+    #[error(transparent)]
+    Load(#[from] load::Error),
     /// No protocol can enter the image.
     #[error(
         "not a kernel (it starts with {start:02x?}); use a bzImage, an ELF vmlinux, or a PVH or multiboot image"
@@ -163,46 +124,25 @@ pub enum Error {
     /// A part does not fit at its address.
     #[error("{what} needs guest memory at {start:#x}..{end:#x}, which {why}")]
     Place { what: &'static str, start: u64, end: u64, why: String },
-    /// The initrd does not fit.
-    #[error(
-        "the initrd's {size} bytes do not fit into guest memory below {limit:#x} beside the kernel; use more memory"
-    )]
-    InitrdTooLarge { size: u64, limit: u64 },
     /// The initrd does not fit within this kernel's limit, however much memory there is.
     #[error(
         "the initrd has {size} bytes, but this kernel takes at most {most}, below {limit:#x}; use a smaller \
          one: more memory would not help"
     )]
     InitrdBeyondReach { size: u64, most: u64, limit: u64 },
-    /// The command line does not fit.
-    #[error("{len} bytes are too long for this kernel, which takes {max}; shorten it")]
-    CmdlineTooLong { len: usize, max: usize },
-    /// The command line contains a NUL byte.
-    #[error("it contains a NUL byte, which would end it early; remove it")]
-    CmdlineNul,
     /// There is too little memory for any kernel.
     #[error("guest memory must begin at address 0 and hold at least 2 MiB for a kernel; use more")]
     TooLittleMemory,
-    /// Guest memory refused a write that was checked before.
-    #[error("guest memory at {0:#x} cannot be written")]
-    Memory(u64, #[source] vm_memory::GuestMemoryError),
 }
 
 impl Diagnose for Error {
     fn origin(&self) -> ErrorOrigin {
         ErrorOrigin::user(match self {
-            Self::Truncated { image: Image::Initrd, .. }
-            | Self::Read { image: Image::Initrd, .. }
-            | Self::InitrdTooLarge { .. }
-            | Self::InitrdBeyondReach { .. } => Field::Initrd,
-            Self::CmdlineTooLong { .. } | Self::CmdlineNul => Field::Cmdline,
-            Self::TooLittleMemory | Self::Memory(..) => Field::Memory,
+            Self::Load(error) => return error.origin(),
+            Self::InitrdBeyondReach { .. } => Field::Initrd,
+            Self::TooLittleMemory => Field::Memory,
             Self::Protocol { .. } => Field::Protocol,
-            Self::Truncated { .. }
-            | Self::Read { .. }
-            | Self::NotAKernel { .. }
-            | Self::Malformed(_)
-            | Self::Place { .. } => Field::Kernel,
+            Self::NotAKernel { .. } | Self::Malformed(_) | Self::Place { .. } => Field::Kernel,
         })
     }
 }
@@ -217,9 +157,7 @@ pub fn load<M: GuestMemoryBackend>(
     initrd: Option<&mut impl Source>,
     request: &BootRequest<'_>,
 ) -> Result<Entry, Error> {
-    if request.cmdline.contains('\0') {
-        return Err(Error::CmdlineNul);
-    }
+    request.check_cmdline()?;
     let mut placement = Placement::new(memory)?;
     let kernel = &mut Input::new(Image::Kernel, kernel)?;
     let initrd = initrd.map(|source| Input::new(Image::Initrd, source)).transpose()?;
@@ -257,60 +195,20 @@ pub fn load<M: GuestMemoryBackend>(
     linux::load_elf(&mut placement, kernel, &elf, initrd, request)
 }
 
-/// An image and its length.
-struct Input<'a, F> {
-    image: Image,
-    source: &'a mut F,
-    len: u64,
-}
-
-impl<'a, F: Source> Input<'a, F> {
-    fn new(image: Image, source: &'a mut F) -> Result<Self, Error> {
-        let len = source.seek(SeekFrom::End(0)).map_err(|source| Error::Read { image, source })?;
-        Ok(Self { image, source, len })
-    }
-
-    /// Checks that `at..at + len` lies within the image.
-    fn check(&self, what: &'static str, at: u64, len: u64) -> Result<(), Error> {
-        match at.checked_add(len) {
-            Some(end) if end <= self.len => Ok(()),
-            // The message adds `at` and `len`, so an overflowing length is shown as 0.
-            end => Err(Error::Truncated { image: self.image, what, at, len: end.map_or(0, |_| len) }),
-        }
-    }
-
-    fn read_at(&mut self, what: &'static str, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
+impl<F: Source> Input<'_, F> {
+    fn read_at(&mut self, what: &'static str, at: u64, bytes: &mut [u8]) -> Result<(), load::Error> {
         self.check(what, at, bytes.len() as u64)?;
         self.source
             .seek(SeekFrom::Start(at))
             .and_then(|_| self.source.read_exact(bytes))
-            .map_err(|source| Error::Read { image: self.image, source })
+            .map_err(|source| load::Error::Read { image: self.image, source })
     }
 
     /// The first bytes, for a message.
-    fn start(&mut self) -> Result<Vec<u8>, Error> {
+    fn start(&mut self) -> Result<Vec<u8>, load::Error> {
         let mut bytes = vec![0; self.len.min(8) as usize];
         self.read_at("its start", 0, &mut bytes)?;
         Ok(bytes)
-    }
-
-    /// Copies `at..at + len` to guest memory that [`Placement::claim`] has granted.
-    fn copy<M: GuestMemoryBackend>(
-        &mut self,
-        what: &'static str,
-        at: u64,
-        len: u64,
-        memory: &M,
-        to: u64,
-    ) -> Result<(), Error> {
-        self.check(what, at, len)?;
-        self.source.seek(SeekFrom::Start(at)).map_err(|source| Error::Read { image: self.image, source })?;
-        memory.read_exact_volatile_from(GuestAddress(to), self.source, len as usize).map_err(|error| {
-            match error {
-                vm_memory::GuestMemoryError::IOError(source) => Error::Read { image: self.image, source },
-                other => Error::Memory(to, other),
-            }
-        })
     }
 }
 
@@ -324,7 +222,7 @@ struct Placement<'a, M> {
 
 impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
     fn new(memory: &'a M) -> Result<Self, Error> {
-        let low_end = memory_map::ram(memory).first().filter(|ram| ram.start == 0).map_or(0, |ram| ram.end);
+        let low_end = ram(memory).first().filter(|ram| ram.start == 0).map_or(0, |ram| ram.end);
         if low_end < 2 << 20 {
             return Err(Error::TooLittleMemory);
         }
@@ -379,17 +277,17 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
             return Err(Error::InitrdBeyondReach { size: initrd.len, most, limit: reach });
         }
         let limit = limit.min(self.low_end);
-        let too_large = Error::InitrdTooLarge { size: initrd.len, limit };
+        let too_large = load::Error::InitrdTooLarge { size: initrd.len, limit };
         let start = match upwards_from {
             Some(floor) => floor.checked_next_multiple_of(PAGE),
             None => limit.checked_sub(initrd.len).map(|start| start & !(PAGE - 1)),
         };
         let Some(start) = start.filter(|start| start.saturating_add(initrd.len) <= limit && *start >= HIGH)
         else {
-            return Err(too_large);
+            return Err(too_large.into());
         };
         if self.claim("the initrd", start, initrd.len).is_err() {
-            return Err(too_large);
+            return Err(too_large.into());
         }
         initrd.copy("its content", 0, initrd.len, self.memory, start)?;
         Ok(Some(start..start + initrd.len))
@@ -399,7 +297,7 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
     fn write_cmdline(&self, cmdline: &str, max: usize) -> Result<u64, Error> {
         let max = max.min(CMDLINE_AREA - 1);
         if cmdline.len() > max {
-            return Err(Error::CmdlineTooLong { len: cmdline.len(), max });
+            return Err(load::Error::CmdlineTooLong { len: cmdline.len(), max }.into());
         }
         self.write(CMDLINE, cmdline.as_bytes())?;
         self.write(CMDLINE + cmdline.len() as u64, &[0])?;
@@ -407,7 +305,7 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
     }
 
     fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
-        self.memory.write_slice(bytes, GuestAddress(at)).map_err(|error| Error::Memory(at, error))
+        Ok(load::write(self.memory, at, bytes)?)
     }
 }
 

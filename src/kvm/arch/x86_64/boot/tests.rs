@@ -6,9 +6,10 @@ use linux_loader::loader::{
     bootparam::{boot_params, setup_header},
     start_info::hvm_start_info,
 };
-use vm_memory::{ByteValued, GuestMemoryMmap};
+use vm_memory::{ByteValued, Bytes, GuestMemoryMmap};
 
 use super::*;
+use crate::arch::tables::Tables;
 
 const ORIGIN: u64 = 0x10_0000;
 const CODE: [u8; 4] = [0xf4, 0xeb, 0xfd, 0x90];
