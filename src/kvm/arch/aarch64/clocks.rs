@@ -9,7 +9,7 @@
 use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use super::state::Error;
+use super::state_error::Error;
 pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::clock;
 

@@ -1,5 +1,6 @@
-//! The state of KVM's interrupt controller: its registers in the order in which they are restored
-//! (Documentation/virt/kvm/devices/arm-vgic.rst and arm-vgic-v3.rst; Arm IHI 0048 and IHI 0069).
+//! KVM's interrupt controller: its versions, its errors, and its registers in the order in which they
+//! are restored (Documentation/virt/kvm/devices/arm-vgic.rst and arm-vgic-v3.rst; Arm IHI 0048 and
+//! IHI 0069).
 //!
 //! The implementation revision comes first, because the meaning of others depends on it. Level or
 //! edge configuration comes before pending state, and line levels before latched state. The CPU
@@ -8,11 +9,80 @@
 use kvm_bindings::{
     KVM_DEV_ARM_VGIC_GRP_CPU_REGS, KVM_DEV_ARM_VGIC_GRP_CPU_SYSREGS, KVM_DEV_ARM_VGIC_GRP_DIST_REGS,
     KVM_DEV_ARM_VGIC_GRP_LEVEL_INFO, KVM_DEV_ARM_VGIC_GRP_REDIST_REGS,
+    kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3,
 };
+use kvm_ioctls::Kvm;
+use serde::{Deserialize, Serialize};
 
-use super::irqchip::Mode;
 use super::routing::{FIRST_SHARED, SHARED};
-use vellum_sys::kvm_device::Width;
+use vellum_host as host;
+use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
+use vellum_sys::kvm_device::{self, Width};
+
+/// The controller's version, as `--irqchip` names it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// GICv3: redistributors, and the CPU interface in system registers.
+    #[default]
+    Gicv3,
+    /// GICv2: the CPU interface in memory, at most 8 vCPUs. For hosts with a GICv2, or with a GICv3
+    /// that can emulate one.
+    Gicv2,
+}
+
+impl Mode {
+    /// The default: the newer version that this host's KVM supports. If KVM cannot be asked,
+    /// creating the machine fails later with the reason.
+    pub fn of_host() -> Self {
+        let vm = Kvm::new().ok().and_then(|kvm| host::kvm::create_vm(&kvm).ok());
+        let has = |type_| vm.as_ref().is_some_and(|vm| kvm_device::exists(vm, type_));
+        let older =
+            !has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3) && has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2);
+        if older { Self::Gicv2 } else { Self::Gicv3 }
+    }
+}
+
+/// Why KVM refuses an interrupt controller.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An ioctl failed.
+    #[error("{0}: {1}; try the other kind")]
+    Ioctl(&'static str, #[source] kvm_ioctls::Error),
+    /// KVM refuses to read or write a register.
+    #[error(
+        "register {attr:#x} of group {group} of the interrupt controller: {error}; is this KVM older than the source's?"
+    )]
+    Register {
+        /// The attribute group.
+        group: u32,
+        /// The attribute.
+        attr: u64,
+        /// KVM's error.
+        error: kvm_ioctls::Error,
+    },
+    /// The ITS tables cannot be written to or read from guest memory.
+    #[error(
+        "the tables of the interrupt translation service: {0}; has the guest placed them outside its memory?"
+    )]
+    Tables(#[source] kvm_ioctls::Error),
+    /// The state is of the other version.
+    #[error("the saved machine has the other interrupt controller; start with that one")]
+    OtherMode,
+    /// The state does not match the machine's registers.
+    #[error("the saved interrupt controller has {0}; the file is damaged or from another version")]
+    Implausible(&'static str),
+}
+
+impl Diagnose for Error {
+    fn origin(&self) -> ErrorOrigin {
+        match self {
+            Self::Ioctl(..) => ErrorOrigin::host(Field::Irqchip),
+            Self::Register { .. } | Self::Tables(_) => ErrorOrigin::HOST,
+            Self::OtherMode | Self::Implausible(_) => ErrorOrigin::user(Field::Irqchip),
+        }
+    }
+}
 
 /// A register of the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

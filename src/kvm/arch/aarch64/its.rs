@@ -14,7 +14,7 @@ use kvm_bindings::{
 use kvm_ioctls::{DeviceFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use super::irqchip::Error;
+use super::gic::Error;
 use super::layout;
 use vellum_sys::kvm_device::{self, Width};
 

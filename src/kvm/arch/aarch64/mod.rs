@@ -15,4 +15,5 @@ pub mod protocol;
 pub mod regs;
 pub(super) mod routing;
 pub mod state;
+mod state_error;
 pub mod tables;

@@ -8,8 +8,6 @@
 //! The counters are restored first, by [`State::onward`]. The machine's vCPUs share an offset from
 //! the host's counter, so one vCPU sets it for all.
 
-use std::io;
-
 use kvm_bindings::{
     KVM_CAP_VCPU_EVENTS, RegList, kvm_mp_state, kvm_vcpu_events, kvm_vcpu_events__bindgen_ty_1, kvm_vcpu_init,
 };
@@ -17,13 +15,13 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::clocks::{ClockPolicy, Counter, now, tsc_fits};
-use super::cpuid::{setup, sysreg};
+use super::cpuid::{MAX_REGISTERS, setup, sysreg};
 use super::irqchip::HeldVectors;
+use super::state_error::call;
 use vellum_sys::clock;
-use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// More registers than any vCPU has. KVM's list takes no more.
-pub(super) const MAX_REGISTERS: usize = 500;
+pub use super::state_error::Error;
+
 /// The widest register in 64-bit words: a vector register.
 const MAX_WORDS: usize = 2;
 
@@ -54,55 +52,6 @@ struct Events {
     serror_has_esr: u8,
     external_abort_pending: u8,
     serror_esr: u64,
-}
-
-/// Why a vCPU's state cannot be saved or restored.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// An ioctl failed.
-    #[error("{call} of the vCPU's state: {source}")]
-    Ioctl {
-        /// The ioctl.
-        call: &'static str,
-        /// KVM's error.
-        source: io::Error,
-    },
-    /// KVM refuses a register's value.
-    #[error(
-        "register {register:#x} cannot be set to {value:x?}: {error}; do CPU and KVM match the source's?"
-    )]
-    Register {
-        /// The register's number.
-        register: u64,
-        /// The saved value.
-        value: Vec<u64>,
-        /// KVM's error.
-        error: kvm_ioctls::Error,
-    },
-    /// The guest's counter would run at another frequency.
-    #[error(
-        "the guest's counter has {saved} kHz, guests here have {here} kHz, and Arm cannot scale it; use a host whose \
-         counter has the guest's frequency, or allow the difference"
-    )]
-    Frequency {
-        /// The guest's frequency in kHz.
-        saved: u32,
-        /// This host's frequency in kHz.
-        here: u32,
-    },
-    /// An invalid state.
-    #[error("the saved vCPU has {0}; the file is damaged or from another version")]
-    Implausible(&'static str),
-}
-
-impl Diagnose for Error {
-    fn origin(&self) -> ErrorOrigin {
-        ErrorOrigin::HOST
-    }
-}
-
-fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {
-    result.map_err(|source| Error::Ioctl { call, source: source.into() })
 }
 
 /// KVM capabilities on which saving and restoring depends; queried once a machine.

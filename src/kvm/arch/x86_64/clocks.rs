@@ -15,7 +15,7 @@ use kvm_bindings::{
 use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use super::state::{Error, call};
+use super::state_error::{Error, call};
 pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::kvm_vcpu;
 

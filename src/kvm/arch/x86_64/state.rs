@@ -20,8 +20,6 @@
 //! The VM-wide clock ([`super::clocks::Clock`]) is restored after all vCPUs, because it is compared
 //! with their TSCs.
 
-use std::io;
-
 use kvm_bindings::{
     CpuId, KVM_CAP_NESTED_STATE, KVM_CAP_TSC_CONTROL, KVM_CAP_XCRS, KVM_MAX_CPUID_ENTRIES,
     KVM_STATE_NESTED_GIF_SET, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state,
@@ -33,11 +31,13 @@ use serde::{Deserialize, Serialize};
 use super::clocks::{ClockPolicy, MSR_TSC, Onward, Tsc, tsc_fits};
 use super::ioapic::Vectors;
 use super::irqchip::HeldVectors;
+use super::state_error::call;
 use vellum_sys::cr3_cache::{self, Registration};
-use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 use vellum_sys::kvm_vcpu::{self, XSAVE_MAX, XsaveSize};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
+
+pub use super::state_error::Error;
 
 /// IA32_TSC_DEADLINE.
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
@@ -84,64 +84,6 @@ pub struct State {
     /// The registered page of the CR3 cache, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cr3_cache: Option<Registration>,
-}
-
-/// Why a vCPU's state cannot be saved or restored.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// An ioctl failed.
-    #[error("{call} of the vCPU's state: {source}")]
-    Ioctl {
-        /// The ioctl.
-        call: &'static str,
-        /// KVM's error.
-        source: io::Error,
-    },
-    /// KVM refuses an MSR's value.
-    #[error(
-        "MSR {index:#x} cannot be set to {value:#x}; is the destination's CPU or KVM older than the source's?"
-    )]
-    Msr {
-        /// The MSR's number.
-        index: u32,
-        /// The saved value.
-        value: u64,
-    },
-    /// KVM lacks an MSR that every processor has.
-    #[error("this KVM has no MSR {index:#x}")]
-    Absent {
-        /// The MSR's number.
-        index: u32,
-    },
-    /// The guest's TSC would run at another frequency.
-    #[error(
-        "the guest's TSC has {saved} kHz, guests here have {here} kHz, and this host cannot scale TSCs; use a host \
-         whose TSC is within 250 ppm of the guest's, one that scales TSCs, or allow the difference"
-    )]
-    TscFrequency {
-        /// The guest's frequency in kHz.
-        saved: u32,
-        /// This host's frequency in kHz.
-        here: u32,
-    },
-    /// The guest runs guests.
-    #[error(
-        "the guest itself uses hardware virtualization, whose state cannot be saved; end its guests first"
-    )]
-    Nested,
-    /// An invalid state.
-    #[error("the saved vCPU has {0}; the file is damaged or from another version")]
-    Implausible(&'static str),
-}
-
-impl Diagnose for Error {
-    fn origin(&self) -> ErrorOrigin {
-        ErrorOrigin::HOST
-    }
-}
-
-pub(super) fn call<T, E: Into<io::Error>>(call: &'static str, result: Result<T, E>) -> Result<T, Error> {
-    result.map_err(|source| Error::Ioctl { call, source: source.into() })
 }
 
 /// KVM capabilities on which saving and restoring depends; queried once a machine.

@@ -16,9 +16,12 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use self::model::{Listed, Model};
-use super::state::{self, MAX_REGISTERS};
+use super::state_error;
 use vellum_host as host;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
+
+/// More registers than any vCPU has. KVM's list takes no more.
+pub(super) const MAX_REGISTERS: usize = 500;
 
 /// `--cpu` and `--cpuid`: the CPU shown to guests. No features can be switched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,7 +44,7 @@ pub enum Error {
     Ioctl(&'static str, #[source] kvm_ioctls::Error),
     /// KVM does not return a register that it lists.
     #[error("the ID registers: {0}")]
-    State(#[source] state::Error),
+    State(#[source] state_error::Error),
 }
 
 impl Diagnose for Error {
