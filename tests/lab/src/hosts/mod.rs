@@ -1,7 +1,8 @@
 //! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`] comes back.
 //!
-//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in [`HOSTS`]. What they share
-//! is [`Request`], [`image`] (the initramfs), and [`run`](self::run()) with the results line and the time limit.
+//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in [`HOSTS`]. Those of QEMU share
+//! [`qemu`]. All share [`Request`], [`image`] (the initramfs), and [`run`](self::run()) with the results line and the time
+//! limit.
 
 pub mod arm64;
 pub mod disk;
@@ -101,6 +102,7 @@ pub trait Emulator: Sync {
 }
 
 /// Serial ports by their names below /dev.
+#[derive(Clone, Copy)]
 pub struct Ports {
     /// Where the kernel and shells speak.
     pub console: &'static str,

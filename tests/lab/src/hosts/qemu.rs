@@ -1,36 +1,159 @@
-//! What [`super::svm`] and [`super::arm64`] share: QEMU, its version, and the part of its command line that no board changes.
+//! QEMU as an emulator. What differs between its hosts is a [`Qemu`] each: [`super::svm`] and [`super::arm64`].
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{Pace, Start};
-use crate::{Result, tool};
+use super::{Emulator, Pace, Ports, Request, Results, Start, image};
+use crate::architecture::Architecture;
+use crate::{Error, Result, tool};
 
 /// An instruction takes two to the power of this in nanoseconds.
 const ICOUNT_SHIFT: u32 = 1;
 
-/// What a counting clock takes for one instruction.
-pub fn nanoseconds_per_instruction() -> f64 {
-    f64::from(1 << ICOUNT_SHIFT)
+/// An emulated host.
+pub struct Qemu {
+    pub name: &'static str,
+    pub about: &'static str,
+    pub purpose: &'static str,
+    pub architecture: Architecture,
+    /// The emulator's program.
+    pub program: &'static str,
+    /// All programs of this machine that the bed calls.
+    pub programs: &'static [&'static str],
+    /// The oldest QEMU that the bed was seen to work with, and the package that has a later one.
+    pub oldest: Option<((u32, u32), &'static str)>,
+    /// KVM's modules. Each has the mode as a parameter.
+    pub modules: &'static [&'static str],
+    /// The modes without the second stage and with it.
+    pub modes: [&'static str; 2],
+    pub ports: Ports,
+    /// Why no processor has page-modification logging, and what to do instead.
+    pub no_pml: &'static str,
+    /// Adds the board, the processor, and what the request has beside them.
+    pub add_board: fn(&mut Command, &Request) -> Result<()>,
+    /// Adds serial ports: the console writes to the file, and results come out at standard output.
+    pub add_ports: fn(&mut Command, &Path),
+    /// What a line of QEMU's standard error contains that says nothing about a failure.
+    pub noise: Option<&'static str>,
+}
+
+impl Qemu {
+    /// QEMU, or how to get it.
+    fn emulator(&self) -> Result<PathBuf> {
+        let path = tool::need(self.program)?;
+        let Some((oldest, package)) = self.oldest else { return Ok(path) };
+        let said = self.version()?;
+        match number(&said) {
+            Some(number) if number >= oldest => Ok(path),
+            _ => Err(Error::Package(format!(
+                "{} is {said:?}; this bed needs QEMU {}.{} or later: apt-get install {package}",
+                path.display(),
+                oldest.0,
+                oldest.1
+            ))),
+        }
+    }
+
+    /// The command line but for the serial ports.
+    fn start(&self, start: &Start, idle: Idle) -> Result<Command> {
+        let mut command = command(&self.emulator()?, start, idle);
+        (self.add_board)(&mut command, start.request)?;
+        Ok(command)
+    }
+}
+
+impl Emulator for Qemu {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn about(&self) -> &'static str {
+        self.about
+    }
+
+    fn purpose(&self) -> &'static str {
+        self.purpose
+    }
+
+    fn programs(&self) -> &'static [&'static str] {
+        self.programs
+    }
+
+    fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+
+    fn modules(&self) -> &'static [&'static str] {
+        self.modules
+    }
+
+    fn mode(&self, second_stage: bool) -> String {
+        self.modes[usize::from(second_stage)].into()
+    }
+
+    fn parameters(&self, second_stage: bool) -> Vec<String> {
+        self.modules.iter().map(|module| format!("{module}.{}", self.mode(second_stage))).collect()
+    }
+
+    fn ports(&self) -> Ports {
+        self.ports
+    }
+
+    fn nanoseconds_per_instruction(&self) -> f64 {
+        f64::from(1 << ICOUNT_SHIFT)
+    }
+
+    fn has_pml(&self) -> std::result::Result<(), &'static str> {
+        Err(self.no_pml)
+    }
+
+    fn has_pace(&self, _: Pace) -> std::result::Result<(), &'static str> {
+        Ok(())
+    }
+
+    fn ready(&self) -> Result<()> {
+        self.emulator().and_then(|_| image::busybox()).map(drop)
+    }
+
+    /// `QEMU emulator version 7.2.22 (…)`.
+    fn version(&self) -> Result<String> {
+        let said = tool::text(Command::new(tool::need(self.program)?).arg("--version"))?;
+        Ok(said.lines().next().unwrap_or_default().to_owned())
+    }
+
+    fn command(&self, start: &Start) -> Result<(Command, Results)> {
+        let mut command = self.start(start, Idle::Skipped)?;
+        (self.add_ports)(&mut command, &start.console());
+        Ok((command, Results::Stdout))
+    }
+
+    fn shell(&self, start: &Start) -> Result<Command> {
+        let mut command = self.start(start, Idle::Waited)?;
+        command.args(["-serial", "mon:stdio"]);
+        Ok(command)
+    }
+
+    fn is_noise(&self, line: &str) -> bool {
+        self.noise.is_some_and(|noise| line.contains(noise))
+    }
+}
+
+fn number(said: &str) -> Option<(u32, u32)> {
+    let mut numbers = said.split("version ").nth(1)?.split(['.', ' ']);
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
 /// Whether a counting clock waits while its host idles.
 #[derive(Clone, Copy)]
-pub enum Idle {
+enum Idle {
     /// It does not: idle time is skipped.
     Skipped,
     /// It does: a person would see the clock run away.
     Waited,
 }
 
-/// `QEMU emulator version 7.2.22 (…)`.
-pub fn version(program: &str) -> Result<String> {
-    let said = tool::text(Command::new(tool::need(program)?).arg("--version"))?;
-    Ok(said.lines().next().unwrap_or_default().to_owned())
-}
-
 /// The command line but for the board, the processor and the serial ports.
-pub fn command(program: &Path, start: &Start, idle: Idle) -> Command {
+fn command(program: &Path, start: &Start, idle: Idle) -> Command {
     let Start { request, initrd, .. } = start;
     let mut command = Command::new(program);
     // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a kernel.
@@ -54,4 +177,17 @@ pub fn command(program: &Path, start: &Start, idle: Idle) -> Command {
         .arg(initrd)
         .args(["-append", &request.command_line()]);
     command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::number;
+
+    #[test]
+    fn an_old_qemu_is_told_from_a_new_one() {
+        let said = |number| format!("QEMU emulator version {number} (Debian 1:7.2)\nCopyright");
+        assert!(number(&said("7.1.0")).unwrap() < (7, 2));
+        assert!(number(&said("7.2.22")).unwrap() >= (7, 2) && number(&said("11.1.0")).unwrap() >= (7, 2));
+        assert_eq!(number("no number"), None);
+    }
 }

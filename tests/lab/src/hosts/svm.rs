@@ -15,117 +15,33 @@
 //! such hosts; once in a while it dies by that very switch (an opcode that is none, in `__schedule`), and is started again. They
 //! are for races, and for short.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Command;
 
-use super::qemu::{self, Idle};
-use super::{Emulated, Emulator, Pace, Ports, Results, Start, image};
-use crate::{Error, Result, tool};
+use super::qemu::Qemu;
+use super::{Emulated, Ports, Request};
+use crate::Result;
+use crate::architecture::Architecture;
 
 /// The bed.
-pub const HOST: Emulated = Emulated(&Svm);
+pub const HOST: Emulated = Emulated(&Qemu {
+    name: "svm",
+    about: "QEMU emulating AMD's SVM",
+    purpose: "emulated AMD host: Linux guests, NPT and shadow paging",
+    architecture: Architecture::X86,
+    program: "qemu-system-x86_64",
+    programs: &["qemu-system-x86_64", "busybox", "xz", "apt-get", "dpkg-deb"],
+    oldest: Some(((7, 2), "qemu-system-x86")),
+    modules: &["kvm_amd"],
+    modes: ["npt=0", "npt=1"],
+    ports: Ports { console: "ttyS0", results: "ttyS1" },
+    no_pml: "QEMU emulates AMD's processors, which have none; use vmx",
+    add_board,
+    add_ports,
+    noise: Some("TCG doesn't support requested feature"),
+});
 
-struct Svm;
-
-impl Emulator for Svm {
-    fn name(&self) -> &'static str {
-        "svm"
-    }
-
-    fn about(&self) -> &'static str {
-        "QEMU emulating AMD's SVM"
-    }
-
-    fn purpose(&self) -> &'static str {
-        "emulated AMD host: Linux guests, NPT and shadow paging"
-    }
-
-    fn programs(&self) -> &'static [&'static str] {
-        &["qemu-system-x86_64", "busybox", "xz", "apt-get", "dpkg-deb"]
-    }
-
-    fn modules(&self) -> &'static [&'static str] {
-        &["kvm_amd"]
-    }
-
-    fn mode(&self, second_stage: bool) -> String {
-        format!("npt={}", u8::from(second_stage))
-    }
-
-    fn parameters(&self, second_stage: bool) -> Vec<String> {
-        vec![format!("kvm_amd.{}", self.mode(second_stage))]
-    }
-
-    fn ports(&self) -> Ports {
-        Ports { console: "ttyS0", results: "ttyS1" }
-    }
-
-    fn nanoseconds_per_instruction(&self) -> f64 {
-        qemu::nanoseconds_per_instruction()
-    }
-
-    fn has_pml(&self) -> std::result::Result<(), &'static str> {
-        Err("QEMU emulates AMD's processors, which have none; use vmx")
-    }
-
-    fn has_pace(&self, _: Pace) -> std::result::Result<(), &'static str> {
-        Ok(())
-    }
-
-    fn ready(&self) -> Result<()> {
-        emulator().and_then(|_| image::busybox()).map(drop)
-    }
-
-    fn version(&self) -> Result<String> {
-        qemu::version(QEMU)
-    }
-
-    fn command(&self, start: &Start) -> Result<(Command, Results)> {
-        let mut command = command(start, Idle::Skipped)?;
-        command.args(["-serial", &format!("file:{}", start.console().display()), "-serial", "stdio"]);
-        Ok((command, Results::Stdout))
-    }
-
-    fn shell(&self, start: &Start) -> Result<Command> {
-        let mut command = command(start, Idle::Waited)?;
-        command.args(["-serial", "mon:stdio"]);
-        Ok(command)
-    }
-
-    fn is_noise(&self, line: &str) -> bool {
-        line.contains("TCG doesn't support requested feature")
-    }
-}
-
-const QEMU: &str = "qemu-system-x86_64";
-
-/// The oldest QEMU that this bed was seen to work with.
-const OLDEST: (u32, u32) = (7, 2);
-
-/// QEMU, or how to get it.
-fn emulator() -> Result<PathBuf> {
-    let path = tool::need(QEMU)?;
-    let said = Svm.version()?;
-    match number(&said) {
-        Some(number) if number >= OLDEST => Ok(path),
-        _ => Err(Error::Package(format!(
-            "{} is {said:?}; this bed needs QEMU {}.{} or later: apt-get install qemu-system-x86",
-            path.display(),
-            OLDEST.0,
-            OLDEST.1
-        ))),
-    }
-}
-
-fn number(said: &str) -> Option<(u32, u32)> {
-    let mut numbers = said.split("version ").nth(1)?.split(['.', ' ']);
-    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
-}
-
-/// The command line but for the serial ports.
-fn command(start: &Start, idle: Idle) -> Result<Command> {
-    let request = start.request;
-    let mut command = qemu::command(&emulator()?, start, idle);
+fn add_board(command: &mut Command, request: &Request) -> Result<()> {
     let processor = format!("{},+svm,+npt", request.cpu.as_deref().unwrap_or("EPYC"));
     command.args(["-cpu", &processor]);
     for (number, disk) in request.root.iter().chain(&request.disks).enumerate() {
@@ -138,18 +54,9 @@ fn command(start: &Start, idle: Idle) -> Result<Command> {
         command.args(["-netdev", &format!("dgram,id=wire,{ends}")]);
         command.args(["-device", &format!("virtio-net-pci,netdev=wire,mac={}", wire.mac())]);
     }
-    Ok(command)
+    Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_old_qemu_is_told_from_a_new_one() {
-        let said = |number| format!("QEMU emulator version {number} (Debian 1:7.2)\nCopyright");
-        assert!(number(&said("7.1.0")).unwrap() < OLDEST);
-        assert!(number(&said("7.2.22")).unwrap() >= OLDEST && number(&said("11.1.0")).unwrap() >= OLDEST);
-        assert_eq!(number("no number"), None);
-    }
+fn add_ports(command: &mut Command, console: &Path) {
+    command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);
 }
