@@ -16,15 +16,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
 
-use crate::serve::Children;
+use crate::children::Children;
+use crate::sys::NAME;
 use crate::{
-    Argument, Event, LAUNCH, Mounts, PORT, Request, mounts, port, processes, serve, stream, switching, sys,
-    work,
+    Argument, Event, LAUNCH, Mounts, PORT, Request, lines, mounts, port, processes, serve, stream, switching,
+    sys, work,
 };
-
-/// The kernel's name for the first process of a guest. PID 1 also gives this name to further
-/// processes of its own program.
-pub const NAME: &str = "/init";
 
 /// Whether this process is the agent of a guest, by its name.
 pub fn is_agent() -> bool {
@@ -45,7 +42,7 @@ pub fn main() -> ExitCode {
 
 /// Serves one request of switching tasks or of processes, in this process.
 fn alone() -> ExitCode {
-    let tell = &mut |event| serve::tell(&mut io::stdout().lock(), &event);
+    let tell = &mut |event| lines::tell(&mut io::stdout().lock(), &event);
     let done = std::env::args().nth(1).ok_or_else(|| io::Error::other("a request is expected")).and_then(
         |request| match serde_json::from_str(&request).map_err(io::Error::other)? {
             Request::LatCtx(work) => switching::lat_ctx(&work, tell),
@@ -98,7 +95,7 @@ fn run() -> io::Result<()> {
     let requests = File::open("/dev/console")?;
     // A console that is not a terminal needs no change.
     let _ = sys::uncook(&requests);
-    serve::tell(&mut console, &Event::Ready { failed_modules })?;
+    lines::tell(&mut console, &Event::Ready { failed_modules })?;
     serve::every(&mut BufReader::new(requests), &mut console, &children)?;
     // After the console's EOF, requests still come through vsock.
     loop {

@@ -10,8 +10,10 @@
 //! after a [`GREETING`].
 
 mod argument;
+pub mod children;
 pub mod frame;
 pub mod init;
+mod lines;
 mod mounts;
 mod port;
 mod processes;

@@ -1,100 +1,18 @@
 //! Requests: reads a line, executes it, reports events.
 
 use std::borrow::Cow;
-use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, BufRead, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
-use crate::init::NAME;
+use crate::children::Children;
+use crate::lines::{line, tell};
+use crate::sys::NAME;
 use crate::tie::{self, Tie};
 use crate::{Argument, Event, Kexec, MAX_REQUEST, Request, stream, sys, work};
-
-/// Child processes and their exit statuses. PID 1 inherits every orphan, so one thread waits for
-/// all processes. Others ask here for the status of their child.
-#[derive(Default)]
-pub struct Children {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    /// The number of running commands.
-    running: usize,
-    /// Exit statuses that were not asked for yet.
-    ended: HashMap<u32, i32>,
-    /// Commands whose exit status will not be asked for.
-    detached: HashSet<u32>,
-}
-
-impl State {
-    /// A command has ended, and its status was delivered if wanted.
-    fn forget(&mut self) {
-        self.running -= 1;
-        if self.running == 0 {
-            // The remaining statuses belong to orphans.
-            self.ended.clear();
-        }
-    }
-}
-
-impl Children {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("the lock is not poisoned")
-    }
-
-    /// Reaps processes for ever.
-    pub fn reap(&self) -> ! {
-        loop {
-            let state = self.changed.wait_while(self.lock(), |state| state.running == 0);
-            drop(state.expect("the lock is not poisoned"));
-            if let Ok((pid, code)) = sys::wait_any() {
-                let mut state = self.lock();
-                if state.detached.remove(&pid) {
-                    state.forget();
-                } else {
-                    state.ended.insert(pid, code);
-                }
-                self.changed.notify_all();
-            }
-        }
-    }
-
-    /// Starts a command. [`Children::wait`] returns its exit status.
-    pub(crate) fn start(&self, command: &mut Command) -> io::Result<std::process::Child> {
-        let mut state = self.lock();
-        let child = command.spawn()?;
-        state.running += 1;
-        self.changed.notify_all();
-        Ok(child)
-    }
-
-    /// Runs a command to its end.
-    pub(crate) fn run(&self, command: &mut Command) -> io::Result<i32> {
-        Ok(self.wait(self.start(command)?.id()))
-    }
-
-    pub(crate) fn wait(&self, pid: u32) -> i32 {
-        let state = self.changed.wait_while(self.lock(), |state| !state.ended.contains_key(&pid));
-        let mut state = state.expect("the lock is not poisoned");
-        let code = state.ended.remove(&pid).expect("waited for it");
-        state.forget();
-        code
-    }
-
-    /// No caller will wait for the command `pid`.
-    pub(crate) fn detach(&self, pid: u32) {
-        let mut state = self.lock();
-        match state.ended.remove(&pid) {
-            Some(_) => state.forget(),
-            None => drop(state.detached.insert(pid)),
-        }
-    }
-}
 
 /// Reads one request and answers it.
 pub fn request(
@@ -119,13 +37,6 @@ pub fn every(
         }
     }
     Ok(())
-}
-
-/// A line, or enough of it to see that it is too long; None at EOF.
-pub(crate) fn line(input: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
-    let mut line = Vec::new();
-    input.take(MAX_REQUEST as u64 + 1).read_until(b'\n', &mut line)?;
-    Ok((!line.is_empty()).then_some(line))
 }
 
 /// Executes the request in `line`. Started commands end with `connection`, if the request has its
@@ -166,14 +77,6 @@ fn typed(line: &str) -> Cow<'_, str> {
         }
     }
     meant.into()
-}
-
-/// Writes one event.
-pub fn tell(output: &mut impl Write, event: &Event) -> io::Result<()> {
-    let mut line = serde_json::to_vec(event)?;
-    line.push(b'\n');
-    output.write_all(&line)?;
-    output.flush()
 }
 
 fn perform(

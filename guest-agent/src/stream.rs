@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use crate::serve::{Children, line};
+use crate::children::Children;
+use crate::lines::line;
 use crate::tie::Tie;
 use crate::{Argument, Launch, frame, sys, terminal};
 

@@ -7,6 +7,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+/// The kernel's name for the first process of a guest. PID 1 also gives this name to further
+/// processes of its own program.
+pub const NAME: &str = "/init";
+
 fn check(result: i64) -> io::Result<i64> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -235,7 +239,7 @@ pub fn set_nonblocking(file: &File) -> io::Result<()> {
 /// Executes this program as the agent with `request`, and its output discarded. Returns only on
 /// failure.
 pub fn become_this_program(request: &CString) -> io::Error {
-    let name = CString::new(crate::init::NAME).expect("without a zero");
+    let name = CString::new(NAME).expect("without a zero");
     let arguments = [name.as_ptr(), request.as_ptr(), std::ptr::null()];
     // SAFETY: the strings are NUL-terminated, the arrays null-terminated, and both outlive the
     // calls.

@@ -15,7 +15,7 @@ use super::{Common, Counted, Error, Region, Round, huge_premise, of_rounds, pass
 use vellum_guests::control::{BUCKETS, bucket_of};
 use vellum_guests::guest::GuestConfig;
 use vellum_guests::model::{self, Model};
-use vellum_guests::{Guest, WriteConfig, run};
+use vellum_guests::{Guest, WriteConfig, latency};
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, short_size};
 use vellum_kvm::vm;
 use vellum_report::{Histogram, Label, Premise, Report, Sample};
@@ -106,7 +106,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     // The first round's write latencies represent all, like its counters.
     report.histograms.extend(rounds.into_iter().next().map(|r| r.writes));
     // Already in nanoseconds.
-    report.histograms.push(run::nanoseconds("answer_time".into(), &answers, slowest, 1_000_000_000));
+    report.histograms.push(latency::nanoseconds("answer_time".into(), &answers, slowest, 1_000_000_000));
     Ok(report)
 }
 
@@ -247,7 +247,7 @@ fn run_round(
         faults,
         answers: answers.times.iter().map(count).collect(),
         slowest: count(&answers.slowest),
-        writes: run::latency(&guest),
+        writes: latency::of_writes(&guest),
     };
     let now = counted.now();
     if round.is_first() {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::control::{BUCKETS, Control, SLICES, phase};
 use super::guest::Guest;
-use super::run::nanoseconds;
+use super::latency::nanoseconds;
 use vellum_report::{Label, Mark, Report, Sample, Series};
 
 /// The phases' names in results.

@@ -11,6 +11,7 @@ pub mod control;
 pub mod error;
 pub mod guest;
 pub mod journal;
+pub mod latency;
 pub mod model;
 pub mod program;
 pub mod run;

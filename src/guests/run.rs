@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::control::{Control, PASS_ENDS, SUB_BITS, bucket_bound, phase};
+use super::control::{Control, PASS_ENDS, phase};
 use super::guest::{self, Guest};
+use super::latency::{self, BUCKET_RESOLUTION};
 use super::model::{self, Model};
 use super::{Region, WriteConfig, journal};
 use crate::program::GuestPage;
@@ -28,7 +29,7 @@ use vellum_machine::state::Processors;
 use vellum_machine::{
     Disk, EventSources, HandOver, Inspect, Machine, MachineInfo, Progress, RestoreState, SaveState, Section,
 };
-use vellum_report::{Figure, Histogram, Label, Premise, Report, Sample};
+use vellum_report::{Figure, Label, Premise, Report, Sample};
 use vellum_sys::plant::{self, Mistake};
 
 /// What to run.
@@ -417,7 +418,7 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     };
     report.figure("accesses", "pages", sum(|control| &control.done));
     report.figure("writes", "pages", sum(|control| &control.written));
-    let histogram = latency(guest);
+    let histogram = latency::of_writes(guest);
     if histogram.count() > 0 {
         for (name, q) in [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)] {
             let value = histogram.quantile(q).unwrap_or(0.0);
@@ -469,36 +470,6 @@ pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now:
         }
         _ => report.fail(None, Premise::NoHugePage { backing: backing.to_string(), small: Some(small) }),
     }
-}
-
-/// By how much of itself the bound of a bucket may lie above what is in the bucket: see [`bucket_bound`].
-pub const BUCKET_RESOLUTION: f64 = 1.0 / (1u64 << SUB_BITS) as f64;
-
-/// The write latencies of all vCPUs in nanoseconds.
-pub fn latency(guest: &Guest) -> Histogram {
-    let mut sum = vec![0; super::control::BUCKETS];
-    let mut slowest = 0;
-    for control in guest.controls() {
-        sum.iter_mut().zip(control.latency_snapshot()).for_each(|(sum, count)| *sum += count);
-        slowest = slowest.max(control.slowest_of_all());
-    }
-    nanoseconds("write_latency".into(), &sum, slowest, guest.tsc_hz)
-}
-
-/// Log-linear buckets of ticks (see [`bucket_bound`]), of which the largest is `slowest`, as a distribution in nanoseconds;
-/// buckets that fall into the same nanosecond become one.
-pub fn nanoseconds(label: Label, counts: &[u64], slowest: u64, hz: u64) -> Histogram {
-    let in_ns = |ticks: u64| ticks as f64 * 1e9 / hz as f64;
-    let mut buckets: Vec<(f64, u64)> = Vec::new();
-    for (index, &count) in counts.iter().enumerate().filter(|&(_, &count)| count > 0) {
-        let bound = in_ns(bucket_bound(index)).max(1.0);
-        match buckets.last_mut() {
-            Some(last) if last.0 == bound => last.1 += count,
-            _ => buckets.push((bound, count)),
-        }
-    }
-    let max = (!buckets.is_empty()).then_some(in_ns(slowest));
-    Histogram { name: label.name, index: label.index, unit: "ns".into(), buckets, max }
 }
 
 /// Compares every stamp with what the guest must have written.

@@ -9,8 +9,8 @@ use std::path::Path;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
-use super::hugepages::{self, Size};
-use super::{Facts, Paging, cgroup, kvm, root_command, sysfs, topology};
+use super::topology::{self, Size};
+use super::{Facts, Paging, cgroup, hugepages, kvm, root_command, sysfs};
 use vellum_sys as sys;
 
 /// How a check came out.

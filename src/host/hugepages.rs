@@ -4,11 +4,11 @@
 //! forecast, not a promise: another process may take the pages in between, so whoever populates the memory still has to
 //! expect failure.
 
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{cgroup, root_command, sysfs, topology};
+use super::topology::{self, Size};
+use super::{cgroup, root_command, sysfs};
 use vellum_sys as sys;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
@@ -236,21 +236,6 @@ fn pool_under(root: &Path, page_size: u64, node: Option<u32>) -> Option<Pool> {
         reserved: number("resv_hugepages").unwrap_or(0),
         on_demand: on_demand.saturating_sub(number("surplus_hugepages").unwrap_or(0)),
     })
-}
-
-/// A size in bytes as people say it.
-pub struct Size(pub u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (shift, unit) = match self.0 {
-            bytes if bytes >= 1 << 40 && bytes % (1 << 40) == 0 => (40, "TiB"),
-            bytes if bytes >= 1 << 30 && bytes % (1 << 30) == 0 => (30, "GiB"),
-            bytes if bytes >= 1 << 20 && bytes % (1 << 20) == 0 => (20, "MiB"),
-            _ => (10, "KiB"),
-        };
-        write!(f, "{} {unit}", self.0 >> shift)
-    }
 }
 
 fn plural(count: u64) -> &'static str {

@@ -5,7 +5,6 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::hugepages::Size;
 use super::{cgroup, sysfs};
 use vellum_sys as sys;
 
@@ -42,6 +41,21 @@ impl fmt::Display for Cpus {
             Some(cores) => write!(f, ", on {cores} cores"),
             None => Ok(()),
         }
+    }
+}
+
+/// A size in bytes as people say it.
+pub struct Size(pub u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (shift, unit) = match self.0 {
+            bytes if bytes >= 1 << 40 && bytes % (1 << 40) == 0 => (40, "TiB"),
+            bytes if bytes >= 1 << 30 && bytes % (1 << 30) == 0 => (30, "GiB"),
+            bytes if bytes >= 1 << 20 && bytes % (1 << 20) == 0 => (20, "MiB"),
+            _ => (10, "KiB"),
+        };
+        write!(f, "{} {unit}", self.0 >> shift)
     }
 }
 

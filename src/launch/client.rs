@@ -14,9 +14,8 @@ use std::thread;
 use std::time::Duration;
 
 use guest_agent::{Launch, STREAM_PORT};
-use serde::Serialize;
 
-use super::streams::{Has, Outcome, Streams};
+use super::streams::{Ended, Has, Outcome, Streams};
 use super::{Error, console};
 use vellum_sys::fork::Child;
 use vellum_sys::poll::Poll;
@@ -29,31 +28,6 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Exit statuses of the machine's process after a reset and after a panic.
 const RESET: u8 = 10;
 const PANIC: u8 = 11;
-
-/// How the command or its machine ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(tag = "ended", rename_all = "kebab-case")]
-pub enum Ended {
-    /// The command ended, with its status or with 128 plus its signal.
-    Command {
-        /// The status.
-        status: u8,
-    },
-    /// The command could not be started.
-    NotStarted {
-        /// The reason.
-        reason: String,
-    },
-    /// The machine ended before the command.
-    Machine {
-        /// The status of the machine's process.
-        status: u8,
-        /// The likely reason.
-        reason: String,
-        /// The last lines of its console.
-        console: String,
-    },
-}
 
 /// The machine's process and its connections.
 pub struct Guest<'a> {

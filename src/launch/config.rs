@@ -2,6 +2,8 @@
 
 use std::io::Read;
 
+use super::unpack::unpack;
+
 /// The largest configuration. One with everything enabled has 300 KiB.
 const MAX_FILE: u64 = 4 << 20;
 
@@ -9,7 +11,7 @@ const MAX_FILE: u64 = 4 << 20;
 /// between two marks. For a self-extracting image it searches the payload, if that is gzip, zstd or
 /// plain xz.
 pub fn within(image: &[u8]) -> Option<String> {
-    let kernel = compressed_kernel(image).and_then(|packed| super::kernel::unpack(packed.to_vec()).ok());
+    let kernel = compressed_kernel(image).and_then(|packed| unpack(packed.to_vec()).ok());
     let image = kernel.as_deref().unwrap_or(image);
     let mark = b"IKCFG_ST\x1f\x8b";
     let at = image.windows(mark.len()).position(|window| window == mark)?;

@@ -16,6 +16,7 @@ pub mod initramfs;
 pub mod kernel;
 pub mod modules;
 pub mod streams;
+mod unpack;
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 
 use guest_agent::{Event, Terminal, frame};
+use serde::Serialize;
 
-use super::client::Ended;
 use vellum_sys::poll::Poll;
 use vellum_sys::signal::{self, SignalFd};
 use vellum_sys::terminal::{self, Keys, Output};
@@ -42,6 +42,31 @@ pub enum Has {
 pub struct Streams {
     has: Has,
     guest: Guest,
+}
+
+/// How the command or its machine ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "ended", rename_all = "kebab-case")]
+pub enum Ended {
+    /// The command ended, with its status or with 128 plus its signal.
+    Command {
+        /// The status.
+        status: u8,
+    },
+    /// The command could not be started.
+    NotStarted {
+        /// The reason.
+        reason: String,
+    },
+    /// The machine ended before the command.
+    Machine {
+        /// The status of the machine's process.
+        status: u8,
+        /// The likely reason.
+        reason: String,
+        /// The last lines of its console.
+        console: String,
+    },
 }
 
 /// The result of a command.

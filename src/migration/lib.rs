@@ -16,11 +16,13 @@
 //! | [`commit_flag`] | on one host, a word that both processes see, and that decides |
 //! | [`link`] | one connection: a stream socket that carries frames |
 //! | [`sender`], [`receiver`] | each side's thread, which drives its machine |
+//! | [`pending`] | which pages are still to go |
 //! | [`populating`] | memory of a target that is to be there in full |
 //! | [`fetching`] | memory that comes when somebody wants it, out of a snapshot or from a source that has handed over its guest |
 //! | [`postcopy_memory`] | which of it is missing, and how what comes gets into it |
 //! | [`saving`], [`loading`] | the same between a machine and the files of a [`snapshot`] |
-//! | [`threads`] | what that thread and the event loop's say to each other |
+//! | [`since`] | what one snapshot leaves to the next |
+//! | [`threads`], [`events`] | how that thread and the event loop's speak, and what they say |
 //! | [`migratable`], [`incoming`] | each side's machine, which does on the event loop's thread what the other thread demands |
 //!
 //! What a whole machine's state is, and in which order it is saved and restored, is [`vellum_machine::state`]'s. A client
@@ -77,6 +79,7 @@
 
 pub mod bits;
 pub mod commit_flag;
+pub mod events;
 pub mod fetching;
 pub mod fit;
 pub mod incoming;
@@ -87,6 +90,7 @@ pub mod migratable;
 pub mod pace;
 pub mod pack;
 pub mod pages;
+pub(crate) mod pending;
 pub mod plan;
 pub mod populating;
 pub mod postcopy_memory;
@@ -94,6 +98,7 @@ pub mod receiver;
 pub mod saving;
 pub mod sender;
 pub mod share;
+pub mod since;
 pub mod snapshot;
 pub mod source;
 pub mod target;

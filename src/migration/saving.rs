@@ -1,6 +1,6 @@
 //! The thread that writes a snapshot: passes over memory while the guest runs, as a migration has them, then a pause for the last
 //! pages and the state. Where a migration has a link, this has files ([`crate::snapshot`]); what it needs done with the machine it
-//! demands in the same words ([`sender`](super::sender)).
+//! demands in the same words ([`events`](super::events)).
 //!
 //! Where it is followed on who writes to memory ([`Since`]), the next point has only what has changed. What a point that comes to nothing
 //! has taken of that is owed to the next one: a page is forgotten when the files that have it have their names, and not before.
@@ -8,7 +8,6 @@
 //! The guest goes on as soon as all of it has been copied; the files are brought to the disk afterwards. Then the client that gave
 //! them names them, and says so.
 
-use std::fmt;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,10 +15,11 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::bits::Bits;
+use super::events::{Demand, Done, Moving, Progress, Said, SenderCommand, SenderEvent, Written};
+use super::pending::{At, PendingPages};
 use super::plan::{Decision, Measured, Plan};
-use super::sender::pending::{At, PendingPages};
-use super::sender::{Demand, Done, Moving, Progress, Said, SenderCommand, SenderEvent, Written};
 use super::share::Share;
+use super::since::Since;
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::layer::{self, Writer};
 use crate::snapshot::{Files, disk, state};
@@ -50,35 +50,6 @@ pub struct Options {
     pub stop: bool,
     /// Whether it is followed on who writes to memory.
     pub follow: bool,
-}
-
-/// Who has written to memory since a point. The log of dirty pages is on for as long as this lives.
-pub struct Since {
-    method: Method,
-    owed: PendingPages,
-    /// Of which directory the point is.
-    pub chain: String,
-    /// Which it is.
-    pub point: u32,
-}
-
-impl Since {
-    /// How dirty pages are collected.
-    pub fn method(&self) -> Method {
-        self.method
-    }
-}
-
-impl fmt::Debug for Since {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "since point {} of {}", self.point, self.chain)
-    }
-}
-
-impl Drop for Since {
-    fn drop(&mut self) {
-        self.owed.unfollow();
-    }
 }
 
 /// Where a snapshot goes.

@@ -10,7 +10,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use guest_agent::serve::{Children, connected};
+use guest_agent::children::Children;
+use guest_agent::serve::connected;
 use guest_agent::{Argument, Launch, Request, frame};
 use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use serde_json::{Value, json};

@@ -11,7 +11,7 @@ use super::Config;
 use super::measured::{Parts, Phase, QUANTILES, Round, When};
 use crate::Error;
 use crate::of_rounds;
-use vellum_guests::run::BUCKET_RESOLUTION;
+use vellum_guests::latency::BUCKET_RESOLUTION;
 use vellum_host::hugepages;
 use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::Backing;

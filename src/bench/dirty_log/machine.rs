@@ -10,7 +10,7 @@ use crate::region::place;
 use crate::{Counted, Error, huge_premise};
 use vellum_guests::control::BUCKETS;
 use vellum_guests::guest::GuestConfig;
-use vellum_guests::run::nanoseconds;
+use vellum_guests::latency::nanoseconds;
 use vellum_guests::{Guest, Order, WriteConfig};
 use vellum_kvm::dirty::{self, DirtyTracker, Method, SlotLog};
 use vellum_kvm::memory::{Memory, MemoryConfig};

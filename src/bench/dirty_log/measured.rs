@@ -1,7 +1,7 @@
 //! The results of one round of `dirty-log`, and the figures of all rounds.
 
 use crate::of_rounds;
-use vellum_guests::run::BUCKET_RESOLUTION;
+use vellum_guests::latency::BUCKET_RESOLUTION;
 use vellum_kvm::vm::counters::Snapshot;
 use vellum_report::{Figure, Histogram, Label, Mark, Report, Series};
 

@@ -5,7 +5,7 @@ use crate::dirty_log::QUANTILES;
 use crate::of_rounds;
 use vellum_control::{Left, Pass, Waited};
 use vellum_guests::journal::PHASES;
-use vellum_guests::run::BUCKET_RESOLUTION;
+use vellum_guests::latency::BUCKET_RESOLUTION;
 use vellum_report::{Figure, Histogram, Label, Mark, Premise, Report, Series};
 
 /// One move of a guest. Times are in seconds, progress in pages per second.

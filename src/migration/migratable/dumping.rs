@@ -4,34 +4,14 @@
 use std::fs::File;
 use std::io;
 
-use vmm_sys_util::eventfd::EventFd;
-
 use super::MigratableMachine;
-use super::operation::{Operation, Work};
+use super::operation::{DumpJob, OnPanic, Operation, Work};
 use vellum_control::Event;
 use vellum_control::operation::{Asker, Kind};
 use vellum_kvm::arch::core::{Core, IMPOSSIBLE};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::Inspect;
 use vellum_machine::dump::{Dumped, Dumping};
-
-/// Where a guest that panics is dumped to.
-#[derive(Debug)]
-pub struct OnPanic {
-    /// The file, without a name.
-    pub file: File,
-    /// What it will be called.
-    pub name: String,
-    /// Has it named, by the process's guard.
-    pub written: EventFd,
-}
-
-/// A dump that is under way.
-pub(super) struct DumpJob {
-    dumping: Dumping,
-    /// How the guest has ended, where that is why.
-    ended: Option<(Exit, OnPanic)>,
-}
 
 impl<P: Inspect> MigratableMachine<P> {
     /// Has a guest that panics be dumped.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{Error, MigratableMachine, not_handed_over};
-use crate::sender::SenderCommand;
+use crate::events::SenderCommand;
 use crate::share::MAX_CONNECTIONS;
 use vellum_control::operation::{Asker, Kind, News, UnderWay};
 use vellum_control::{Do, MachineState};
@@ -265,7 +265,7 @@ where
     }
 
     fn tracker(&self) -> Option<&'static str> {
-        let since = self.since.as_ref().map(|since| since.method());
+        let since = self.since.as_ref().map(|since| since.method);
         Some(self.operation.leaving().and_then(|leaving| leaving.tracker).or(since)?.name())
     }
 

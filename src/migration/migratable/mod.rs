@@ -22,14 +22,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
-pub use self::dumping::OnPanic;
 pub use self::error::Error;
+pub use self::operation::OnPanic;
 use self::operation::{AtMostOne, Operation, SaveOperation, Work};
 use super::commit_flag::CommitFlag;
+use super::events::{Demand, Done, Moving, Options, Said, SenderCommand, SenderEvent};
 use super::link::GiveUp;
 use super::message::SessionId;
-use super::saving::{self, Saving, Since};
-use super::sender::{Demand, Done, Moving, Options, Said, SenderCommand, SenderEvent, Sending};
+use super::saving::{self, Saving};
+use super::sender::Sending;
+use super::since::Since;
 use super::threads;
 use crate::snapshot::Files;
 use vellum_control::operation::{Asker, Kind, News};
@@ -243,7 +245,7 @@ impl<P: SaveState> MigratableMachine<P> {
         let continues = |since: &Since| {
             since.chain == asked.chain
                 && since.point.checked_add(1) == Some(asked.number)
-                && method.is_none_or(|method| method == since.method())
+                && method.is_none_or(|method| method == since.method)
         };
         let since = self.since.take().filter(|since| continues(since)).map(|since| *since);
         let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number, disks };

@@ -1,19 +1,23 @@
 //! The operation that a machine has under way, as its event loop's thread sees it: at most one, and whose it is. One by which memory and
 //! state leave it has a thread of its own; [`SaveOperation`] is the end that speaks to that, and what has been measured and decided so far.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use vmm_sys_util::eventfd::EventFd;
+
 use super::MigratableMachine;
-use super::dumping::DumpJob;
+use crate::events::{Said, SenderCommand};
 use crate::link::GiveUp;
-use crate::sender::{Said, SenderCommand};
 use crate::threads;
 use vellum_control::Event;
 use vellum_control::operation::{Asker, CLIENT_GONE, Kind, News, UnderWay};
 use vellum_kvm::dirty::Method;
+use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::Inspect;
+use vellum_machine::dump::Dumping;
 
 /// What is under way.
 pub(super) struct Operation {
@@ -31,6 +35,24 @@ pub(super) enum Work {
     SaveOperation(Box<SaveOperation>),
     /// By turns of the event loop.
     Dumping(Box<DumpJob>),
+}
+
+/// Where a guest that panics is dumped to.
+#[derive(Debug)]
+pub struct OnPanic {
+    /// The file, without a name.
+    pub file: File,
+    /// What it will be called.
+    pub name: String,
+    /// Has it named, by the process's guard.
+    pub written: EventFd,
+}
+
+/// A dump that is under way.
+pub(super) struct DumpJob {
+    pub(super) dumping: Dumping,
+    /// How the guest has ended, where that is why.
+    pub(super) ended: Option<(Exit, OnPanic)>,
 }
 
 impl Operation {

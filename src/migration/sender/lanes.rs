@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::pending::{At, PendingPages};
 use crate::link::{self, Link};
 use crate::message::{Message, SessionId};
 use crate::pace::Pace;
 use crate::pages::Block;
+use crate::pending::{At, PendingPages};
 use crate::share::Share;
 use crate::threads::{self, MachineEnd, Mine, Orphaned};
 use crate::wire::Frame;

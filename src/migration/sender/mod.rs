@@ -3,11 +3,9 @@
 //!
 //! Here is what it hears; `performing` has what follows from that, [`passes`] the passes over memory, [`pending`] what is still to be sent.
 
-mod events;
 mod handing;
 mod lanes;
 mod passes;
-pub(super) mod pending;
 mod performing;
 mod postcopy;
 mod serving;
@@ -18,18 +16,18 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-pub use self::events::{Demand, Done, Moving, Options, Progress, Said, SenderCommand, SenderEvent, Written};
 pub use self::lanes::Lane;
 use self::lanes::{Common, Lanes};
 use self::passes::Pass;
-use self::pending::PendingPages;
 pub use self::serving::Server;
 use self::serving::Serving;
 use super::bits::Bits;
 use super::commit_flag::{CommitFlag, Ownership as Decided};
+use super::events::{Demand, Done, Moving, Options, Progress, Said, SenderCommand, SenderEvent};
 use super::link::{self, GiveUp, Link};
 use super::message::{Message, OLDEST, SessionId, VERSION};
 use super::pages::Block;
+use super::pending::PendingPages;
 use super::plan::Plan;
 use super::share::Share;
 use super::source::{Event, Source, State};

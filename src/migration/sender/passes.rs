@@ -3,11 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::events::{Demand, Done, Said, SenderEvent};
-use super::pending::At;
 use super::{PERIOD, Sending};
 use crate::bits::Bits;
+use crate::events::{Demand, Done, Said, SenderEvent};
 use crate::message::Message;
+use crate::pending::At;
 use crate::plan::{Decision, Measured};
 use crate::source::{Event, State};
 use crate::threads::Orphaned;

@@ -5,11 +5,11 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use super::Sending;
-use super::events::{Said, SenderEvent};
 use super::passes::Pass;
-use super::pending::At;
 use crate::bits::Bits;
+use crate::events::{Said, SenderEvent};
 use crate::link;
+use crate::pending::At;
 use crate::share::Share;
 use crate::source::{Event, State};
 use crate::wire::Run;

@@ -1,9 +1,8 @@
 //! What two sets of results repeat (boots, processes or VMs), and which repetitions were measured
 //! in turn and form pairs.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::results::boots;
 use super::{Compared, Replicate, Unit};
 use crate::Report;
 use crate::figure::{Figure, Label, median};
@@ -133,4 +132,9 @@ fn in_turn<'a>(sides: [Vec<(Run<'a>, f64, f64)>; 2]) -> Option<[HashMap<Run<'a>,
         }
         pairs
     })
+}
+
+/// The boots that `results` come from.
+pub(super) fn boots<'a>(results: &[&'a Report]) -> HashSet<&'a str> {
+    results.iter().map(|result| result.host.boot.as_str()).collect()
 }

@@ -24,20 +24,22 @@ pub fn method(width: usize) -> String {
     out
 }
 
-/// The comparison as text of `width` columns.
-pub fn text(comparison: &Comparison, width: usize) -> String {
-    let mut out = String::new();
-    for (i, question) in comparison.questions.iter().enumerate() {
-        if i > 0 {
-            out.push('\n');
+impl Comparison {
+    /// The terminal form, `width` columns wide.
+    pub fn text(&self, width: usize) -> String {
+        let mut out = String::new();
+        for (i, question) in self.questions.iter().enumerate() {
+            if i > 0 {
+                out.push('\n');
+            }
+            write_question(&mut out, question, width);
         }
-        write_question(&mut out, question, width);
+        for alone in &self.alone {
+            let (name, command) = (printable(&alone.name), command_line(&alone.command));
+            let _ = writeln!(out, "only in {}: {name}  $ {command}", printable(&alone.side));
+        }
+        out + "\n" + &method(width)
     }
-    for alone in &comparison.alone {
-        let (name, command) = (printable(&alone.name), command_line(&alone.command));
-        let _ = writeln!(out, "only in {}: {name}  $ {command}", printable(&alone.side));
-    }
-    out + "\n" + &method(width)
 }
 
 fn write_question(out: &mut String, question: &Question, width: usize) {

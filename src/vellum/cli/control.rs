@@ -21,8 +21,7 @@ use vellum_devices::console::{Opened, Target};
 use vellum_kvm::memory::short_size;
 use vellum_kvm::vm::counters;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_launch::client::Ended;
-use vellum_launch::streams::{self, Has, Outcome, Streams};
+use vellum_launch::streams::{self, Ended, Has, Outcome, Streams};
 use vellum_sys::keyvalue;
 use vellum_sys::socket::Name;
 

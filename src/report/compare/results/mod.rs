@@ -4,8 +4,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::repeated::Repeated;
-use super::{Compared, Policy, Unit, Weighed, text, weigh};
+use super::repeated::{Repeated, boots};
+use super::{Compared, Policy, Unit, Weighed, weigh};
 use crate::{Report, printable, terminal};
 
 /// Why two sets cannot be compared. Each message is one line.
@@ -53,13 +53,6 @@ pub struct Comparison {
     pub questions: Vec<Question>,
     /// Commands with parameters that only one side ran.
     pub alone: Vec<Alone>,
-}
-
-impl Comparison {
-    /// The terminal form, `width` columns wide.
-    pub fn text(&self, width: usize) -> String {
-        text::text(self, width)
-    }
 }
 
 /// A command with parameters that only one side ran.
@@ -280,10 +273,6 @@ fn asked(name: &str, results: &[&Report], alone: Vec<String>) -> Asked {
         warnings,
         alone,
     }
-}
-
-pub(super) fn boots<'a>(results: &[&'a Report]) -> HashSet<&'a str> {
-    results.iter().map(|result| result.host.boot.as_str()).collect()
 }
 
 /// Parameters and host facts as key-value pairs. The boot ID is left out.

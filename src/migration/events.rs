@@ -1,4 +1,4 @@
-//! What the source's thread and the event loop's say to each other.
+//! What the thread that sends or saves a machine and the event loop's thread say to each other.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::plan::Measured;
-use crate::saving::Since;
+use crate::since::Since;
 use crate::snapshot::layer;
 use vellum_control::{Disk, Left, Mode, Pass, Phase, Then, Throttling, Waited};
 use vellum_kvm::dirty::{DirtyTracker, Method};

@@ -1,4 +1,4 @@
-//! Which pages the target has still to be sent.
+//! Which pages the target, or a snapshot, has still to get.
 //!
 //! A page is *owed* from the moment that a collection names it until it has been sent. A pass that is given up in its middle leaves the
 //! rest owed, so that nothing is lost with it.
