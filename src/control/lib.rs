@@ -733,7 +733,7 @@ pub enum Event {
 impl Event {
     /// Whether a client that does not read may miss the event: the next one of its kind repeats it,
     /// or no one waits for it.
-    pub fn may_be_missed(&self) -> bool {
+    pub(crate) fn may_be_missed(&self) -> bool {
         matches!(
             self,
             Self::Paused { .. }

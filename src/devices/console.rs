@@ -29,7 +29,7 @@ use vellum_sys::terminal::{self, Keys};
 
 /// Bytes of input held during a hand-over: the size of a terminal's line buffer. Further input
 /// stays in the source.
-pub const MAX_HELD: usize = 4096;
+pub(crate) const MAX_HELD: usize = 4096;
 
 /// The target of a serial port, as `--serial` names it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -47,7 +47,7 @@ impl Line {
     }
 
     /// Masks or unmasks the line. Unmasking sends a pending signal.
-    pub fn set_masked(&self, masked: bool) {
+    pub(crate) fn set_masked(&self, masked: bool) {
         self.masked.store(masked, Ordering::SeqCst);
         if !masked && self.take_pending() {
             self.write();
@@ -60,7 +60,7 @@ impl Line {
     }
 
     /// Restores what [`Line::is_pending`] returned on save.
-    pub fn set_pending(&self, pending: bool) {
+    pub(crate) fn set_pending(&self, pending: bool) {
         self.pending.store(pending, Ordering::SeqCst);
     }
 

@@ -76,7 +76,7 @@ impl Rtc {
     }
 
     /// Sets the clock, in seconds since 1970.
-    pub fn set_seconds(&self, seconds: u64) {
+    pub(crate) fn set_seconds(&self, seconds: u64) {
         self.state().ahead = seconds.wrapping_sub(clocks::now() / 1_000_000_000) as i64;
     }
 

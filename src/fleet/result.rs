@@ -140,7 +140,7 @@ pub fn text(header: &Header, reports: &[Report]) -> serde_json::Result<Vec<u8>> 
 
 /// Reads a file that anyone may have created. Follows no links, opens only regular files, and reads
 /// no more than a result may have.
-pub fn read_file(path: &Path) -> Result<Vec<u8>, String> {
+pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>, String> {
     let file = open::for_reading(path, Kind::Unlinked).map_err(|error| error.to_string())?;
     let about = file.metadata().map_err(|error| error.to_string())?;
     if about.len() > LARGEST {

@@ -35,11 +35,11 @@ pub mod phase {
 /// Values of [`Control::order`].
 pub mod order {
     /// Page after page.
-    pub const SEQUENTIAL: u64 = 0;
+    pub(crate) const SEQUENTIAL: u64 = 0;
     /// A random page each time, so a pass misses about 37 % of them.
     pub const RANDOM: u64 = 1;
     /// Every page once a pass, in the order of a full-period congruential generator.
-    pub const SHUFFLED: u64 = 2;
+    pub(crate) const SHUFFLED: u64 = 2;
 }
 
 /// Values of [`Control::flags`].
@@ -203,13 +203,13 @@ impl Control {
     }
 
     /// The longest write of all phases in TSC ticks.
-    pub fn slowest_of_all(&self) -> u64 {
+    pub(crate) fn slowest_of_all(&self) -> u64 {
         self.slowest.iter().map(|ticks| ticks.load(Ordering::Relaxed)).max().unwrap_or(0)
     }
 }
 
 /// The largest number of ticks in bucket `index`: the inverse of the assembly's computation.
-pub fn bucket_bound(index: usize) -> u64 {
+pub(crate) fn bucket_bound(index: usize) -> u64 {
     let sub = 1u64 << SUB_BITS;
     let (group, low) = ((index as u64) >> SUB_BITS, (index as u64) & (sub - 1));
     // Group 0 holds 0..16 exactly; group g holds [16, 32) << (g - 1) in 16 steps.

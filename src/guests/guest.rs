@@ -271,7 +271,7 @@ impl Guest {
     }
 
     /// The first two entries of the guest's root page table: its own slot, and RAM.
-    pub fn root_entries(&self) -> [u64; 2] {
+    pub(crate) fn root_entries(&self) -> [u64; 2] {
         let root = (self.root - self.slot.gpa()) as usize / 8;
         [0, 1].map(|index| self.slot.mapping().words()[root + index].load(Ordering::Relaxed))
     }
@@ -315,7 +315,7 @@ impl Guest {
     }
 
     /// Resumes those vCPUs that have not rung, after [`Guest::pause`].
-    pub fn resume_unfinished(&self) {
+    pub(crate) fn resume_unfinished(&self) {
         let rung = self.bell.lock();
         self.vcpus
             .iter()

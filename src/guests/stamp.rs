@@ -23,7 +23,7 @@ pub struct Stamp {
 pub const WORDS: u64 = (size_of::<Stamp>() / 8) as u64;
 
 /// The bits of [`Stamp::writer`] that count writes.
-pub const SEQ_BITS: u32 = 48;
+pub(crate) const SEQ_BITS: u32 = 48;
 
 /// A vCPU's [`Stamp::writer`] before its first write.
 pub fn writer(vcpu: usize) -> u64 {

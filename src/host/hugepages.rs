@@ -107,7 +107,7 @@ pub fn check(page_size: u64, bytes: u64) -> Result<(), Shortage> {
 }
 
 /// Everything that stands in the way of the same, in the order in which [`check`] would come upon it.
-pub fn shortages(page_size: u64, bytes: u64) -> Vec<Shortage> {
+pub(crate) fn shortages(page_size: u64, bytes: u64) -> Vec<Shortage> {
     shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, bytes)
 }
 
@@ -133,7 +133,7 @@ pub fn default_size() -> Option<u64> {
 }
 
 /// Every size, for the whole host and then node by node.
-pub fn pools() -> Vec<Pool> {
+pub(crate) fn pools() -> Vec<Pool> {
     let root = Path::new("/");
     let nodes = nodes_under(root);
     let pools_of = |size| {

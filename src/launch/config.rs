@@ -99,7 +99,7 @@ impl Board {
 
 /// Every guest needs one of these, preferably the first. With the second, it only has the command's
 /// streams.
-pub const STREAMS: [Symbol; 2] = [
+pub(crate) const STREAMS: [Symbol; 2] = [
     ("VIRTIO_VSOCKETS", true, "the command's standard streams"),
     ("VIRTIO_CONSOLE", true, "the command's standard streams, without a vsock"),
 ];
@@ -132,7 +132,7 @@ pub fn ignores_command_line(config: &str) -> Option<&'static str> {
 }
 
 /// Whether `symbol` is a module. `None` if the configuration lacks it.
-pub fn is_module(config: &str, symbol: &str) -> Option<bool> {
+pub(crate) fn is_module(config: &str, symbol: &str) -> Option<bool> {
     match value(config, symbol) {
         Some("y") => Some(false),
         Some("m") => Some(true),

@@ -390,7 +390,7 @@ impl Virtio {
     ///
     /// # Errors
     /// Which device that is.
-    pub fn check_resets(&self) -> Result<(), Error> {
+    pub(crate) fn check_resets(&self) -> Result<(), Error> {
         let hangs = |wired: &Wired| Some(Error::Hangs(wired.name.clone(), wired.device.hang()?));
         self.devices.iter().find_map(hangs).map_or(Ok(()), Err)
     }

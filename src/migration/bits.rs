@@ -7,7 +7,7 @@ use vellum_kvm::dirty::scan;
 
 /// The bits.
 #[derive(Debug)]
-pub struct Bits(Vec<AtomicU64>);
+pub(crate) struct Bits(Vec<AtomicU64>);
 
 impl Bits {
     /// None set, of so many pages.
@@ -46,7 +46,7 @@ impl Bits {
     }
 
     /// The same of words of which the first is of page `first`, a multiple of 64.
-    pub fn add_at(&self, first: u64, words: &[u64]) {
+    pub(crate) fn add_at(&self, first: u64, words: &[u64]) {
         let from = (first / 64) as usize;
         for (mine, word) in self.0[from..].iter().zip(words) {
             mine.fetch_or(*word, Ordering::Relaxed);
@@ -54,7 +54,7 @@ impl Bits {
     }
 
     /// The same, those left out that are set in `but`.
-    pub fn add_but(&self, words: &[u64], but: &Self) {
+    pub(crate) fn add_but(&self, words: &[u64], but: &Self) {
         for ((mine, word), but) in self.0.iter().zip(words).zip(&but.0) {
             let word = word & !but.load(Ordering::Relaxed);
             if word != 0 {
@@ -64,7 +64,7 @@ impl Bits {
     }
 
     /// As those of `other` are now.
-    pub fn copy_from(&self, other: &Self) {
+    pub(crate) fn copy_from(&self, other: &Self) {
         let words = self.0.iter().zip(&other.0);
         words.for_each(|(mine, other)| mine.store(other.load(Ordering::Relaxed), Ordering::Relaxed));
     }
@@ -80,12 +80,12 @@ impl Bits {
     }
 
     /// The first run of pages in `pages` whose bits are set.
-    pub fn first_run(&self, pages: Range<u64>) -> Option<Range<u64>> {
+    pub(crate) fn first_run(&self, pages: Range<u64>) -> Option<Range<u64>> {
         self.first_run_of(pages, u64::MAX)
     }
 
     /// The same, `most` pages of it at most: no more than that is looked at.
-    pub fn first_run_of(&self, pages: Range<u64>, most: u64) -> Option<Range<u64>> {
+    pub(crate) fn first_run_of(&self, pages: Range<u64>, most: u64) -> Option<Range<u64>> {
         let start = self.first(pages.clone(), 0)?;
         let end = pages.end.min(start.saturating_add(most));
         Some(start..self.first(start..end, u64::MAX).unwrap_or(end))

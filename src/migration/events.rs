@@ -147,7 +147,7 @@ pub struct Progress {
 }
 
 /// The machine, as far as this thread has a part in it.
-pub struct Moving {
+pub(crate) struct Moving {
     /// What it is.
     pub describe: Value,
     /// Its memory.
@@ -161,7 +161,7 @@ pub struct Moving {
 }
 
 /// What comes from the event loop's thread.
-pub enum SenderCommand {
+pub(crate) enum SenderCommand {
     /// The answer to the last demand.
     Done(Done),
     /// The operator does not want it, or the guest has ended.

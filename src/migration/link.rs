@@ -129,34 +129,34 @@ impl Link {
     }
 
     /// How long the peer may be silent.
-    pub fn set_liveness(&mut self, liveness: Duration) {
+    pub(crate) fn set_liveness(&mut self, liveness: Duration) {
         self.liveness = liveness;
     }
 
     /// Takes pages and state from now on, too. Until then nobody makes this process allocate more than a message needs.
-    pub fn admit(&mut self) {
+    pub(crate) fn admit(&mut self) {
         self.admitted = true;
     }
 
     /// From now on what follows a header is read with it, up to so many bytes in all: a frame that is as short comes by one call of the
     /// kernel. Whoever waits for the descriptor afterwards asks [`Link::has_more`] first.
-    pub fn read_ahead(&mut self, bytes: usize) {
+    pub(crate) fn read_ahead(&mut self, bytes: usize) {
         self.at_once = bytes.max(HEADER);
     }
 
     /// Whether something has been read that [`Link::receive`] has not given yet: its descriptor does not tell of that.
-    pub fn has_more(&self) -> bool {
+    pub(crate) fn has_more(&self) -> bool {
         self.taken < self.filled
     }
 
     /// Ends a [`Link::send`] that waits, where it says so and `wake` becomes readable.
-    pub fn set_give_up(&mut self, give_up: GiveUp, wake: RawFd) {
+    pub(crate) fn set_give_up(&mut self, give_up: GiveUp, wake: RawFd) {
         (self.give_up, self.wake) = (give_up, Some(wake));
     }
 
     /// Until when [`Link::send`] waits for a peer that takes nothing. What it does not take by then is kept, and goes first when
     /// something is sent again: the frame that is under way is not lost.
-    pub fn set_until(&mut self, until: Option<Instant>) {
+    pub(crate) fn set_until(&mut self, until: Option<Instant>) {
         self.until = until;
     }
 
@@ -164,7 +164,7 @@ impl Link {
     ///
     /// # Errors
     /// Where there is none left.
-    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+    pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
         self.socket.try_clone()
     }
 
@@ -196,7 +196,11 @@ impl Link {
     ///
     /// # Errors
     /// As [`Link::send`].
-    pub fn say_with(&mut self, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
+    pub(crate) fn say_with(
+        &mut self,
+        message: &Message,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), Error> {
         let frame = self.encoder.message(message);
         let sent = socket::send_with(&self.socket, &frame, descriptors)?;
         self.sent += sent as u64;
@@ -204,7 +208,7 @@ impl Link {
     }
 
     /// The descriptors that have come with the first message.
-    pub fn take_descriptors(&mut self) -> Vec<OwnedFd> {
+    pub(crate) fn take_descriptors(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.descriptors)
     }
 
@@ -221,7 +225,7 @@ impl Link {
     ///
     /// # Errors
     /// As [`Link::send`].
-    pub fn send_map(&mut self, region: u32, bits: &Bits, pages: u64) -> Result<(), Error> {
+    pub(crate) fn send_map(&mut self, region: u32, bits: &Bits, pages: u64) -> Result<(), Error> {
         let words = bits.words();
         for (at, words) in (0..).step_by(MAX_MAPPED as usize).zip(words.chunks(MAX_MAPPED as usize / 64)) {
             if words.iter().all(|word| *word == 0) {
@@ -266,7 +270,7 @@ impl Link {
     }
 
     /// Whether the kernel has taken all that was sent.
-    pub fn is_sent(&self) -> bool {
+    pub(crate) fn is_sent(&self) -> bool {
         self.rest.is_empty()
     }
 

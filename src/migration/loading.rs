@@ -66,7 +66,7 @@ pub enum Way {
 }
 
 /// The thread.
-pub struct Loading {
+pub(crate) struct Loading {
     way: Way,
     machine: Mine<Said, ReceiverCommand>,
     source: Option<Source>,

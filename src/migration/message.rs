@@ -22,7 +22,7 @@ pub const POSTCOPIES: u32 = 3;
 pub const ZSTD: &str = "zstd";
 
 /// The newest version that a peer which speaks `versions`, oldest and newest, shares with this one.
-pub fn common_version([oldest, newest]: [u32; 2]) -> Option<u32> {
+pub(crate) fn common_version([oldest, newest]: [u32; 2]) -> Option<u32> {
     let common = newest.min(VERSION);
     (oldest.max(OLDEST) <= common).then_some(common)
 }
@@ -244,7 +244,7 @@ pub enum Message {
 
 impl Message {
     /// The last word, with nothing to pass on.
-    pub const BYE: Self = Self::Bye { typed: Vec::new() };
+    pub(crate) const BYE: Self = Self::Bye { typed: Vec::new() };
 
     /// As it came from a peer, whose reasons go into logs and onto terminals: each is one line of a length that can be read.
     pub fn shown(mut self) -> Self {

@@ -163,7 +163,7 @@ impl Plan {
 
     /// How long a final pass that is under way `now` after the beginning may take before it is given up; `None` where the guest is to
     /// move however long that takes.
-    pub fn most_downtime(&self, now: Duration) -> Option<Duration> {
+    pub(crate) fn most_downtime(&self, now: Duration) -> Option<Duration> {
         let forced = matches!(self.timeout, Some((timeout, Then::Force)) if now >= timeout);
         (!forced).then(|| self.downtime.max(MIN_OVERRUN))
     }
@@ -296,7 +296,7 @@ impl Plan {
     }
 
     /// Whether the rest is to follow when the guest runs on the target, also in the middle of a pass, `now` after the beginning.
-    pub fn is_to_follow(&self, now: Duration) -> bool {
+    pub(crate) fn is_to_follow(&self, now: Duration) -> bool {
         matches!(self.timeout, Some((timeout, Then::Postcopy)) if now >= timeout)
     }
 

@@ -42,7 +42,7 @@ impl Populating {
     ///
     /// # Errors
     /// Why it never will be.
-    pub fn is_done(&self, time: Duration) -> Result<bool, String> {
+    pub(crate) fn is_done(&self, time: Duration) -> Result<bool, String> {
         match self.end.recv_timeout(time) {
             Ok(result) => result.map(|()| true),
             Err(RecvTimeoutError::Timeout) => Ok(false),

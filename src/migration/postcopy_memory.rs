@@ -69,7 +69,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl PostcopyMemory {
     /// All of `mapping`, backed by pages of `page` bytes, of which those units are missing whose bits are set.
     /// `whole` is written to once none is.
-    pub fn new(uffd: Uffd, mapping: Arc<Mapping>, page: u64, missing: Bits, whole: Arc<EventFd>) -> Self {
+    pub(crate) fn new(
+        uffd: Uffd,
+        mapping: Arc<Mapping>,
+        page: u64,
+        missing: Bits,
+        whole: Arc<EventFd>,
+    ) -> Self {
         let left = AtomicU64::new(missing.count());
         let (gathered, waiting) = (Mutex::default(), Mutex::default());
         let (unit, brought) = (page / PAGE_SIZE, AtomicU64::new(0));
@@ -92,7 +98,7 @@ impl PostcopyMemory {
     }
 
     /// The units that are missing.
-    pub fn missing(&self) -> &Bits {
+    pub(crate) fn missing(&self) -> &Bits {
         &self.missing
     }
 
@@ -107,7 +113,7 @@ impl PostcopyMemory {
     }
 
     /// The unit of a host-virtual address of the mapping.
-    pub fn unit_at(&self, address: u64) -> u64 {
+    pub(crate) fn unit_at(&self, address: u64) -> u64 {
         (address - self.mapping.as_ptr() as u64) / self.page
     }
 
@@ -268,7 +274,7 @@ impl PostcopyMemory {
     }
 
     /// The units that somebody waits for.
-    pub fn awaited(&self) -> Vec<u64> {
+    pub(crate) fn awaited(&self) -> Vec<u64> {
         let mut units: Vec<u64> = locked(&self.waiting).now.iter().map(|(unit, ..)| *unit).collect();
         units.sort_unstable();
         units.dedup();

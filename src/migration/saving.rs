@@ -89,7 +89,7 @@ fn failed(what: &'static str) -> impl Fn(std::io::Error) -> End {
 }
 
 /// The thread.
-pub struct Saving {
+pub(crate) struct Saving {
     options: Options,
     machine: Mine<Said, SenderCommand>,
     describe: Value,

@@ -7,7 +7,7 @@ use super::wire::Run;
 use vellum_sys::plant::{self, Mistake};
 
 /// The most connections of one migration.
-pub const MAX_CONNECTIONS: u32 = 16;
+pub(crate) const MAX_CONNECTIONS: u32 = 16;
 /// Pages of a chunk: a multiple of what one frame carries.
 const CHUNK: u64 = 512;
 
@@ -30,7 +30,7 @@ impl Share {
     }
 
     /// What it carries in pass `pass`: always the same.
-    pub fn in_pass(self, pass: u32) -> Self {
+    pub(crate) fn in_pass(self, pass: u32) -> Self {
         let other = plant::is(Mistake::ChunkChangesConnection) && pass > 1;
         Self { connection: (self.connection + u32::from(other)) % self.of, ..self }
     }

@@ -141,11 +141,6 @@ impl Source {
         }
     }
 
-    /// Whether the guest runs here, or is paused for the user's reasons alone.
-    pub fn has_the_guest(&self) -> bool {
-        matches!(self.state, State::Greeting | State::Offering | State::Copying | State::Stayed)
-    }
-
     /// The same source, which has all memory compared before it commits.
     pub fn verifying(mut self, verifies: bool) -> Self {
         self.verifies = verifies;
@@ -153,13 +148,13 @@ impl Source {
     }
 
     /// The same source, whose pages are to be compressed.
-    pub fn compressing(mut self, compresses: bool) -> Self {
+    pub(crate) fn compressing(mut self, compresses: bool) -> Self {
         self.compresses = compresses;
         self
     }
 
     /// The same source, whose RAM is handed over as a descriptor.
-    pub fn handing_over(mut self, hands_over: bool) -> Self {
+    pub(crate) fn handing_over(mut self, hands_over: bool) -> Self {
         self.hands_over = hands_over;
         self
     }

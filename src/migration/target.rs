@@ -137,11 +137,6 @@ impl Target {
         Self { state: State::Listening, fenced: false, ahead: false, whole: false, cut: false }
     }
 
-    /// Whether the guest runs here.
-    pub fn has_the_guest(&self) -> bool {
-        self.state == State::Running
-    }
-
     /// Whether the guest is to run, or runs, while some of its memory is missing here.
     pub fn lacks(&self) -> bool {
         self.ahead && !self.whole

@@ -23,7 +23,7 @@ pub fn event() -> io::Result<Arc<EventFd>> {
 pub fn pair<S, T>(wake: Arc<EventFd>) -> io::Result<(Mine<S, T>, MachineEnd<S, T>)> {
     let tells = event()?;
     let ((say, said), (tell, told)) = (channel(), channel());
-    Ok((Mine { say, wake, told, tells: tells.clone() }, MachineEnd { said, teller: Teller { tell, tells } }))
+    Ok((Mine { say, wake, told, tells: tells.clone() }, MachineEnd { said, tell, tells }))
 }
 
 /// The other thread is gone.
@@ -77,7 +77,8 @@ impl<S, T> Mine<S, T> {
 #[derive(Debug)]
 pub struct MachineEnd<S, T> {
     said: Receiver<S>,
-    teller: Teller<T>,
+    tell: Sender<T>,
+    tells: Arc<EventFd>,
 }
 
 impl<S, T> MachineEnd<S, T> {
@@ -87,31 +88,6 @@ impl<S, T> MachineEnd<S, T> {
     }
 
     /// Tells it something, if it is there.
-    pub fn tell(&self, what: T) {
-        self.teller.tell(what);
-    }
-
-    /// For others who tell it something.
-    pub fn teller(&self) -> Teller<T> {
-        self.teller.clone()
-    }
-}
-
-/// Tells the migration's thread something.
-#[derive(Debug)]
-pub struct Teller<T> {
-    tell: Sender<T>,
-    tells: Arc<EventFd>,
-}
-
-impl<T> Clone for Teller<T> {
-    fn clone(&self) -> Self {
-        Self { tell: self.tell.clone(), tells: self.tells.clone() }
-    }
-}
-
-impl<T> Teller<T> {
-    /// Tells it, if it is there.
     pub fn tell(&self, what: T) {
         if self.tell.send(what).is_ok() {
             let _ = self.tells.write(1);
@@ -131,7 +107,7 @@ mod tests {
         assert!(mine.say(7).is_ok());
         assert_eq!((wake.read().unwrap(), machine.heard(), machine.heard()), (1, Some(7), None));
         machine.tell("one");
-        machine.teller().tell("two");
+        machine.tell("two");
         for said in ["one", "two"] {
             assert!(mine.tells.read().is_ok(), "not woken for {said}");
             mine.tells.write(1).unwrap();

@@ -71,7 +71,7 @@ impl Sums {
     }
 
     /// The next run and the sums of its pages, until there is none.
-    pub fn next_run(&mut self) -> Option<(Run, &[u8])> {
+    pub(crate) fn next_run(&mut self) -> Option<(Run, &[u8])> {
         loop {
             let (slot, words) = self.memory.get(self.at.0)?;
             let Some(found) = scan::first_run(words, self.at.1..slot.pages()) else {

@@ -98,7 +98,7 @@ impl Report {
     }
 
     /// Whether the result has only one case, with the result's own name.
-    pub fn is_one_case(&self) -> bool {
+    pub(crate) fn is_one_case(&self) -> bool {
         matches!(&self.cases[..], [] | [_]) && self.cases.iter().all(|case| case.name == self.name)
     }
 

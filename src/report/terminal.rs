@@ -69,7 +69,7 @@ pub fn command_line(command: &[String]) -> String {
 }
 
 /// A parameter's value. A multiple of 1 MiB is probably a size and is also shown as one.
-pub fn asked_value(value: &Value) -> String {
+pub(crate) fn asked_value(value: &Value) -> String {
     match value {
         Value::String(s) => printable(s).into_owned(),
         Value::Number(n) => match n.as_u64() {

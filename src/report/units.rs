@@ -5,7 +5,7 @@
 
 /// A unit scaled to the values, so that the numbers of one row or axis share it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Scale {
+pub(crate) struct Scale {
     /// The divisor for values in the figure's own unit.
     pub divisor: f64,
     /// The printed unit: `ms` for a figure in `s`.
@@ -14,7 +14,7 @@ pub struct Scale {
 }
 
 /// If the largest and smallest value differ by more than this factor, each keeps its own decimals.
-pub const FAR: f64 = 1e4;
+pub(crate) const FAR: f64 = 1e4;
 
 const DECIMAL: [(f64, &str); 4] = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
 const BINARY: [(f64, &str); 4] = [
@@ -96,7 +96,7 @@ impl Scale {
     }
 
     /// Formats `value` with the unit.
-    pub fn with_unit(&self, value: f64) -> String {
+    pub(crate) fn with_unit(&self, value: f64) -> String {
         let number = self.number(value);
         match self.unit.as_str() {
             "" => number,

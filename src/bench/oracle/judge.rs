@@ -132,7 +132,7 @@ impl fmt::Display for Lost {
 
 /// The result of checking a collection.
 #[derive(Clone, Debug, Default)]
-pub struct LogVerdict {
+pub(crate) struct LogVerdict {
     /// Pages with a bit.
     pub dirty: u64,
     /// Pages whose write the stamps prove and whose bit is set: the events checked.
@@ -151,7 +151,7 @@ pub struct LogVerdict {
 
 /// The oracle for one guest's RAM.
 #[derive(Debug)]
-pub struct Oracle {
+pub(crate) struct Oracle {
     seen: Vec<SeenPage>,
     collection: u64,
     vcpus: usize,
@@ -165,7 +165,7 @@ impl Oracle {
 
     /// Reads the `pages` of RAM just after logging was enabled, and expects nothing from before.
     /// With `all_set` the log began with all bits set.
-    pub fn baseline(&mut self, words: &[AtomicU64], pages: Range<u64>, mode: Mode, all_set: bool) {
+    pub(crate) fn baseline(&mut self, words: &[AtomicU64], pages: Range<u64>, mode: Mode, all_set: bool) {
         let flags = if all_set || mode == Mode::Running { MAY } else { 0 };
         for page in pages {
             self.seen[page as usize] = SeenPage { stamp: stamp(words, page), flags };
@@ -179,13 +179,13 @@ impl Oracle {
 
     /// Whether `page` was stamped in the epoch of the current collection. Then its bit must be in
     /// that collection.
-    pub fn is_due(&self, words: &[AtomicU64], page: u64) -> bool {
+    pub(crate) fn is_due(&self, words: &[AtomicU64], page: u64) -> bool {
         stamp(words, page).epoch == self.collection
     }
 
     /// Ends the epoch. Call it after the collection is cleared and before it is checked. Returns
     /// the next epoch for the guest.
-    pub fn next_epoch(&self) -> u64 {
+    pub(crate) fn next_epoch(&self) -> u64 {
         self.collection + 1
     }
 

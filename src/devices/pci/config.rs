@@ -12,12 +12,12 @@ use serde::{Deserialize, Serialize};
 pub const SIZE: usize = 256;
 
 /// The offset of the command register.
-pub const COMMAND: usize = 0x04;
+pub(crate) const COMMAND: usize = 0x04;
 const STATUS: usize = 0x06;
 const CACHE_LINE: usize = 0x0c;
 const LATENCY: usize = 0x0d;
 /// The offset of the first base address register. The others are zero.
-pub const BAR: usize = 0x10;
+pub(crate) const BAR: usize = 0x10;
 const CAPABILITIES: usize = 0x34;
 const INTERRUPT_LINE: usize = 0x3c;
 /// The offset of the first capability, directly after the header.
@@ -25,7 +25,7 @@ const FIRST_CAPABILITY: usize = 0x40;
 
 /// Memory space enable, a bit of the command register. Writable beside it are bus master and
 /// interrupt disable; there is no legacy interrupt to disable.
-pub const MEMORY_SPACE: u16 = 1 << 1;
+pub(crate) const MEMORY_SPACE: u16 = 1 << 1;
 const BUS_MASTER: u16 = 1 << 2;
 const INTERRUPT_DISABLE: u16 = 1 << 10;
 /// Status register: there is a capability list.
@@ -82,7 +82,7 @@ impl Config {
 
     /// Adds a 32-bit, non-prefetchable memory BAR at `base`. `size` is a power of two of at least 4
     /// KiB.
-    pub fn add_bar(&mut self, size: u32, base: u32) {
+    pub(crate) fn add_bar(&mut self, size: u32, base: u32) {
         assert!(
             size.is_power_of_two() && size >= 0x1000 && base.is_multiple_of(size),
             "a BAR's size is a power of two of at least 4 KiB, and its base is aligned"
@@ -93,7 +93,7 @@ impl Config {
 
     /// Adds a capability with this ID. `body` follows the next pointer. Returns the capability's
     /// offset.
-    pub fn add_capability(&mut self, id: u8, body: &[u8]) -> usize {
+    pub(crate) fn add_capability(&mut self, id: u8, body: &[u8]) -> usize {
         let at = self.end;
         self.put(self.last, &[at as u8]);
         self.put(at, &[id, 0]);
@@ -105,7 +105,7 @@ impl Config {
     }
 
     /// Makes these bits writable for the guest, from offset `at`.
-    pub fn permit(&mut self, at: usize, bits: &[u8]) {
+    pub(crate) fn permit(&mut self, at: usize, bits: &[u8]) {
         self.writable[at..at + bits.len()].copy_from_slice(bits);
     }
 

@@ -14,10 +14,10 @@ use crate::line::Line;
 use vellum_sys::plant::{self, Mistake};
 
 /// The capability ID.
-pub const CAPABILITY: u8 = 0x11;
+pub(crate) const CAPABILITY: u8 = 0x11;
 /// Function mask, a bit of message control (2 bytes after the capability's start). Other fields are
 /// [`ENABLE`] and the table size minus one.
-pub const FUNCTION_MASK: u16 = 1 << 14;
+pub(crate) const FUNCTION_MASK: u16 = 1 << 14;
 /// MSI-X enable, a bit of message control.
 pub const ENABLE: u16 = 1 << 15;
 /// Bytes of a table entry: address, data, vector control.
@@ -40,7 +40,7 @@ pub struct Message {
 pub type Route = Box<dyn Fn(usize, Message) + Send + Sync>;
 
 /// The MSI-X table of a function.
-pub struct Msix {
+pub(crate) struct Msix {
     lines: Arc<[Line]>,
     route: Route,
     table: Mutex<Table>,
@@ -79,13 +79,8 @@ impl Msix {
         Self { lines, route, table: Mutex::new(table) }
     }
 
-    /// The number of vectors.
-    pub fn vectors(&self) -> usize {
-        self.lines.len()
-    }
-
     /// Handles a write to message control.
-    pub fn set_control(&self, control: u16) {
+    pub(crate) fn set_control(&self, control: u16) {
         let mut table = self.lock();
         table.control = control & (ENABLE | FUNCTION_MASK);
         (0..self.lines.len()).for_each(|at| self.update(&mut table, at));
@@ -121,7 +116,7 @@ impl Msix {
     }
 
     /// Handles a read of the pending bit array. Bits beyond it are zero.
-    pub fn read_pending(&self, offset: u64, data: &mut [u8]) {
+    pub(crate) fn read_pending(&self, offset: u64, data: &mut [u8]) {
         let bit = |at: u64| {
             let line = usize::try_from(at).ok().and_then(|at| self.lines.get(at));
             line.is_some_and(Line::is_pending)

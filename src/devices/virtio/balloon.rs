@@ -49,7 +49,7 @@ pub static KIND: Kind = Kind {
 
 /// The configuration of a balloon. It has no options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BalloonConfig;
+pub(crate) struct BalloonConfig;
 
 impl DeviceConfig for BalloonConfig {
     fn kind(&self) -> &'static Kind {

@@ -24,7 +24,7 @@ impl Diagnose for Unfit {
 
 impl Unfit {
     /// The error for a device of this kind.
-    pub fn boxed(kind: &Kind, what: impl std::fmt::Display) -> OpenError {
+    pub(crate) fn boxed(kind: &Kind, what: impl std::fmt::Display) -> OpenError {
         Box::new(Self(kind.key, what.to_string()))
     }
 }

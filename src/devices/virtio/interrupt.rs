@@ -17,7 +17,7 @@ use crate::line::Line;
 
 /// No vector: the driver's value for a source that shall not interrupt (VIRTIO_MSI_NO_VECTOR,
 /// virtio 1.2, section 4.1.5.1.2).
-pub const NO_VECTOR: u16 = 0xffff;
+pub(crate) const NO_VECTOR: u16 = 0xffff;
 
 /// A device's interrupts.
 pub struct Interrupt {
@@ -46,13 +46,13 @@ impl Interrupt {
     ///
     /// # Errors
     /// The host refuses a descriptor.
-    pub fn on_one_line() -> io::Result<Self> {
+    pub(crate) fn on_one_line() -> io::Result<Self> {
         Ok(Self::on(Arc::new([Line::new(false)?]), None))
     }
 
     /// No interrupt pending, for a device with this number of queues. The driver has not chosen
     /// among `lines` yet.
-    pub fn on_vectors(queues: usize, lines: Arc<[Line]>) -> Self {
+    pub(crate) fn on_vectors(queues: usize, lines: Arc<[Line]>) -> Self {
         let vectors = (0..=queues).map(|_| AtomicU16::new(NO_VECTOR)).collect();
         Self::on(lines, Some(vectors))
     }
@@ -101,7 +101,7 @@ impl Interrupt {
     }
 
     /// Whether the device waits for a reset.
-    pub fn is_broken(&self) -> bool {
+    pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
     }
 
@@ -111,12 +111,12 @@ impl Interrupt {
     }
 
     /// The driver acknowledges these bits of the status register.
-    pub fn acknowledge(&self, bits: u32) {
+    pub(crate) fn acknowledge(&self, bits: u32) {
         self.status.fetch_and(!bits, Ordering::AcqRel);
     }
 
     /// Reads and clears the status register.
-    pub fn take_status(&self) -> u32 {
+    pub(crate) fn take_status(&self) -> u32 {
         self.status.swap(0, Ordering::AcqRel)
     }
 

@@ -16,7 +16,7 @@
 
 pub mod balloon;
 pub mod blk;
-pub mod cidata;
+pub(crate) mod cidata;
 pub mod console;
 pub mod fs;
 pub mod handoff;
@@ -29,7 +29,7 @@ pub mod registers;
 pub mod rng;
 pub mod transport;
 pub mod vsock;
-pub mod worker;
+pub(crate) mod worker;
 
 use std::any::Any;
 use std::fmt;
@@ -270,7 +270,7 @@ pub trait VirtioDevice: Send {
 
 /// In the event loop, queue `n`'s doorbell has the data `QUEUE_EVENTS + n`. A device's own events
 /// are below.
-pub const QUEUE_EVENTS: u32 = 1 << 31;
+pub(crate) const QUEUE_EVENTS: u32 = 1 << 31;
 
 /// A saved state does not fit its device.
 #[derive(Debug, thiserror::Error)]
@@ -322,7 +322,7 @@ impl Active {
     }
 
     /// Tells the driver that the configuration space has changed.
-    pub fn config_changed(&self) {
+    pub(crate) fn config_changed(&self) {
         if let Some(queue) = self.queues.first() {
             queue.interrupt().config();
         }

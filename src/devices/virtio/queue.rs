@@ -19,7 +19,7 @@ use vellum_kvm::memory::slices::Slices;
 
 /// How a driver broke the rules of a ring. Each of them stops the device until a reset.
 #[derive(Debug, thiserror::Error)]
-pub enum QueueError {
+pub(crate) enum QueueError {
     /// The ring itself is invalid.
     #[error("queue {queue}: {source}")]
     Ring {
@@ -189,7 +189,7 @@ impl VirtQueue {
 
     /// Serves one request and raises its interrupt. Returns false if there is none, or the device
     /// waits for a reset.
-    pub fn serve_one<'m>(
+    pub(crate) fn serve_one<'m>(
         &mut self,
         mem: &'m GuestMemory,
         chain: &mut Chain<'m>,
@@ -222,7 +222,7 @@ impl VirtQueue {
 
     /// Asks the driver to notify once it has made more than `offered` requests available, even if
     /// some of them are not served yet. Returns true if it already has.
-    pub fn listen_beyond(&mut self, mem: &GuestMemory, offered: u16) -> bool {
+    pub(crate) fn listen_beyond(&mut self, mem: &GuestMemory, offered: u16) -> bool {
         // With VIRTIO_F_EVENT_IDX, the event index normally is that of the next request to serve.
         // The driver has already passed that one and would not notify of the awaited request.
         let next = self.queue.next_avail();
@@ -239,7 +239,7 @@ impl VirtQueue {
     }
 
     /// Makes the device look at this queue again, as if the driver had notified it.
-    pub fn ring_doorbell(&self) {
+    pub(crate) fn ring_doorbell(&self) {
         // A full counter means that the doorbell is already ringing.
         let _ = self.event.write(1);
     }

@@ -35,7 +35,7 @@ pub struct RngConfig;
 /// The host's /dev/urandom cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("/dev/urandom: {0}")]
-pub struct RngError(#[from] io::Error);
+pub(crate) struct RngError(#[from] io::Error);
 
 impl Diagnose for RngError {
     fn origin(&self) -> ErrorOrigin {

@@ -37,7 +37,7 @@ pub trait Work: Send + 'static {
 }
 
 /// A handle to the thread. Dropping it ends the thread, unless that hangs.
-pub struct Worker<W: Work> {
+pub(crate) struct Worker<W: Work> {
     shared: Arc<Shared<W>>,
     thread: Option<JoinHandle<()>>,
     /// It did not answer the last request to stop. Dropping the handle does not wait again.

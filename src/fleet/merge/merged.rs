@@ -19,7 +19,7 @@ pub(super) const MEANS: usize = 1_000_000;
 pub(super) const HOSTS: usize = 20_000;
 
 /// The fewest hosts for an interval. The host is the unit of replication.
-pub const FEW: usize = 5;
+pub(crate) const FEW: usize = 5;
 
 /// Lines of a limited list, and the total number.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -201,7 +201,7 @@ impl Merged {
 
     /// Whether any case of a counted result ran to its end. Otherwise nothing is known about lost
     /// pages.
-    pub fn has_tested(&self) -> bool {
+    pub(crate) fn has_tested(&self) -> bool {
         self.hosts.values().any(|host| host.cases[0] > 0)
     }
 }

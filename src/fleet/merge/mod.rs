@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub use merged::{Alike, Events, FEW, Host, Kind, Lines, Loss, Mean, Merged, Tried, interval, short};
+pub use merged::{Alike, Events, Host, Kind, Lines, Loss, Mean, Merged, Tried, interval, short};
 
 use super::plan::{Plan, Task};
 use super::result::{self, Header, SHARD};

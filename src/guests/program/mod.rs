@@ -12,7 +12,7 @@ mod x86_64;
 
 #[cfg(target_arch = "aarch64")]
 pub use aarch64::*;
-pub use paging::{build_tables, table_pages};
+pub(crate) use paging::{build_tables, table_pages};
 pub use sections::{tables_code, touch_code, write_code};
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::*;

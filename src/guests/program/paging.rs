@@ -11,7 +11,7 @@ const ENTRIES: u64 = 512;
 const LARGE_SIZE: u64 = 2 << 20;
 
 /// How many pages [`build_tables`] needs for `ram` bytes.
-pub fn table_pages(ram: u64, page: GuestPage) -> u64 {
+pub(crate) fn table_pages(ram: u64, page: GuestPage) -> u64 {
     let directories = ram.div_ceil(1 << 30);
     let small = if page == GuestPage::Small { ram.div_ceil(LARGE_SIZE) } else { 0 };
     // The root; a PDPT and a directory for the slot and the doorbell; the rest for RAM.
@@ -23,7 +23,7 @@ pub fn table_pages(ram: u64, page: GuestPage) -> u64 {
 /// `low` is mapped one to one in large pages, and must lie in one GiB. `ram` gives
 /// `(guest-physical, bytes)` parts that are mapped one after the other from [`RAM_VA`]. Returns the
 /// address of the root.
-pub fn build_tables(
+pub(crate) fn build_tables(
     words: &mut dyn FnMut(u64, u64),
     base: u64,
     low: std::ops::Range<u64>,

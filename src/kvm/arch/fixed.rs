@@ -67,11 +67,6 @@ pub struct Fixed {
 }
 
 impl Fixed {
-    /// `device` on ports.
-    pub const fn on_ports(device: Device, base: u16, len: u64) -> Self {
-        Self { device, on: Addresses::Ports, base: base as u64, len }
-    }
-
     /// `device` in memory.
     pub const fn in_memory(device: Device, base: u64, len: u64) -> Self {
         Self { device, on: Addresses::Memory, base, len }

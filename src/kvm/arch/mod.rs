@@ -3,7 +3,7 @@
 //!
 //! Either `x86_64` or `aarch64` is compiled. Common types are beside them.
 
-pub mod clock_policy;
+pub(crate) mod clock_policy;
 pub mod fixed;
 pub mod gsi;
 pub mod load;

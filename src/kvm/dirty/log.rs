@@ -31,7 +31,7 @@ pub fn ends_on_a_huge_page(slot: &Slot) -> bool {
 
 /// One of the three methods that use bitmaps.
 #[derive(Debug)]
-pub struct LogTracker {
+pub(crate) struct LogTracker {
     method: Method,
     chunk: u64,
     vm: Arc<VmFd>,

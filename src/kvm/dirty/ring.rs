@@ -13,7 +13,7 @@ use crate::vm::ring::{DirtyRing, Failed, Stray};
 
 /// Tracks the rings of all vCPUs.
 #[derive(Debug)]
-pub struct RingTracker {
+pub(crate) struct RingTracker {
     ring: Arc<DirtyRing>,
     slots: Slots,
     /// Whether KVM's log of the tracked slots is enabled.

@@ -48,7 +48,7 @@ impl Memslots {
     ///
     /// # Errors
     /// The slot does not exist, or KVM refuses.
-    pub fn set_flags(&self, id: u32, flags: u32) -> Result<(), Error> {
+    pub(crate) fn set_flags(&self, id: u32, flags: u32) -> Result<(), Error> {
         let mut table = self.lock();
         let slot = table.get(&id).ok_or(Error::NoSlot(id))?.clone();
         self.tell(&mut table, &slot, flags)

@@ -164,7 +164,7 @@ impl DirtyRing {
     }
 
     /// Whether KVM keeps a backup bitmap, for writes that no vCPU makes.
-    pub fn has_backup_bitmap(&self) -> bool {
+    pub(crate) fn has_backup_bitmap(&self) -> bool {
         self.backup_bitmap
     }
 

@@ -179,7 +179,7 @@ impl Fetching {
     }
 
     /// Where faults arrive: for whoever makes the memory that this is to bring.
-    pub fn take_uffd(&mut self) -> Option<Uffd> {
+    pub(crate) fn take_uffd(&mut self) -> Option<Uffd> {
         self.uffd.take()
     }
 

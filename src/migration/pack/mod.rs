@@ -153,7 +153,7 @@ fn alike(one: &[u8], other: &[u8]) -> usize {
 }
 
 /// Decompresses. Made once for a connection.
-pub struct Unpacker {
+pub(crate) struct Unpacker {
     decoder: FrameDecoder,
     pages: Vec<u8>,
 }

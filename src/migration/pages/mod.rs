@@ -131,7 +131,7 @@ impl Block {
     }
 
     /// The same, whose pages are compressed where that pays.
-    pub fn packing(mut self, packs: bool) -> Self {
+    pub(crate) fn packing(mut self, packs: bool) -> Self {
         self.packer = packs.then(Packer::new);
         self
     }
@@ -269,7 +269,7 @@ impl Incoming {
     }
 
     /// From now on what comes goes into this, and nothing that is there is written over.
-    pub fn land(&self, landing: &Arc<PostcopyMemory>) {
+    pub(crate) fn land(&self, landing: &Arc<PostcopyMemory>) {
         // Nobody else sets it.
         let _ = self.landing.set(landing.clone());
     }

@@ -121,7 +121,7 @@ impl Lanes {
     }
 
     /// Whether all of them have come to the end of this pass, or why none ever will.
-    pub fn have_ended(&mut self, pass: u32) -> Result<bool, String> {
+    pub(crate) fn have_ended(&mut self, pass: u32) -> Result<bool, String> {
         let _ = self.wake.read();
         for (number, seat) in (1..).zip(&mut self.seats) {
             while let Some(news) = seat.thread.heard() {
@@ -144,7 +144,7 @@ impl Lanes {
     }
 
     /// Whether anything has come on them since this was last asked.
-    pub fn have_moved(&mut self) -> bool {
+    pub(crate) fn have_moved(&mut self) -> bool {
         let frames = self.frames.load(Ordering::Relaxed);
         std::mem::replace(&mut self.known, frames) != frames
     }

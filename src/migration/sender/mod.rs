@@ -43,7 +43,7 @@ use vellum_sys::pagemap::Pagemap;
 use vellum_sys::poll::Poll;
 
 /// The thread.
-pub struct Sending {
+pub(crate) struct Sending {
     source: Source,
     options: Options,
     describe: Value,

@@ -8,7 +8,7 @@ use vellum_control::Disk;
 /// Its name.
 pub const NAME: &str = "manifest.json";
 /// The most bytes that it may have.
-pub const MAX_BYTES: u64 = 16 << 20;
+pub(crate) const MAX_BYTES: u64 = 16 << 20;
 /// The version that is written. The first, which is read, has no disks.
 const VERSION: u32 = 2;
 /// What its field `format` says.

@@ -16,7 +16,7 @@ use vellum_sys::file::{Lock, lock};
 use vellum_sys::open::{self, Kind};
 
 /// The most points of one directory: each has files open while it is restored.
-pub const MAX_POINTS: usize = 300;
+pub(crate) const MAX_POINTS: usize = 300;
 
 /// Opens a regular file of the directory for reading. No link is followed: whoever made the directory would choose by it which of the
 /// host's files the guest has as its memory.

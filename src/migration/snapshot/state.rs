@@ -7,7 +7,7 @@ use super::Error;
 use vellum_machine::Section;
 
 /// The most bytes of a `state` file.
-pub const MAX_BYTES: u64 = 64 << 20;
+pub(crate) const MAX_BYTES: u64 = 64 << 20;
 
 /// What a `state` file holds.
 #[derive(Debug, Serialize, Deserialize)]

@@ -40,9 +40,9 @@ pub const MAX_PAGES: u32 = 64;
 /// Bytes of the sum of one page, and the most sums that one frame carries.
 pub const SUM: usize = 8;
 /// As above.
-pub const MAX_SUMS: u32 = 512;
+pub(crate) const MAX_SUMS: u32 = 512;
 /// Bytes between a run and its packed pages: the sum of both as they are restored.
-pub const PACKED: usize = 8;
+pub(crate) const PACKED: usize = 8;
 
 /// The most pages of which one frame says whether they are missing.
 pub const MAX_MAPPED: u32 = 1 << 15;
@@ -249,7 +249,7 @@ impl Encoder {
     }
 
     /// The header of the next frame, whose payload has `len` bytes and this sum: for those who have summed it already.
-    pub fn header_of(&mut self, kind: Kind, len: u32, sum: &Sum) -> [u8; HEADER] {
+    pub(crate) fn header_of(&mut self, kind: Kind, len: u32, sum: &Sum) -> [u8; HEADER] {
         let sequence = self.next;
         self.next += 1;
         Header { kind, len, sum: sum.finish(), sequence, session: self.session }.bytes()

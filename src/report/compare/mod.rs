@@ -178,7 +178,7 @@ impl Weighed {
     }
 
     /// The middle of each side: geometric means if there is a ratio, otherwise medians.
-    pub fn middles(&self) -> (f64, f64) {
+    pub(crate) fn middles(&self) -> (f64, f64) {
         let middle = |side: &[Replicate]| match self.ratio {
             Some(_) => (side.iter().map(|r| r.value.ln()).sum::<f64>() / side.len() as f64).exp(),
             None => median(side.iter().map(|r| r.value)).unwrap_or_default(),

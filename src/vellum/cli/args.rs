@@ -39,20 +39,22 @@ impl<P: TypedValueParser> TypedValueParser for Offering<P> {
 type Parse<T> = fn(&str) -> Result<T, String>;
 
 /// The words of `--sandbox`.
-pub const SANDBOX: Offering<Parse<sandbox::Mode>> = Offering(|text| text.parse(), &["on", "log", "off"]);
+pub(crate) const SANDBOX: Offering<Parse<sandbox::Mode>> =
+    Offering(|text| text.parse(), &["on", "log", "off"]);
 /// The words of `--tracker`.
-pub const TRACKER: Offering<Parse<Tracker>> =
+pub(crate) const TRACKER: Offering<Parse<Tracker>> =
     Offering(tracker, &["bitmap", "manual-protect", "initially-set", "ring"]);
 /// The words of `--compress`.
-pub const COMPRESSION: Offering<Parse<Compression>> = Offering(compression, &["zstd"]);
+pub(crate) const COMPRESSION: Offering<Parse<Compression>> = Offering(compression, &["zstd"]);
 /// The words of `--link`.
 pub const LINK: Offering<Parse<Link>> = Offering(link, &["stream", "memfd"]);
 /// The words of `--throttle`.
-pub const THROTTLING: Offering<Parse<Throttling>> = Offering(throttling, &["off", "steps", "dirty-limit"]);
+pub(crate) const THROTTLING: Offering<Parse<Throttling>> =
+    Offering(throttling, &["off", "steps", "dirty-limit"]);
 /// The words of `--mode` of a migration.
-pub const MODE: Offering<Parse<Mode>> = Offering(mode, &["precopy", "postcopy", "hybrid"]);
+pub(crate) const MODE: Offering<Parse<Mode>> = Offering(mode, &["precopy", "postcopy", "hybrid"]);
 /// The words of `--backing`.
-pub const BACKING: Offering<Parse<Backing>> = Offering(
+pub(crate) const BACKING: Offering<Parse<Backing>> = Offering(
     backing,
     &[
         "anonymous",
@@ -104,7 +106,7 @@ fn compression(text: &str) -> Result<Compression, String> {
 }
 
 /// What backs memory whose size is not this side's to say.
-pub fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
+pub(crate) fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
     let kv = KeyValues::parse(text, Some("backing"), &["backing", "prealloc", "lock"])
         .map_err(|e| e.to_string())?;
     let read = || -> Result<MemoryConfig, keyvalue::Error> {
@@ -132,7 +134,7 @@ pub enum Way {
 
 /// How memory comes out of a snapshot, and what backs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RestoredMemory {
+pub(crate) struct RestoredMemory {
     /// How it comes.
     pub way: Way,
     /// What backs it, whose size is not this side's to say.
@@ -140,7 +142,7 @@ pub struct RestoredMemory {
 }
 
 /// `eager`, `map` or `demand`, and [`memory_without_size`].
-pub fn restored_memory(text: &str) -> Result<RestoredMemory, String> {
+pub(crate) fn restored_memory(text: &str) -> Result<RestoredMemory, String> {
     let (first, rest) = text.split_once(',').unwrap_or((text, ""));
     let (way, rest) = match first {
         "eager" => (Way::Eager, rest),
@@ -319,13 +321,13 @@ pub struct Workload {
 }
 
 /// The keys of the `write` workload, for help texts.
-pub const WRITE_KEYS: &[&str] = &[
+pub(crate) const WRITE_KEYS: &[&str] = &[
     "name", "order", "hot", "share", "write", "rate", "warm", "seed", "region", "stride", "page", "latency",
     "fill", "journal",
 ];
 
 /// The hot set whose percentage is the value of `key`, if there is one.
-pub fn hot_of(kv: &KeyValues, key: &str) -> Result<Option<Hot>, keyvalue::Error> {
+pub(crate) fn hot_of(kv: &KeyValues, key: &str) -> Result<Option<Hot>, keyvalue::Error> {
     let percent = |text: &str| number(text.strip_suffix('%').unwrap_or(text), 0.0..=100.0);
     let part = kv.with(key, |text| match percent(text)? {
         part if part > 0.0 && part < 100.0 => Ok(part),

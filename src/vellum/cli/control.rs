@@ -36,7 +36,7 @@ pub struct CtlArgs {
 
 /// What is common to `vellum pause`, `resume`, `status` and `stop`.
 #[derive(Debug, Args)]
-pub struct MachineArgs {
+pub(crate) struct MachineArgs {
     /// The machine: its name (--name), or the path of its control socket
     machine: String,
 }

@@ -17,7 +17,7 @@ use vellum_sys::keyvalue::{self, KeyValues};
 
 /// Devices of a guest. With `FOR_KERNEL` they need a kernel to be booted, which is the argument `kernel`.
 #[derive(Clone, Debug, Default)]
-pub struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
+pub(crate) struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
 
 /// Flags that have a letter too.
 const SHORT: &[(&str, char)] = &[("disk", 'd')];
@@ -39,14 +39,14 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     }
 
     /// Takes the console out, to which something else is added.
-    pub fn take_console(&mut self) -> Option<ConsoleConfig> {
+    pub(crate) fn take_console(&mut self) -> Option<ConsoleConfig> {
         let is_one = |config: &Arc<dyn DeviceConfig>| (&**config as &dyn Any).is::<ConsoleConfig>();
         let at = self.0.iter().position(is_one)?;
         (&*self.0.remove(at) as &dyn Any).downcast_ref().cloned()
     }
 
     /// Confines the servers of directories as `--sandbox` says.
-    pub fn confine(&mut self, sandbox: Mode) {
+    pub(crate) fn confine(&mut self, sandbox: Mode) {
         for config in &mut self.0 {
             if let Some(share) = (&**config as &dyn Any).downcast_ref::<FsConfig>() {
                 *config = Arc::new(FsConfig { sandbox, ..share.clone() });

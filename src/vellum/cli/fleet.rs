@@ -22,7 +22,7 @@ use vellum_sys::{keyvalue, open};
 /// its tasks to Slurm, or `plan --commands` prints them for anything else; each host runs `task`; `merge` reads what they left.
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
-pub struct FleetArgs {
+pub(crate) struct FleetArgs {
     #[command(subcommand)]
     what: FleetCommand,
 }

@@ -65,7 +65,7 @@ Examples:
 
 /// Where somebody listens, as typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
+pub(crate) enum Address {
     /// `unix:PATH`
     Unix(PathBuf),
     /// `tcp:HOST:PORT`

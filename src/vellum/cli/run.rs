@@ -167,7 +167,7 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
 }
 
 /// Runs the built-in guest.
-pub fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
+pub(crate) fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> {
     log::start(args.loglevel.into(), Beside::Progress);
     let (pins, process) = (pins(&args.cpus, Pin::Auto)?, process(args)?);
     if let Some(gdb) = &process.gdb {

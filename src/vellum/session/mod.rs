@@ -336,7 +336,7 @@ impl Session {
     ///
     /// # Errors
     /// Where the kernel refuses.
-    pub fn confine(&mut self) -> Result<Sandbox, Error> {
+    pub(crate) fn confine(&mut self) -> Result<Sandbox, Error> {
         self.guard = None;
         if let Some(user) = self.config.user {
             user::drop_privileges(user)?;
@@ -358,7 +358,7 @@ impl Session {
     }
 
     /// What of the sandbox is in force, as results record it.
-    pub fn sandbox_status(&self) -> String {
+    pub(crate) fn sandbox_status(&self) -> String {
         self.sandbox.status()
     }
 

@@ -51,7 +51,7 @@ fn read(supervisor: &OwnedFd) -> Option<Vec<u8>> {
 }
 
 /// The event loop's part in the supervisor of a process that stands in for another: signals.
-pub struct SupervisorSocket(pub Arc<OwnedFd>, pub Sender<i32>);
+pub(crate) struct SupervisorSocket(pub Arc<OwnedFd>, pub Sender<i32>);
 
 impl MutEventSubscriber for SupervisorSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {
@@ -72,7 +72,7 @@ impl MutEventSubscriber for SupervisorSocket {
 }
 
 /// The same in a process that waits for the one which stands in for it: the exit status, or none where that ended without a word.
-pub struct SuccessorSocket(pub Arc<OwnedFd>, pub Sender<Option<u8>>);
+pub(crate) struct SuccessorSocket(pub Arc<OwnedFd>, pub Sender<Option<u8>>);
 
 impl MutEventSubscriber for SuccessorSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {

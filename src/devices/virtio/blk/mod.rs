@@ -326,7 +326,7 @@ impl Blk {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
+    pub(crate) fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
         let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true };
         let (sectors, id) = (bytes / SECTOR, Id::default());
         let disk = Disk {

@@ -66,7 +66,7 @@ pub struct ConsoleConfig(pub Target);
 
 /// Why a console cannot be made.
 #[derive(Debug, thiserror::Error)]
-pub enum ConsoleError {
+pub(crate) enum ConsoleError {
     /// The target cannot be opened.
     #[error(transparent)]
     Open(#[from] host::OpenError),

@@ -209,7 +209,7 @@ fn cache(kv: &KeyValues) -> Result<Cache, keyvalue::Error> {
 
 /// Why a directory cannot be shared.
 #[derive(Debug, thiserror::Error)]
-pub enum FsError {
+pub(crate) enum FsError {
     /// It cannot be opened.
     #[error("directory {path}: {source}; share one that exists and that this user can read")]
     Open {
@@ -268,7 +268,7 @@ impl DeviceConfig for FsConfig {
 }
 
 /// The device as its driver sees it, and the handle to its worker.
-pub struct Fs {
+pub(crate) struct Fs {
     config: [u8; TAG + 4],
     key: &'static str,
     requests: Option<Requests>,

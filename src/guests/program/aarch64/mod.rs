@@ -325,7 +325,7 @@ const TABLES: u64 = 16 | 1 << 8 | 1 << 10 | 3 << 12 | 1 << 23 | 2 << 32;
 const MMU_AND_CACHES: u64 = 1 | 1 << 2 | 1 << 12 | 0x30d0_0800;
 
 /// Makes a fresh vCPU run at `entry`.
-pub fn set_entry(fd: &VcpuFd, setup: &Setup, entry: Entry) -> Result<(), Error> {
+pub(crate) fn set_entry(fd: &VcpuFd, setup: &Setup, entry: Entry) -> Result<(), Error> {
     let mut setup = *setup;
     // All vCPUs run from the beginning.
     setup.features[0] &= !(1 << KVM_ARM_VCPU_POWER_OFF);
@@ -343,7 +343,7 @@ pub fn set_entry(fd: &VcpuFd, setup: &Setup, entry: Entry) -> Result<(), Error> 
 }
 
 /// Does nothing: no vCPU is powered off.
-pub fn set_runnable(_fd: &VcpuFd) -> Result<(), Error> {
+pub(crate) fn set_runnable(_fd: &VcpuFd) -> Result<(), Error> {
     Ok(())
 }
 

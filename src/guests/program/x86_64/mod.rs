@@ -320,7 +320,7 @@ pub(super) const DOORBELL: u64 = LARGE;
 const RFLAGS: u64 = 1 << 1 | 1 << 9;
 
 /// Puts a fresh vCPU into long mode at `entry`.
-pub fn set_entry(fd: &VcpuFd, cpuid: &Setup, entry: Entry) -> Result<(), Error> {
+pub(crate) fn set_entry(fd: &VcpuFd, cpuid: &Setup, entry: Entry) -> Result<(), Error> {
     // First, because KVM checks guest-physical addresses and long-mode segments against CPUID.
     ioctl("KVM_SET_CPUID2", fd.set_cpuid2(cpuid))?;
     let mut sregs = ioctl("KVM_GET_SREGS", fd.get_sregs())?;
@@ -345,7 +345,7 @@ pub fn set_entry(fd: &VcpuFd, cpuid: &Setup, entry: Entry) -> Result<(), Error> 
 }
 
 /// Makes a vCPU runnable at once, even if its local APIC waits for a SIPI.
-pub fn set_runnable(fd: &VcpuFd) -> Result<(), Error> {
+pub(crate) fn set_runnable(fd: &VcpuFd) -> Result<(), Error> {
     let state = kvm_bindings::kvm_mp_state { mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE };
     ioctl("KVM_SET_MP_STATE", fd.set_mp_state(state))
 }

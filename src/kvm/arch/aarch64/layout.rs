@@ -21,31 +21,31 @@ use crate::arch::fixed::{Device, Fixed, PciHost, Uart};
 use crate::memory::plan::Space;
 
 /// The distributor of the interrupt controller, 64 KiB.
-pub const GIC_DISTRIBUTOR: u64 = 0x0100_0000;
+pub(crate) const GIC_DISTRIBUTOR: u64 = 0x0100_0000;
 /// Its size in the device tree.
-pub const GIC_DISTRIBUTOR_SIZE: u64 = 0x1_0000;
+pub(crate) const GIC_DISTRIBUTOR_SIZE: u64 = 0x1_0000;
 /// GICv2's CPU interface, 8 KiB.
-pub const GIC_CPU: u64 = 0x0102_0000;
+pub(crate) const GIC_CPU: u64 = 0x0102_0000;
 /// Its size.
-pub const GIC_CPU_SIZE: u64 = 0x2000;
+pub(crate) const GIC_CPU_SIZE: u64 = 0x2000;
 /// GICv3's ITS (Arm IHI 0069, 12.18): a frame of registers, and one to which devices write.
-pub const GIC_TRANSLATION: u64 = 0x0104_0000;
+pub(crate) const GIC_TRANSLATION: u64 = 0x0104_0000;
 /// Its size.
-pub const GIC_TRANSLATION_SIZE: u64 = 0x2_0000;
+pub(crate) const GIC_TRANSLATION_SIZE: u64 = 0x2_0000;
 /// GICv3's redistributors, one after the other.
-pub const GIC_REDISTRIBUTORS: u64 = 0x0400_0000;
+pub(crate) const GIC_REDISTRIBUTORS: u64 = 0x0400_0000;
 /// The size of each (Arm IHI 0069, 12.10): a frame for itself and one for SGIs and PPIs.
-pub const GIC_REDISTRIBUTOR_SIZE: u64 = 0x2_0000;
+pub(crate) const GIC_REDISTRIBUTOR_SIZE: u64 = 0x2_0000;
 /// The serial port.
 pub const SERIAL: u64 = 0x0900_0000;
 /// The size of its register range. A 16550's registers are a byte apart.
-pub const SERIAL_SIZE: u64 = 0x1000;
+pub(crate) const SERIAL_SIZE: u64 = 0x1000;
 /// The supported types.
 pub const UARTS: &[Uart] = &[Uart::Ns16550, Uart::Pl011];
 /// The real-time clock.
 pub const RTC: u64 = 0x0901_0000;
 /// Its size.
-pub const RTC_SIZE: u64 = 0x1000;
+pub(crate) const RTC_SIZE: u64 = 0x1000;
 /// The first virtio-mmio device, a page each.
 pub const VIRTIO_BASE: u64 = 0x0a00_0000;
 /// A workload's own slot.
@@ -56,7 +56,7 @@ pub const WORKLOAD_END: u64 = DOORBELL;
 pub const DOORBELL: u64 = 0x3000_0000;
 /// The end of the guest-physical address space: 40 bits, which the oldest KVM supports for every
 /// guest.
-pub const MAX_ADDRESS: u64 = 1 << 40;
+pub(crate) const MAX_ADDRESS: u64 = 1 << 40;
 
 /// The addresses of RAM.
 #[expect(clippy::single_range_in_vec_init, reason = "there is one range, not the numbers in it")]
@@ -67,9 +67,9 @@ pub const RAM_START: u64 = RAM.0[0].start;
 pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
 
 /// The address of the device tree.
-pub const FDT: u64 = RAM_START;
+pub(crate) const FDT: u64 = RAM_START;
 /// Its maximum size.
-pub const FDT_SIZE: u64 = 1 << 20;
+pub(crate) const FDT_SIZE: u64 = 1 << 20;
 /// PCI: one bus, with 1 MiB of configuration spaces.
 pub const PCI: PciHost =
     PciHost { ports: None, ecam: 0x3800_0000..0x3810_0000, window: 0x3a00_0000..0x4000_0000 };

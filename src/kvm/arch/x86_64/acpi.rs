@@ -26,7 +26,7 @@ use crate::arch::fixed::{PciHost, Virtio};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
 /// The address of the RSDP: the start of the ROM area that old kernels search (ACPI 6.5, 5.2.5.1).
-pub const RSDP: u64 = 0xe_0000;
+pub(crate) const RSDP: u64 = 0xe_0000;
 /// The maximum end of the tables.
 const END: u64 = 0x10_0000;
 /// The local APICs' address after reset (Intel SDM vol. 3, 12.4.1).

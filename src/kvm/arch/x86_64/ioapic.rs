@@ -29,7 +29,7 @@ const READ_ONLY: u64 = 1 << 12 | REMOTE_IRR;
 const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
 /// The target address of MSIs (Intel SDM vol. 3, 12.11.1).
-pub const MSI_BASE: u32 = 0xfee0_0000;
+pub(crate) const MSI_BASE: u32 = 0xfee0_0000;
 /// The address bits that identify an MSI.
 const MSI_AREA: u64 = !0xf_ffff;
 

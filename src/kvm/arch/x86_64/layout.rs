@@ -14,13 +14,13 @@
 //! ```
 
 use super::ports;
-use crate::arch::fixed::{Device, Fixed, PciHost, Uart};
+use crate::arch::fixed::{Addresses, Device, Fixed, PciHost, Uart};
 use crate::memory::plan::Space;
 
 /// The maximum end of RAM below 4 GiB.
-pub const GAP_START: u64 = 0xc000_0000;
+pub(crate) const GAP_START: u64 = 0xc000_0000;
 /// The start of RAM above 4 GiB.
-pub const GAP_END: u64 = 1 << 32;
+pub(crate) const GAP_END: u64 = 1 << 32;
 /// A workload's own slot.
 pub const WORKLOAD_BASE: u64 = GAP_START;
 /// Its end. Page tables for very large guests go above RAM if they do not fit here.
@@ -38,9 +38,9 @@ pub const PCI: PciHost = PciHost {
     window: 0xe800_0000..0xf000_0000,
 };
 /// Three pages that KVM needs on Intel hosts for real mode (`KVM_SET_TSS_ADDR`).
-pub const KVM_TSS: u64 = 0xfffb_d000;
+pub(crate) const KVM_TSS: u64 = 0xfffb_d000;
 /// The end of the guest-physical address space that both four-level page tables and KVM reach.
-pub const MAX_ADDRESS: u64 = 1 << 46;
+pub(crate) const MAX_ADDRESS: u64 = 1 << 46;
 
 /// The address of the VM generation ID. Its page contains nothing else, as its specification
 /// demands. Kernels that search the area for ROMs look at multiples of 2 KiB.
@@ -53,14 +53,18 @@ pub const RAM_START: u64 = RAM.0[0].start;
 /// The maximum size of RAM in one piece from its start.
 pub const ONE_PIECE: u64 = RAM.0[0].end - RAM_START;
 
+const fn on_ports(device: Device, base: u16, len: u64) -> Fixed {
+    Fixed { device, on: Addresses::Ports, base: base as u64, len }
+}
+
 /// The devices of every board.
 pub const FIXED: &[Fixed] = &[
-    Fixed::on_ports(Device::Serial, ports::COM1, ports::COM_PORTS),
-    Fixed::on_ports(Device::Cmos, ports::RTC_INDEX, ports::RTC_PORTS),
-    Fixed::on_ports(Device::SystemControl, ports::SYSTEM_CONTROL, 1),
-    Fixed::on_ports(Device::I8042, ports::I8042_COMMAND, 1),
-    Fixed::on_ports(Device::PvPanic, ports::PVPANIC, 1),
-    Fixed::on_ports(Device::Sleep, ports::SLEEP_CONTROL, ports::SLEEP_PORTS),
+    on_ports(Device::Serial, ports::COM1, ports::COM_PORTS),
+    on_ports(Device::Cmos, ports::RTC_INDEX, ports::RTC_PORTS),
+    on_ports(Device::SystemControl, ports::SYSTEM_CONTROL, 1),
+    on_ports(Device::I8042, ports::I8042_COMMAND, 1),
+    on_ports(Device::PvPanic, ports::PVPANIC, 1),
+    on_ports(Device::Sleep, ports::SLEEP_CONTROL, ports::SLEEP_PORTS),
 ];
 /// The interrupt of the serial port.
 pub const SERIAL_GSI: u32 = ports::COM1_GSI;

@@ -1,6 +1,6 @@
 //! x86-64: the physical layout, booting, ACPI tables, and the state of vCPUs.
 
-pub mod acpi;
+pub(crate) mod acpi;
 pub mod boot;
 pub mod clocks;
 pub mod core;

@@ -387,7 +387,7 @@ impl Vcpu {
 
     /// Whether it is out of the guest and stays out. A vCPU that was told to run may still be
     /// paused for a moment.
-    pub fn stands_still(&self) -> bool {
+    pub(crate) fn stands_still(&self) -> bool {
         let inner = self.shared.lock();
         match inner.state {
             RunState::Running => false,
@@ -404,7 +404,7 @@ impl Vcpu {
     }
 
     /// Asks it to pause. [`Vcpu::wait_paused`] waits for that.
-    pub fn request_pause(&self) {
+    pub(crate) fn request_pause(&self) {
         self.command(Command::Pause);
     }
 

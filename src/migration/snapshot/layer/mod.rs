@@ -28,7 +28,7 @@ use vellum_sys::plant::{self, Mistake};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Bytes of the map for a page.
-pub const ENTRY: u64 = 8;
+pub(crate) const ENTRY: u64 = 8;
 /// Pages that are written or read by one call.
 pub const AT_ONCE: u64 = 256;
 /// Pages that the disk is asked to take at once: enough for it to write at its full speed.
@@ -85,7 +85,7 @@ impl Writer {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn of_pages(ram: File, pages: u64) -> io::Result<Self> {
+    pub(crate) fn of_pages(ram: File, pages: u64) -> io::Result<Self> {
         let map = table(Page::Absent, pages)?;
         ram.set_len(pages * PAGE_SIZE)?;
         let buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
@@ -126,7 +126,7 @@ impl Writer {
 
     /// Pages `run` of region `region` were [written](Self::write) and will hardly be again: the disk is to take them while others are read
     /// and summed, [`BACK_AT_ONCE`] of them at a time.
-    pub fn write_back(&mut self, region: usize, run: Range<u64>) {
+    pub(crate) fn write_back(&mut self, region: usize, run: Range<u64>) {
         let first = self.firsts[region];
         let run = first + run.start..first + run.end;
         if self.behind.end == run.start {
@@ -340,7 +340,7 @@ impl Layers {
     }
 
     /// Has the kernel begin to read what the layers have of `runs`, which ascend, and what lies between them where that is little.
-    pub fn announce(&self, runs: impl Iterator<Item = Range<u64>>) {
+    pub(crate) fn announce(&self, runs: impl Iterator<Item = Range<u64>>) {
         let mut span: Option<(&Reader, Range<u64>)> = None;
         for run in runs {
             let mut at = run.start;
@@ -368,7 +368,7 @@ impl Layers {
     }
 
     /// The same up to `most`.
-    pub fn next_of(&self, pages: Range<u64>, most: u64) -> Option<(Range<u64>, Option<&Reader>)> {
+    pub(crate) fn next_of(&self, pages: Range<u64>, most: u64) -> Option<(Range<u64>, Option<&Reader>)> {
         let mut first = pages.start;
         let (layer, kind) = loop {
             // Where no layer has anything, no page has to be asked for.

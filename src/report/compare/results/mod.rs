@@ -87,7 +87,7 @@ pub struct Question {
 
 impl Question {
     /// What the verdicts rest on, in words.
-    pub fn repeated(&self) -> String {
+    pub(crate) fn repeated(&self) -> String {
         let why = match self.unit {
             Unit::Boot => "boots (the sides have none in common)",
             Unit::Process => "processes",

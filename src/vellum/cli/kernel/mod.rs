@@ -37,7 +37,7 @@ use vellum_sys::open::{self, Kind};
 /// A guest with a kernel.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A guest with a kernel")]
-pub struct KernelArgs {
+pub(crate) struct KernelArgs {
     /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
     /// (O= too), of an unpacked linux-image package, or `host`, this host's own
     #[arg(short, long, value_name = "FILE|DIR|host")]

@@ -49,7 +49,7 @@ impl FromStr for Target {
 }
 
 /// Why an address is no place for a guest's memory in the clear, if it is none.
-pub fn off_loopback(address: &SocketAddr) -> Option<String> {
+pub(crate) fn off_loopback(address: &SocketAddr) -> Option<String> {
     let ip = match address.ip() {
         IpAddr::V6(ip) => ip.to_canonical(),
         ip => ip,

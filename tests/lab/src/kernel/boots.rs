@@ -8,8 +8,8 @@ use std::process::Command;
 
 use super::bench::{self, Bench};
 use super::build::{self, Image};
-use super::check::report;
 use super::complaints::complaints;
+use super::report;
 use super::series::{self, Series};
 use super::tree::Tree;
 use crate::artifacts::{self, Programs};

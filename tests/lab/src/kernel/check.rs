@@ -9,7 +9,6 @@ use std::time::Instant;
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
-use super::Base;
 use super::bench::Bench;
 use super::boots;
 use super::build::{self, Image};
@@ -18,6 +17,7 @@ use super::objects;
 use super::selftests::{self, Results};
 use super::series::{self, Series};
 use super::tree::Tree;
+use super::{Base, report};
 use vellum_report::{Case, Report, Status};
 
 use crate::architecture::Architecture;
@@ -463,10 +463,6 @@ fn says(planted: &Path) -> Result<String> {
     first.strip_prefix("Says: ").map(str::to_owned).ok_or_else(|| {
         Error::Series(format!("{}: its first line is `Says: ` and what the tool prints", planted.display()))
     })
-}
-
-pub(super) fn report(what: &str, seen: &str) {
-    println!("{what}: {seen}");
 }
 
 #[cfg(test)]

@@ -76,3 +76,8 @@ pub const PROGRAMS: &[&str] = &[
     "patch",
     "/usr/include/libelf.h",
 ];
+
+/// Says what one step has seen.
+fn report(what: &str, seen: &str) {
+    println!("{what}: {seen}");
+}

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::build::{self, Config};
-use super::check::report;
+use super::report;
 use super::series::Series;
 use super::tree::{self, Tree};
 use crate::cache::{Cache, digest};

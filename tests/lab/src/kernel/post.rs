@@ -14,7 +14,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::check::{self, report};
+use super::check;
+use super::report;
 use super::series::Series;
 use super::tree::{self, Tree};
 use crate::cache::Cache;

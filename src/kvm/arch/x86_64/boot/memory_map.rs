@@ -11,7 +11,7 @@ use crate::arch::load::ram;
 /// The type of a range. The values are those of the e820 interface, which PVH and multiboot share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum RangeKind {
+pub(crate) enum RangeKind {
     /// Usable memory.
     Ram = 1,
     /// Not to be touched.
@@ -20,7 +20,7 @@ pub enum RangeKind {
 
 /// One entry of the map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MapEntry {
+pub(crate) struct MapEntry {
     /// The first address.
     pub start: u64,
     /// The size in bytes.
@@ -31,7 +31,7 @@ pub struct MapEntry {
 
 /// The map of a machine with the RAM `memory`: that RAM without a PC's reserved range from the EBDA
 /// to 1 MiB, and the `reserved` ranges.
-pub fn memory_map<M: GuestMemoryBackend>(memory: &M, reserved: &[Range<u64>]) -> Vec<MapEntry> {
+pub(crate) fn memory_map<M: GuestMemoryBackend>(memory: &M, reserved: &[Range<u64>]) -> Vec<MapEntry> {
     let entry = |start, end: u64, kind| MapEntry { start, size: end - start, kind };
     let mut map = Vec::new();
     for Range { start, end } in ram(memory) {

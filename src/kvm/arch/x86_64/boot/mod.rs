@@ -34,18 +34,18 @@ use crate::arch::load::{self, BootRequest, Image, Input, Source, ram};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-pub use memory_map::{MapEntry, RangeKind, memory_map};
+use memory_map::{RangeKind, memory_map};
 use multiboot::LOADER_MAGIC as MULTIBOOT_MAGIC;
 
 /// The address of the GDT of every protocol's segments.
-pub const GDT: u64 = 0x500;
+pub(crate) const GDT: u64 = 0x500;
 /// The page of the protocol's main structure: `boot_params`, `hvm_start_info` or the multiboot
 /// information.
 pub const INFO: u64 = 0x7000;
 /// Lists that the main structure points to: memory map, modules.
 const LISTS: u64 = 0x6000;
 /// Page tables for a 64-bit entry: PML4, PDPT and four page directories.
-pub const PAGE_TABLES: u64 = 0x9000;
+pub(crate) const PAGE_TABLES: u64 = 0x9000;
 /// The command line.
 const CMDLINE: u64 = 0x2_0000;
 /// The space for the command line with its NUL, the maximum of any protocol.
