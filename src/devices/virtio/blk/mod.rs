@@ -5,14 +5,14 @@
 //! So a reset waits for one request at most. The image is locked while it is open (open file
 //! description locks, as in QEMU), so two writers cannot share it.
 
+mod image;
 mod requests;
 
 use std::any::Any;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,17 +26,14 @@ use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
+pub use image::{BlkError, ImageFormat};
+use image::{open_image, open_qcow2, over};
 use requests::{Disk, Id};
-use vellum_disk::format::Format;
-use vellum_disk::overlay::{self, Base, Overlay, Place};
-use vellum_disk::qcow2::{self, Named, Qcow2};
+use vellum_disk::overlay::{Base, Place};
 use vellum_disk::{DiskImage, Image};
-use vellum_host::block;
 use vellum_sandbox::ThreadKind;
-use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
-use vellum_sys::file::{Lock, is_locked, lock, unlock};
+use vellum_sys::file::{Lock, lock, unlock};
 use vellum_sys::keyvalue::{self, KeyValues, number, path};
-use vellum_sys::open;
 
 /// The unit of a disk's capacity, whatever its block size.
 const SECTOR: u64 = 512;
@@ -53,16 +50,6 @@ const MAX_ZERO_SEGMENTS: u32 = 16;
 const OVERLAY_STAYS: &str = "only this process has the map of its overlay";
 /// Why a disk on a qcow2 image cannot move to another process.
 const QCOW2_STAYS: &str = "only this process has the latest tables of its qcow2 image; a raw image can move";
-
-/// The format of an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ImageFormat {
-    /// The disk's bytes, one after the other.
-    Raw,
-    /// QEMU's qcow2.
-    Qcow2,
-}
 
 /// The disk as a kind of device.
 pub static KIND: Kind = Kind {
@@ -172,104 +159,6 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     config.backing = kv.with("backing", named)?;
     config.data_file = kv.with("data-file", named)?;
     Ok(config)
-}
-
-/// Why a disk cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum BlkError {
-    /// The image cannot be opened or measured.
-    #[error("disk {path}: {source}; use an image or a block device that exists and that this user can {}", if *.readonly { "read" } else { "write, or add `readonly`" })]
-    Open {
-        /// Whether it was to be opened read-only.
-        readonly: bool,
-        /// The disk's image.
-        path: PathBuf,
-        /// The kernel's error.
-        source: io::Error,
-    },
-    /// The image is locked by another user.
-    #[error("disk {path} is in use by another process or another disk of this machine{}", if *.readonly { ", for writing" } else { "; add `readonly` to share it with readers" })]
-    Locked {
-        /// The disk's image.
-        path: PathBuf,
-        /// Whether it was to be opened read-only.
-        readonly: bool,
-    },
-    /// The overlay cannot be used.
-    #[error("disk {path}: overlay {over}: {source}")]
-    Overlay {
-        /// The disk's image.
-        path: PathBuf,
-        /// The overlay's path.
-        over: PathBuf,
-        /// What is wrong with the overlay.
-        source: overlay::Error,
-    },
-    /// The host or another program uses the block device, and the guest would write to it.
-    #[error(
-        "disk {path} is {user}: two writers would destroy it; add `readonly`, or `force` to write to it anyway"
-    )]
-    Used {
-        /// The disk's image.
-        path: PathBuf,
-        /// The user of the device, in words.
-        user: String,
-    },
-    /// The image is qcow2 and cannot be used.
-    #[error("disk {path}: {source}")]
-    Qcow2 {
-        /// The disk's image.
-        path: PathBuf,
-        /// What is wrong with the image.
-        source: qcow2::Error,
-    },
-    /// The image is neither raw nor qcow2.
-    #[error(
-        "disk {path} is a {} image; a disk must be raw or qcow2: convert it with `{}`, or add `force` to use it as raw",
-        format.name(),
-        format.conversion(path)
-    )]
-    Format {
-        /// The disk's image.
-        path: PathBuf,
-        /// The format that was found.
-        format: Format,
-    },
-    /// The path is a directory, a pipe or the like.
-    #[error("disk {path} is neither a file nor a block device")]
-    Kind {
-        /// The disk's image.
-        path: PathBuf,
-    },
-    /// The image is empty or ends with a partial sector.
-    #[error(
-        "disk {path} has {size} bytes, which is not a positive multiple of 512: {}",
-        if *.size == 0 { "`truncate -s 1g` makes it larger" } else { "`truncate -s %512` pads it" }
-    )]
-    Size {
-        /// The disk's image.
-        path: PathBuf,
-        /// Its size in bytes.
-        size: u64,
-    },
-    /// The serial number is too long.
-    #[error("disk serial `{0}` is longer than 20 bytes")]
-    Serial(String),
-    /// The number of queues is out of range.
-    #[error("a disk has 1 to {MAX_QUEUES} queues, not {0}")]
-    Queues(u16),
-}
-
-impl From<BlkError> for OpenError {
-    fn from(error: BlkError) -> Self {
-        Box::new(error)
-    }
-}
-
-impl Diagnose for BlkError {
-    fn origin(&self) -> ErrorOrigin {
-        ErrorOrigin::user(Field::Device(KIND.key))
-    }
 }
 
 /// The device as its driver sees it, and the handle to its worker.
@@ -523,114 +412,4 @@ fn config_space(sectors: u64, queues: u16) -> [u8; 60] {
     put(52, &MAX_ZERO_SEGMENTS.to_le_bytes());
     put(56, &[1]);
     space
-}
-
-/// An image with an overlay over `base`. A shared lock keeps writers away from `base`.
-fn over(
-    config: &BlkConfig,
-    base: Base,
-    base_file: &File,
-    size: u64,
-    place: &Place,
-) -> Result<(Image, DiskImage), BlkError> {
-    let disk = config.path.clone();
-    let (over, lasts) = match place {
-        Place::File(path) => (path.clone(), true),
-        Place::Discard => ("discard".into(), false),
-    };
-    let failed = |source| BlkError::Overlay { path: disk.clone(), over: over.clone(), source };
-    let io = |source: io::Error| failed(source.into());
-    if !lock(base_file, Lock::Shared).map_err(io)? {
-        return Err(BlkError::Locked { path: disk.clone(), readonly: true });
-    }
-    let work = |file: File| {
-        // Lock before reading: another user may be writing the map. The machine's own lock is on
-        // the same open file.
-        if !lock(&file, Lock::Exclusive).map_err(io)? {
-            return Err(BlkError::Locked { path: over.clone(), readonly: false });
-        }
-        let path = if lasts { std::path::absolute(&over).map_err(io)? } else { disk.clone() };
-        let image = DiskImage { file: file.try_clone().map_err(io)?, path, readonly: false };
-        let overlay = Overlay::new(base, size, file, lasts).map_err(failed)?;
-        Ok((Image::Over(Box::new(overlay)), image))
-    };
-    if lasts { overlay::with_file(&over, io, work) } else { work(overlay::unnamed().map_err(io)?) }
-}
-
-/// Opens the image of a disk. With `exclusive`, a block device that the guest writes to is opened
-/// with O_EXCL: no file system can be mounted from it meanwhile. That is not possible for a machine
-/// that arrives from another Vellum, which still has the device open.
-fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, ImageFormat), BlkError> {
-    let (path, readonly) = (config.path.clone(), config.readonly || config.overlay.is_some());
-    let open_error = |source| BlkError::Open { path: path.clone(), readonly, source };
-    let used = |user| BlkError::Used { path: path.clone(), user };
-    let about = std::fs::metadata(&path).map_err(open_error)?;
-    let (is_block, kind) = (about.file_type().is_block_device(), about.file_type());
-    if !kind.is_file() && !is_block {
-        return Err(BlkError::Kind { path });
-    }
-    let mut options = File::options();
-    options.read(true).write(!readonly);
-    let guarded = !readonly && !config.force;
-    let alone = guarded && exclusive && is_block;
-    let opened = open::open(&path, &options, if alone { open::Kind::Exclusive } else { open::Kind::Disk });
-    let file = match opened {
-        Err(error) if alone && error.raw_os_error() == Some(libc::EBUSY) => {
-            return Err(match block::user(&about) {
-                Some(user) => used(user),
-                None if is_another_machines(&path) => BlkError::Locked { path: path.clone(), readonly },
-                None => used("opened exclusively by another program (O_EXCL)".into()),
-            });
-        }
-        opened => opened.map_err(open_error)?,
-    };
-    if guarded
-        && !alone
-        && let Some(user) = block::user(&file.metadata().map_err(open_error)?)
-    {
-        return Err(used(user));
-    }
-    let format = match config.format {
-        Some(format) => format,
-        None if config.force => ImageFormat::Raw,
-        None => match Format::of(&file).map_err(open_error)? {
-            None => ImageFormat::Raw,
-            Some(Format::Qcow2) => ImageFormat::Qcow2,
-            Some(format) => return Err(BlkError::Format { path, format }),
-        },
-    };
-    Ok((file, format))
-}
-
-/// The qcow2 image in `file`, with the backing and data files of `config`.
-fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkError> {
-    let writable = !config.readonly && config.overlay.is_none();
-    // The lock comes first. Another machine may be writing the tables, and to open an image for
-    // writing can change its header.
-    let locked = |path: &PathBuf, file: &File, write: bool| {
-        let kind = if write { Lock::Exclusive } else { Lock::Shared };
-        match lock(file, kind) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly: !write }),
-            Err(source) => Err(BlkError::Open { readonly: !write, path: path.clone(), source }),
-        }
-    };
-    locked(&config.path, file, writable)?;
-    let beside = |path: &Option<PathBuf>, write: bool| {
-        let Some(path) = path else { return Ok(None) };
-        let file = open::open(path, File::options().read(true).write(write), open::Kind::Disk)
-            .map_err(|source| BlkError::Open { readonly: !write, path: path.clone(), source })?;
-        locked(path, &file, write)?;
-        Ok(Some(file))
-    };
-    let named =
-        Named { backing: beside(&config.backing, false)?, data: beside(&config.data_file, writable)? };
-    let failed = |source| BlkError::Qcow2 { path: config.path.clone(), source };
-    let file = file.try_clone().map_err(|error| failed(error.into()))?;
-    Qcow2::open(file, writable, named).map_err(failed)
-}
-
-/// Whether a machine has this block device, judged by its lock.
-fn is_another_machines(path: &Path) -> bool {
-    open::for_reading(path, open::Kind::Disk).and_then(|file| is_locked(&file)).unwrap_or(false)
 }
