@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Error, MigratableMachine, not_handed_over};
+use super::leaving::not_handed_over;
+use super::{Error, MigratableMachine};
 use crate::events::SenderCommand;
 use crate::share::MAX_CONNECTIONS;
 use vellum_control::operation::{Asker, Kind, News, UnderWay};

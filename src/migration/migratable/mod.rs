@@ -1,5 +1,5 @@
 //! A machine that can leave: a machine, and beside it the migration that takes it to another process. Here is the event loop's
-//! side of a migration, which does what the [`sender`](super::sender)'s thread demands.
+//! side of a migration, which does what the [`sender`](super::sender)'s thread demands. [`leaving`] begins it.
 //!
 //! Why a machine stands still is a set: the user has paused it, a migration is in its final pass, the target may run it, its debugger
 //! looks at it ([`debugged`]), it is dumped ([`dumping`]). It goes on
@@ -9,39 +9,30 @@ mod arriving;
 mod debugged;
 mod dumping;
 mod error;
+mod leaving;
 mod machine;
 mod operation;
 
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
 pub use self::error::Error;
+use self::operation::AtMostOne;
 pub use self::operation::OnPanic;
-use self::operation::{AtMostOne, Operation, SaveOperation, Work};
-use super::commit_flag::CommitFlag;
-use super::events::{Demand, Done, Moving, Options, Said, SenderCommand, SenderEvent};
-use super::link::GiveUp;
-use super::message::SessionId;
-use super::saving::{self, Saving};
-use super::sender::Sending;
+use super::events::{Demand, Done, Said, SenderCommand, SenderEvent};
 use super::since::Since;
 use super::threads;
-use crate::snapshot::Files;
-use vellum_control::operation::{Asker, Kind, News};
-use vellum_control::{self as control, Event, Left, Loses, MigrateRequest, MigrationBlocker, Snapshot};
-use vellum_kvm::dirty::log::ends_on_a_huge_page;
+use vellum_control::operation::{Kind, News};
+use vellum_control::{Event, Left};
 use vellum_kvm::dirty::{self, DirtyTracker, Method};
-use vellum_kvm::memory::Backing;
 use vellum_machine::gdb::Debugger;
 use vellum_machine::{Machine, SaveState, Section};
-use vellum_sandbox::{Sandbox, ThreadKind};
+use vellum_sandbox::Sandbox;
 use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::pagemap::Pagemap;
@@ -154,157 +145,6 @@ impl<P: SaveState> MigratableMachine<P> {
         self.held.user = true;
     }
 
-    fn leave(
-        &mut self,
-        by: Asker,
-        asked: &MigrateRequest,
-        mut sockets: Vec<OwnedFd>,
-    ) -> Result<Value, String> {
-        self.may_leave()?;
-        let hands_over = asked.link == control::Link::Memfd;
-        if hands_over {
-            self.can_hand_over(asked)?;
-        }
-        if hands_over && asked.postcopies() {
-            return Err("memory that is handed over is there at once: none of it can follow".into());
-        }
-        // The log of dirty pages is the migration's from here on.
-        self.since = None;
-        let method = asked.tracker.as_deref().map(method).transpose()?;
-        let options = Options {
-            downtime: Duration::from_millis(asked.downtime_ms),
-            timeout: asked.timeout_ms.map(|ms| (Duration::from_millis(ms), asked.then)),
-            bandwidth: asked.bandwidth,
-            throttling: asked.throttle,
-            compress: asked.compress.is_some(),
-            method,
-            liveness: Duration::from_millis(asked.liveness_ms.max(1)),
-            verify: asked.verify,
-            hands_over,
-            mode: asked.mode,
-            postcopies: asked.postcopies(),
-        };
-        let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
-        let session = SessionId::random().map_err(refused)?;
-        let distrust = self.distrust(method, asked.loses);
-        let give_up = GiveUp::default();
-        let successor = match asked.succeeded {
-            true => Some(sockets.pop().ok_or("it takes another descriptor")?),
-            false => None,
-        };
-        let fence = match asked.fence {
-            true => sockets
-                .pop()
-                .map(CommitFlag::new)
-                .transpose()
-                .map_err(|error| format!("the fence: {error}"))?,
-            false => None,
-        };
-        let sending = Sending::new(sockets, fence, session, options, self.moving(), mine, give_up.clone());
-        let (sending, lanes, server) = sending.map_err(|error| error.to_string())?;
-        let sandbox = self.sandbox;
-        if let Some(server) = server {
-            let body = move || match sandbox.enter(ThreadKind::Connection, "serving") {
-                Ok(()) => server.run(),
-                Err(error) => server.fail(error.to_string()),
-            };
-            std::thread::Builder::new().name("serving".into()).spawn(body).map_err(refused)?;
-        }
-        for (number, lane) in (1..).zip(lanes) {
-            let name = format!("migration{number}");
-            let body = move || match sandbox.enter(ThreadKind::Connection, &format!("migration{number}")) {
-                Ok(()) => lane.run(),
-                Err(error) => lane.fail(error.to_string()),
-            };
-            // They end with the thread of the migration.
-            std::thread::Builder::new().name(name).spawn(body).map_err(refused)?;
-        }
-        let kind = if asked.succeeded { Kind::Upgrade } else { Kind::Migration };
-        let mut leaving = SaveOperation::new(thread_end, distrust);
-        (leaving.successor, leaving.give_up) = (successor, give_up);
-        self.begin(kind, by, leaving, || sending.run())?;
-        Ok(json!({ "session": format!("{session:?}") }))
-    }
-
-    fn snapshot(&mut self, by: Asker, asked: &Snapshot, files: Vec<OwnedFd>) -> Result<Value, String> {
-        self.may_leave()?;
-        let mut files = files.into_iter().map(File::from);
-        let mut next = || files.next().ok_or("it takes three descriptors");
-        let (ram, map, state) = (next()?, next()?, next()?);
-        let files = Files { ram, map, state, clones: files.collect() };
-        let disks = self.machine.disks();
-        if !files.clones.is_empty() && files.clones.len() != disks.len() {
-            return Err(format!("files for {} clones, and it has {} disks", files.clones.len(), disks.len()));
-        }
-        let method = asked.tracker.as_deref().map(method).transpose()?;
-        let distrust = self.distrust(method, asked.loses);
-        let [downtime, timeout] = [asked.downtime_ms, asked.timeout_ms].map(Duration::from_millis);
-        let options = saving::Options { downtime, timeout, method, stop: asked.stop, follow: asked.follow };
-        let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
-        // Of another point than the one before, or collected in another way, it is of no use.
-        let continues = |since: &Since| {
-            since.chain == asked.chain
-                && since.point.checked_add(1) == Some(asked.number)
-                && method.is_none_or(|method| method == since.method)
-        };
-        let since = self.since.take().filter(|since| continues(since)).map(|since| *since);
-        let place = saving::Place { files, chain: asked.chain.clone(), number: asked.number, disks };
-        let saving = Saving::new(options, place, self.moving(), since, mine).map_err(refused)?;
-        let mut leaving = SaveOperation::new(thread_end, distrust);
-        leaving.stop = asked.stop;
-        self.begin(Kind::Snapshot, by, leaving, || saving.run())?;
-        Ok(json!({}))
-    }
-
-    /// Whether its RAM can be another process's too.
-    fn can_hand_over(&self, asked: &MigrateRequest) -> Result<(), String> {
-        let backing = self.machine.ram().config.backing;
-        if !backing.can_be_handed_over() {
-            return Err(not_handed_over(backing));
-        }
-        if asked.connections != 1 || !asked.fence {
-            return Err("memory is handed over by one connection, with a fence".into());
-        }
-        Ok(())
-    }
-
-    /// Whether it may begin to leave: not every machine can, and none does two things at a time.
-    fn may_leave(&self) -> Result<(), String> {
-        if let Some(MigrationBlocker { name, why, .. }) = self.stays() {
-            return Err(format!("{name}: {why}"));
-        }
-        self.is_idle()
-    }
-
-    fn moving(&self) -> Moving {
-        Moving {
-            describe: self.machine.describe(),
-            memory: self.machine.memory(),
-            ram: self.machine.ram(),
-            pagemap: self.pagemap.clone(),
-            throttle: self.machine.throttle(),
-        }
-    }
-
-    /// Starts the thread that does it.
-    fn begin(
-        &mut self,
-        kind: Kind,
-        by: Asker,
-        mut leaving: SaveOperation,
-        run: impl FnOnce() + Send + 'static,
-    ) -> Result<(), String> {
-        let sandbox = self.sandbox;
-        let body = move || match sandbox.enter(ThreadKind::Migration, "migration") {
-            Ok(()) => run(),
-            Err(error) => tracing::error!("{error}"),
-        };
-        leaving.thread =
-            Some(std::thread::Builder::new().name("migration".into()).spawn(body).map_err(refused)?);
-        self.operation.begin(Operation::new(kind, Some(by), Work::SaveOperation(Box::new(leaving))));
-        Ok(())
-    }
-
     /// Does what the thread demands, and passes on what it says.
     fn serve(&mut self) {
         while let Some(leaving) = self.operation.leaving() {
@@ -401,25 +241,6 @@ impl<P: SaveState> MigratableMachine<P> {
             if !self.stands() {
                 self.machine.resume();
             }
-        }
-    }
-
-    /// Why a log that is all set at first is not to be used for this machine, if its host `loses` pages of such and nothing else is asked
-    /// for.
-    fn distrust(&self, asked: Option<Method>, loses: Loses) -> Option<&'static str> {
-        if asked.is_some() || self.machine.info().dirty_ring.is_some() {
-            return None;
-        }
-        match loses {
-            Loses::Nothing => None,
-            Loses::Edges if !self.machine.memory().iter().any(ends_on_a_huge_page) => None,
-            Loses::Edges => Some(
-                "this kernel loses pages of a dirty log that is all set at first where memslots begin as this machine's do; vellum \
-                 doctor says more",
-            ),
-            Loses::Pages => Some(
-                "this kernel loses pages of a dirty log that is all set at first; vellum doctor says more",
-            ),
         }
     }
 
@@ -578,19 +399,6 @@ fn brief(mut why: String) -> String {
         why.push_str(&format!("… ({len} bytes in all)"));
     }
     why
-}
-
-fn not_handed_over(backing: Backing) -> String {
-    format!("its memory is {backing}, of which no other process can be handed a descriptor")
-}
-
-fn refused(error: io::Error) -> String {
-    format!("the host refuses it: {error}")
-}
-
-fn method(name: &str) -> Result<Method, String> {
-    let known = Method::NAMES.iter().find(|(known, _)| *known == name);
-    known.map(|(_, method)| *method).ok_or(format!("there is no tracker {name}"))
 }
 
 #[cfg(test)]

@@ -11,15 +11,17 @@
 //! 5. [`Session::run`]: main enters the sandbox too, and only then does the first vCPU enter the guest.
 
 pub mod builtin;
+mod config;
+mod error;
 pub mod incoming;
 pub mod kernel;
 pub mod log;
 pub mod progress;
+mod requests;
 pub mod supervisor;
 
-use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -28,29 +30,21 @@ use event_manager::{
     EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberId, SubscriberOps,
 };
 use kvm_ioctls::Kvm;
-use serde_json::{Value, json};
 use vmm_sys_util::eventfd::EventFd;
 
-use vellum_control::operation::News;
+pub use self::config::{Config, Gdb, Supervised};
+pub use self::error::Error;
+use vellum_control::Event;
 use vellum_control::server::{Control, Heard, Listeners};
-use vellum_control::{Do, Event, Lending, Status};
-use vellum_guests::guest;
-use vellum_host::doctor;
-use vellum_kvm::memory;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_linux as machine;
 use vellum_machine::gdb;
-use vellum_machine::{EventSources, SessionMachine, Subscriber, handoff};
-use vellum_migration::migratable;
-use vellum_migration::snapshot;
-use vellum_sandbox::user::{self, User};
-use vellum_sandbox::{self as sandbox, OfGuard, Sandbox};
-use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
+use vellum_machine::{EventSources, SessionMachine, Subscriber};
+use vellum_sandbox::{OfGuard, Sandbox, user};
 use vellum_sys::guard::{self, Naming};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::program::{SETTLING, release_start_up_code};
 use vellum_sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd, UNUSED};
-use vellum_sys::socket::{self, Listener, MAX_DESCRIPTORS, Name, SocketError};
+use vellum_sys::socket::{self, Listener, Name, SocketError};
 use vellum_sys::terminal;
 
 /// How long a guest that was asked to stop may take.
@@ -59,137 +53,6 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 const TELLING: Duration = Duration::from_secs(1);
 /// How often a terminal is redrawn.
 const REDRAWING: Duration = Duration::from_millis(100);
-
-/// What is asked of the process.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Where the control socket is to be.
-    pub control: Option<PathBuf>,
-    /// What this process gives up before the guest runs.
-    pub sandbox: sandbox::Mode,
-    /// For whom it gives up root.
-    pub user: Option<User>,
-    /// How long the machine may run.
-    pub limit: Option<Duration>,
-    /// Where its result goes, for a process that takes it over.
-    pub result: Option<PathBuf>,
-    /// What was lent by the process that this one is to stand in for: its control socket, and the [supervisor].
-    pub lent: Option<Supervised>,
-    /// Where a debugger may connect.
-    pub gdb: Option<Gdb>,
-}
-
-/// Where a debugger may connect.
-#[derive(Clone, Debug)]
-pub struct Gdb {
-    /// The unix socket.
-    pub socket: PathBuf,
-    /// Whether the machine waits for it before it runs.
-    pub waits: bool,
-}
-
-/// What a process has of the one that it is to stand in for.
-#[derive(Clone, Debug)]
-pub struct Supervised {
-    /// The control socket, at which the other listens until its machine runs here.
-    pub control: Option<Arc<OwnedFd>>,
-    /// What ties the two together.
-    pub supervisor: Arc<OwnedFd>,
-}
-
-impl Default for Config {
-    /// No control socket, no sandbox, no limit.
-    fn default() -> Self {
-        Self {
-            control: None,
-            sandbox: sandbox::Mode::Off,
-            user: None,
-            limit: None,
-            result: None,
-            lent: None,
-            gdb: None,
-        }
-    }
-}
-
-/// Why a machine cannot be started or run.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The PC.
-    #[error(transparent)]
-    Machine(#[from] machine::Error),
-    /// The built-in guest.
-    #[error(transparent)]
-    Guest(#[from] guest::Error),
-    /// Guest memory.
-    #[error(transparent)]
-    Memory(#[from] memory::Error),
-    /// A machine that moves.
-    #[error(transparent)]
-    MigratableMachine(#[from] migratable::Error),
-    /// KVM.
-    #[error(transparent)]
-    Vm(#[from] vellum_kvm::vm::Error),
-    /// Its debugger.
-    #[error(transparent)]
-    Gdb(#[from] gdb::Error),
-    /// The control socket.
-    #[error("{0}")]
-    Control(#[source] SocketError),
-    /// Where a source connects.
-    #[error("{0}")]
-    Listen(#[source] SocketError),
-    /// The sandbox.
-    #[error(transparent)]
-    Sandbox(#[from] sandbox::Error),
-    /// Privileges.
-    #[error(transparent)]
-    User(#[from] user::Error),
-    /// A file of a snapshot.
-    #[error(transparent)]
-    Snapshot(#[from] snapshot::Error),
-    /// Memory cannot come as it is wanted.
-    #[error("no userfaultfd that sees KVM's faults ({0}): {remedy}", remedy = doctor::remedy_for_userfaultfd(.0))]
-    Userfaultfd(#[source] io::Error),
-    /// The event loop.
-    #[error("the event loop: {0}")]
-    EventLoop(#[from] event_manager::Error),
-    /// The host refuses a descriptor, or the terminal its mode.
-    #[error("{0}: {1}")]
-    Host(&'static str, #[source] io::Error),
-}
-
-impl Error {
-    /// The signal, where the user ended it before the machine ran.
-    pub fn interrupted(&self) -> Option<i32> {
-        match self {
-            Self::Memory(memory::Error::Interrupted(signal))
-            | Self::Machine(machine::Error::Memory(memory::Error::Interrupted(signal)))
-            | Self::Guest(guest::Error::Interrupted(signal)) => Some(*signal),
-            _ => None,
-        }
-    }
-}
-
-impl Diagnose for Error {
-    fn origin(&self) -> ErrorOrigin {
-        match self {
-            Self::Machine(error) => error.origin(),
-            Self::Guest(error) => error.origin(),
-            Self::Memory(error) => error.origin(),
-            Self::MigratableMachine(error) => error.origin(),
-            Self::Vm(error) => error.origin(),
-            Self::Gdb(error) => error.origin(),
-            Self::Control(_) => ErrorOrigin::user(Field::Name),
-            Self::Listen(_) => ErrorOrigin::user(Field::Listen),
-            Self::Sandbox(error) => error.origin(),
-            Self::User(error) => error.origin(),
-            Self::Snapshot(error) => error.origin(),
-            Self::Userfaultfd(_) => ErrorOrigin::user(Field::OnDemand),
-            Self::EventLoop(_) | Self::Host(..) => ErrorOrigin::HOST,
-        }
-    }
-}
 
 /// What brought a run to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -509,73 +372,6 @@ impl Session {
         }
     }
 
-    /// Does what the control socket asks for; says so if the machine is to end.
-    fn obey<P: SessionMachine>(&mut self, machine: &mut P) -> Option<Cause> {
-        let mut cause = None;
-        while let Ok(heard) = self.heard.try_recv() {
-            let mut asked = match heard {
-                Heard::Asked(asked) => asked,
-                Heard::Gone(connection) => {
-                    machine.client_gone(connection);
-                    continue;
-                }
-            };
-            let by = asked.by;
-            let descriptors = std::mem::take(&mut asked.descriptors);
-            if let Do::Lend { from } = asked.what {
-                match self.lend(machine, from) {
-                    Ok((list, lent)) => asked.answer_with(Ok(list), &lent),
-                    Err(error) => asked.answer(Err(error)),
-                }
-                continue;
-            }
-            let answer = match &asked.what {
-                Do::Pause {} => self.pause(machine, by.id).map(|us| json!({ "us": us })),
-                Do::Resume { force: false } => {
-                    self.resume(machine, Some(by.id));
-                    Ok(json!({}))
-                }
-                Do::Status {} => Ok(serde_json::to_value(self.status(machine)).expect("plain data")),
-                Do::Stop {} => {
-                    cause = Some(Cause::Stop);
-                    Ok(json!({}))
-                }
-                // The server answers this one itself.
-                Do::Events {} => Ok(json!({})),
-                what => machine.ask(by, what, descriptors),
-            };
-            asked.answer(answer);
-        }
-        cause
-    }
-
-    /// What another process takes to stand in for this one: the list of it, and its descriptors from number `from` on.
-    fn lend<P: SessionMachine>(&self, machine: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
-        let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
-        let mut lent = handoff::HandoffFds::default();
-        lent.list.version = handoff::VERSION;
-        let standard = [lent.add_copy(io::stdin()), lent.add_copy(io::stdout()), lent.add_copy(io::stderr())];
-        lent.list.standard = standard.into_iter().collect::<Result<_, _>>().map_err(refused)?;
-        lent.list.sandbox = self.config.sandbox.to_string();
-        lent.list.user = self.config.user.map(|user| (user.uid, user.gid));
-        lent.list.limit_ms = self.left();
-        lent.list.result = self.config.result.clone();
-        if let (Some(control), Some(path)) = (&self.control, &self.config.control) {
-            let socket = control.lock().expect("nobody panics with it").lend().map_err(refused)?;
-            lent.list.control = Some(handoff::Socket { path: path.clone(), descriptor: lent.add(socket) });
-        }
-        if let Some(ours) = &self.config.lent {
-            lent.list.supervisor = Some(lent.add_copy(&*ours.supervisor).map_err(refused)?);
-        }
-        machine.lend(&mut lent)?;
-        let lending = Lending {
-            list: serde_json::to_value(&lent.list).map_err(|error| error.to_string())?,
-            descriptors: lent.descriptors.len(),
-        };
-        let part = lent.descriptors.into_iter().skip(from).take(MAX_DESCRIPTORS).collect();
-        Ok((serde_json::to_value(lending).expect("plain data"), part))
-    }
-
     /// Waits for the process that stands in for this one, once nothing of the machine is left here: signals go on to it, and its exit
     /// status is this one's. One that stands in for another itself needs not: the new one has its supervisor.
     pub fn wait_for(&mut self, successor: OwnedFd) -> Exit {
@@ -612,52 +408,6 @@ impl Session {
                 let _ = socket::send_some(&successor, &[signal as u8]);
             }
         }
-    }
-
-    /// Pauses the machine, if it is not paused; how long that took, in microseconds.
-    fn pause<P: SessionMachine>(&mut self, machine: &mut P, id: u64) -> Result<u64, String> {
-        if machine.is_paused() {
-            return Ok(0);
-        }
-        let start = Instant::now();
-        machine.pause().map_err(|error| error.to_string())?;
-        let us = start.elapsed().as_micros() as u64;
-        self.listeners.tell(&News { id: Some(id), event: Event::Paused { us } });
-        Ok(us)
-    }
-
-    fn resume<P: SessionMachine>(&mut self, machine: &mut P, id: Option<u64>) {
-        if machine.is_paused() {
-            machine.resume();
-            self.listeners.tell(&News { id, event: Event::Resumed {} });
-        }
-    }
-
-    fn status<P: SessionMachine>(&self, machine: &P) -> Status {
-        let outline = machine.info();
-        Status {
-            pid: std::process::id(),
-            state: machine.state(),
-            numbered: true,
-            operation: machine.under_way(),
-            vcpus: outline.vcpus,
-            memory: outline.memory,
-            backing: outline.backing.map(|backing| backing.to_string()),
-            balloon: outline.balloon,
-            vsock: outline.vsock.map(|path| path.display().to_string()),
-            dirty_ring: outline.dirty_ring,
-            cr3_cache: outline.cr3_cache,
-            tracker: machine.tracker().map(str::to_owned),
-            disks: outline.disks,
-            stays: outline.stays,
-            limit_ms: self.left(),
-        }
-    }
-
-    /// Milliseconds of the time that the run has, if that is limited.
-    fn left(&self) -> Option<u64> {
-        let left = self.deadline?.saturating_duration_since(Instant::now());
-        Some(left.as_millis() as u64)
     }
 
     /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run
