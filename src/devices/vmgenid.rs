@@ -4,7 +4,7 @@
 //! random numbers: Linux mixes the bytes into its generator and reseeds it
 //! (drivers/virt/vmgenid.c).
 //!
-//! The ACPI tables give the address of the bytes ([`vellum_kvm::arch::acpi`]). An interrupt of the
+//! The ACPI tables give the address of the bytes (`vellum_kvm::arch::acpi`). An interrupt of the
 //! generic event device reports new bytes. There are no registers and no state to save: the bytes
 //! move with guest memory, and the machine's description holds their address.
 
