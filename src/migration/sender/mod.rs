@@ -1,7 +1,8 @@
 //! The source's thread: it drives [`Source`], follows who writes to memory, and sends. What it needs done with the machine, which
 //! belongs to the event loop's thread, it [demands](Demand) there.
 //!
-//! Here is what it hears; `performing` has what follows from that, [`passes`] the passes over memory, [`pending`](super::pending) what is still to be sent.
+//! Here is what it hears. `performing` has what follows from that, [`passes`] the passes over memory, and
+//! [`pending`](super::pending) what is still to be sent.
 
 mod handing;
 mod lanes;
