@@ -7,7 +7,7 @@ use crate::artifacts::{Kernel, Programs, files_below};
 use crate::cache::Cache;
 use crate::hosts::wire::Frame;
 use crate::hosts::{self, HostKernel, Request, svm};
-use crate::kernel::{Base, build};
+use crate::kernel::{Base, build, variants};
 use crate::{Error, Result};
 
 /// The base whose kernel the guests are of.
@@ -19,7 +19,7 @@ const TREE: &str = "/tree";
 pub fn of_commands(cache: &Cache, frames: impl FnMut(&Frame)) -> Result<()> {
     svm::HOST.ready()?;
     build::require_tools()?;
-    let tree = build::build(cache, Base::named(BASE)?, &[], Some(build::GUEST))?.tree();
+    let tree = build::build(cache, Base::named(BASE)?, &[], Some(variants::GUEST))?.tree();
     let programs = Programs::build()?;
     let mut request = Request::new(HostKernel::Debian(Kernel::debian(cache, "6.1")?));
     (request.host, request.second_stage, request.memory_mib) = (svm::HOST, true, 4096);

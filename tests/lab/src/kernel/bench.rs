@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::build::Image;
-use super::series::directory;
+use super::series_directory;
 use crate::hosts::{Emulated, HOSTS, HUGEPAGE, Pace, Request};
 use crate::{Error, Result};
 
@@ -54,7 +53,7 @@ pub struct Bench {
     /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is where that is and its initramfs.
     #[serde(default)]
     pub guest: Option<String>,
-    /// What that kernel is configured for besides, one of [`VARIANTS`](super::build::VARIANTS).
+    /// What that kernel is configured for besides, one of [`VARIANTS`](super::variants::VARIANTS).
     #[serde(default)]
     pub guest_variant: Option<String>,
     /// A mistake of that series' `planted/` that the guest's kernel has: the command must fail, and it or the host's kernel say `says`.
@@ -186,11 +185,10 @@ impl Bench {
         self.run.split_whitespace().next()?.strip_prefix(PROGRAMS)
     }
 
-    /// The host that it needs, with the kernel `image`.
-    pub fn host(&self, image: &Image) -> Request {
-        let mut request = image.host();
-        self.describe_host(&mut request);
-        request
+    /// `host`, made the one that this needs.
+    pub fn host(&self, mut host: Request) -> Request {
+        self.describe_host(&mut host);
+        host
     }
 
     /// Makes `request`'s host the one that this needs.
@@ -245,7 +243,7 @@ fn two_gibibytes() -> u32 {
 
 /// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is `/tools/NAME.sh`.
 pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
-    let dir = directory().join("tools");
+    let dir = series_directory().join("tools");
     let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
     let mut scripts: Vec<PathBuf> =

@@ -42,7 +42,7 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     let ran = digest(ran.iter().map(Vec::as_slice));
     let name = &image.name;
     let entry = |bench: &Bench| -> Result<String> {
-        let emulator = bench.host(image).host.version()?;
+        let emulator = bench.host(image.host()).host.version()?;
         let mut parts = vec![format!("{bench:?}").into_bytes(), ran.clone().into(), emulator.into()];
         for (path, _) in brought(cache, &programs, stack, &[bench])? {
             parts.push(fs::read(&path).map_err(Error::file("read", &path))?);
@@ -78,7 +78,7 @@ pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
         let ran = ran(cache, &programs, &image, &[test], &brought(cache, &programs, stack, &[test])?)?;
         let said = said(&ran);
         let code = ran.first().and_then(|ran| ran.exit.as_ref()).map_or(0, |exit| exit.code);
-        let host = test.host(&image).label();
+        let host = test.host(image.host()).label();
         if code == 0 || !said.contains(says.as_str()) {
             return Err(Error::Series(format!(
                 "{} {host}: `{}` must fail and say {says:?}; it ended with {code}:\n{said}",
@@ -112,7 +112,7 @@ fn brought(
         fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
         for name in &tools {
             let to = dir.join(name);
-            let mut tool = Command::new(series::directory().join("tools").join(name));
+            let mut tool = Command::new(super::series_directory().join("tools").join(name));
             tool::output(tool.arg(&tree.source).arg(&to).env("CC", build::COMPILER))?;
             files.push((to, format!("{}{name}", bench::TOOLS)));
         }
@@ -145,7 +145,7 @@ fn ran(
     group: &[&Bench],
     brought: &[(PathBuf, String)],
 ) -> Result<Vec<Ran>> {
-    let mut request = group[0].host(image);
+    let mut request = group[0].host(image.host());
     // Many commands share a boot, and a kernel that checks itself takes minutes for the oracle.
     request.time_limit *= u32::try_from(group.len() + 1).unwrap_or(u32::MAX);
     let host = request.label();
@@ -181,7 +181,7 @@ fn boot(
     brought: &[(PathBuf, String)],
 ) -> Result<()> {
     let ran = ran(cache, programs, image, group, brought)?;
-    let host = group[0].host(image).label();
+    let host = group[0].host(image.host()).label();
     for (ran, line) in ran.iter().zip(group.iter().map(|bench| bench.run.as_str()).chain(["dmesg"])) {
         let code = ran.exit.as_ref().map_or(1, |exit| exit.code);
         if code != 0 {

@@ -12,6 +12,7 @@ use vellum::session::progress::Heartbeat;
 
 use super::series::{self, Series};
 use super::tree::Tree;
+use super::variants::{DEBUG, GUEST, MODULES, VARIANTS};
 use super::{Base, CROSS_PROGRAMS, PROGRAMS};
 use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
@@ -21,32 +22,6 @@ use crate::{Error, Result, artifacts, tool};
 
 /// Two versions of gcc would be two experiments.
 pub const COMPILER: &str = "gcc-12";
-
-/// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`]), and `i386` and `gvt` are to
-/// compile alone: no emulated host boots the one, nor has the graphics of the other.
-pub const VARIANTS: [&str; 12] = [
-    DEBUG,
-    "lock-stat",
-    MODULES,
-    "preempt",
-    "werror",
-    "i386",
-    "gvt",
-    "pages-16k",
-    "pages-64k",
-    GUEST,
-    "pti",
-    "kexec",
-];
-
-/// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
-pub const DEBUG: &str = "debug";
-
-/// The variant whose KVM is modules, which an emulated host loads.
-pub const MODULES: &str = "modules";
-
-/// The variant that is a guest, whose modules are built beside it: [`Image::tree`].
-pub const GUEST: &str = "guest";
 
 /// A built kernel.
 #[derive(Clone, Debug)]

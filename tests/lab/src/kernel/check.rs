@@ -17,7 +17,7 @@ use super::objects;
 use super::selftests::{self, Results};
 use super::series::{self, Series};
 use super::tree::Tree;
-use super::{Base, report};
+use super::{Base, report, variants};
 use vellum_report::{Case, Report, Status};
 
 use crate::architecture::Architecture;
@@ -138,7 +138,7 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
         }
         Step::Modules => {
             let stack = stack_of(series.base)?;
-            let image = build::build(cache, series.base, &stack, Some(build::MODULES))?;
+            let image = build::build(cache, series.base, &stack, Some(variants::MODULES))?;
             let loads = hosts([series]).into_iter().map(|(npt, parameters)| Bench {
                 parameters,
                 ..Bench::plain("sh /tools/reload-kvm.sh", npt)
@@ -147,7 +147,7 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
         }
         Step::Lockdep => {
             let (arch, stack) = (series.architecture()?, stack_of(series.base)?);
-            let image = build::build_for(cache, arch, series.base, &stack, Some(build::DEBUG))?;
+            let image = build::build_for(cache, arch, series.base, &stack, Some(variants::DEBUG))?;
             boots::once_each(cache, &image, &stack, &sound(series))?;
             selftests_without_splat(cache, series.base, &stack, &image)
         }
@@ -323,7 +323,7 @@ fn selftests_without_splat(cache: &Cache, base: &Base, stack: &[Series], image: 
     // The pristine kernel takes long to build: it is asked only where there is something to ask.
     let doubtful: Vec<usize> = (0..hosts.len()).filter(|&index| complain(&results[index])).collect();
     if !doubtful.is_empty() {
-        let before = build::build_for(cache, image.architecture, base, &[], Some(build::DEBUG))?;
+        let before = build::build_for(cache, image.architecture, base, &[], Some(variants::DEBUG))?;
         let kernel = HostKernel::Image(before.file());
         let same: Vec<Request> = doubtful
             .iter()
@@ -414,7 +414,7 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
     let run = |patches: &[PathBuf]| {
         tree.carry(patches)?;
         let mut words = line.split_whitespace().map(|word| word.replace("{source}", &source));
-        let tool = series::directory().join("tools").join(words.next().unwrap_or_default());
+        let tool = super::series_directory().join("tools").join(words.next().unwrap_or_default());
         tool::output(Command::new(tool).args(words).env("CC", build::COMPILER))
     };
     let caught = || -> Result<()> {

@@ -17,8 +17,11 @@ pub mod post;
 pub mod selftests;
 pub mod series;
 pub mod tree;
+pub mod variants;
 
-use crate::{Error, Result};
+use std::path::PathBuf;
+
+use crate::{Error, Result, artifacts};
 
 /// A kernel that series are written against.
 #[derive(Debug, PartialEq)]
@@ -76,6 +79,11 @@ pub const PROGRAMS: &[&str] = &[
     "patch",
     "/usr/include/libelf.h",
 ];
+
+/// Where the series are.
+pub fn series_directory() -> PathBuf {
+    artifacts::workspace().join("kernel-patches")
+}
 
 /// Says what one step has seen.
 fn report(what: &str, seen: &str) {

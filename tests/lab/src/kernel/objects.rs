@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::build::{self, Config};
-use super::report;
 use super::series::Series;
 use super::tree::{self, Tree};
+use super::{report, variants};
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, tool};
 
@@ -24,7 +24,7 @@ const GVT: &str = "gvt";
 
 /// What series are compiled under beside the configuration that is measured: what none of the others builds; 32 bits; a kernel that is
 /// preempted anywhere, where rwlock_needbreak() is more than 0; KVM as modules; warnings as errors; lockdep and KASAN.
-const OTHERS: [&str; 6] = [GVT, "i386", "preempt", build::MODULES, "werror", build::DEBUG];
+const OTHERS: [&str; 6] = [GVT, "i386", "preempt", variants::MODULES, "werror", variants::DEBUG];
 
 /// Compiles what each patch touches with W=1, patch by patch, and compares its warnings with the pristine ones. The
 /// object directory is its own: W=1 changes every command line.

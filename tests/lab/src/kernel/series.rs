@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::bench::Bench;
-use super::build::VARIANTS;
 use super::tree::{outside, paths_in};
-use super::{BASES, Base};
+use super::variants::VARIANTS;
+use super::{BASES, Base, series_directory};
 use crate::architecture::Architecture;
 use crate::compare::calls::Call;
 use crate::hosts::HOSTS;
-use crate::{Error, Result, artifacts};
+use crate::{Error, Result};
 
 /// One series.
 #[derive(Debug)]
@@ -55,14 +55,9 @@ pub struct About {
     pub test: Vec<Bench>,
 }
 
-/// Where the series are.
-pub fn directory() -> PathBuf {
-    artifacts::workspace().join("kernel-patches")
-}
-
 /// Every series of every base, in stacking order.
 pub fn all() -> Result<Vec<Series>> {
-    all_in(&directory())
+    all_in(&series_directory())
 }
 
 fn all_in(root: &Path) -> Result<Vec<Series>> {

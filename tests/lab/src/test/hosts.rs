@@ -17,7 +17,7 @@ use crate::artifacts::{self, Kernel, files_below};
 use crate::cache::Cache;
 use crate::hosts::guest::{self, Guest};
 use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, disk, svm};
-use crate::kernel::{self, build};
+use crate::kernel::{self, build, variants};
 use crate::{Error, Result};
 
 /// The programs that a run without a bed has on hosts without nested paging, too.
@@ -294,7 +294,7 @@ fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
 
 /// The files of a guest's kernel where it was built, which is done if need be.
 fn tree(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
-    let tree = build::build(cache, kernel::Base::named(BUILT)?, &[], Some(build::GUEST))?.tree();
+    let tree = build::build(cache, kernel::Base::named(BUILT)?, &[], Some(variants::GUEST))?.tree();
     let found = files_below(std::slice::from_ref(&tree), |_| true)?;
     Ok(placed(&tree, found, BUILT, "tree").collect())
 }
