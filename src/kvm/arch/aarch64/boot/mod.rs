@@ -2,7 +2,7 @@
 //! image into guest memory and tells how the first vCPU enters it. A flat binary, as built by
 //! kvm-unit-tests, is entered in the same way.
 //!
-//! Start with [`load`]. It examines the image, decompresses it if needed (Image.gz, or a zboot
+//! Start with [`load()`]. It examines the image, decompresses it if needed (Image.gz, or a zboot
 //! image: an EFI program with a compressed Image inside), places kernel and initrd, writes the
 //! device tree, and returns the [`Entry`]. This module works on bytes in any guest memory and needs
 //! no KVM.

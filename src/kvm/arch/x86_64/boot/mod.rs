@@ -1,7 +1,7 @@
 //! Boot protocols of x86-64: load a kernel image into guest memory, and tell how the first vCPU
 //! enters it.
 //!
-//! Start with [`load`]. It examines the image, chooses the protocol in the order of [`Protocol`],
+//! Start with [`load()`]. It examines the image, chooses the protocol in the order of [`Protocol`],
 //! places kernel, initrd, command line and the protocol's data, and returns the [`Entry`]. This
 //! module works on bytes in any guest memory and needs no KVM. [`super::regs`] sets the registers
 //! for an [`Entry`], and [`super::acpi`] writes the tables that describe the machine.
