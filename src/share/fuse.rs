@@ -14,7 +14,7 @@ pub const OUT_HEADER: usize = 16;
 /// The size of the arguments of a read or a write.
 pub const TRANSFER: usize = 40;
 /// The longest name, as in Linux.
-pub const NAME_MAX: usize = 255;
+pub(crate) const NAME_MAX: usize = 255;
 /// The node of the shared directory.
 pub const ROOT: u64 = 1;
 
@@ -27,37 +27,37 @@ const OLDEST: u32 = 31;
 /// Features that both sides may negotiate (FUSE_INIT).
 pub mod init {
     /// Reads of one file may run in parallel.
-    pub const ASYNC_READ: u32 = 1 << 0;
+    pub(crate) const ASYNC_READ: u32 = 1 << 0;
     /// Open handles O_TRUNC.
-    pub const ATOMIC_O_TRUNC: u32 = 1 << 3;
+    pub(crate) const ATOMIC_O_TRUNC: u32 = 1 << 3;
     /// Writes may be larger than a page.
-    pub const BIG_WRITES: u32 = 1 << 5;
+    pub(crate) const BIG_WRITES: u32 = 1 << 5;
     /// Cached data is invalid when the file's size or time changes.
-    pub const AUTO_INVAL_DATA: u32 = 1 << 12;
+    pub(crate) const AUTO_INVAL_DATA: u32 = 1 << 12;
     /// Directory entries come with attributes.
-    pub const DO_READDIRPLUS: u32 = 1 << 13;
+    pub(crate) const DO_READDIRPLUS: u32 = 1 << 13;
     /// Attributes come only if the guest wants them.
-    pub const READDIRPLUS_AUTO: u32 = 1 << 14;
+    pub(crate) const READDIRPLUS_AUTO: u32 = 1 << 14;
     /// The guest's page cache writes back later.
-    pub const WRITEBACK_CACHE: u32 = 1 << 16;
+    pub(crate) const WRITEBACK_CACHE: u32 = 1 << 16;
     /// Lookups in one directory may run in parallel.
-    pub const PARALLEL_DIROPS: u32 = 1 << 18;
+    pub(crate) const PARALLEL_DIROPS: u32 = 1 << 18;
     /// The answer has the most pages of a request.
     pub const MAX_PAGES: u32 = 1 << 22;
     /// Targets of symbolic links may be cached.
-    pub const CACHE_SYMLINKS: u32 = 1 << 23;
+    pub(crate) const CACHE_SYMLINKS: u32 = 1 << 23;
     /// Attributes mark mount points.
-    pub const SUBMOUNTS: u32 = 1 << 27;
+    pub(crate) const SUBMOUNTS: u32 = 1 << 27;
 }
 
 /// Flags of an open file (`FOPEN_*`).
 pub mod open {
     /// Do not cache the content.
-    pub const DIRECT_IO: u32 = 1 << 0;
+    pub(crate) const DIRECT_IO: u32 = 1 << 0;
     /// Keep the cached content.
-    pub const KEEP_CACHE: u32 = 1 << 1;
+    pub(crate) const KEEP_CACHE: u32 = 1 << 1;
     /// Cache the listing.
-    pub const CACHE_DIR: u32 = 1 << 3;
+    pub(crate) const CACHE_DIR: u32 = 1 << 3;
 }
 
 /// Attributes to change (`FATTR_*`).
@@ -65,21 +65,21 @@ pub mod change {
     /// The mode.
     pub const MODE: u32 = 1 << 0;
     /// The owner.
-    pub const UID: u32 = 1 << 1;
+    pub(crate) const UID: u32 = 1 << 1;
     /// The group.
-    pub const GID: u32 = 1 << 2;
+    pub(crate) const GID: u32 = 1 << 2;
     /// The size.
     pub const SIZE: u32 = 1 << 3;
     /// The access time.
-    pub const ATIME: u32 = 1 << 4;
+    pub(crate) const ATIME: u32 = 1 << 4;
     /// The modification time.
-    pub const MTIME: u32 = 1 << 5;
+    pub(crate) const MTIME: u32 = 1 << 5;
     /// The file is open.
-    pub const FH: u32 = 1 << 6;
+    pub(crate) const FH: u32 = 1 << 6;
     /// Set the access time to now.
-    pub const ATIME_NOW: u32 = 1 << 7;
+    pub(crate) const ATIME_NOW: u32 = 1 << 7;
     /// Set the modification time to now.
-    pub const MTIME_NOW: u32 = 1 << 8;
+    pub(crate) const MTIME_NOW: u32 = 1 << 8;
 }
 
 /// The bytes are not a valid request. Holds the error number for the answer.
@@ -289,7 +289,7 @@ pub const RELEASE: u32 = 18;
 
 impl<'r> Request<'r> {
     /// Whether the guest waits for an answer.
-    pub fn is_answered(&self) -> bool {
+    pub(crate) fn is_answered(&self) -> bool {
         !matches!(self, Self::Forget { .. } | Self::BatchForget { .. })
     }
 
@@ -386,7 +386,7 @@ impl<'r> Request<'r> {
 }
 
 /// The nodes of a [`Request::BatchForget`] with the number of lookups to forget.
-pub fn forgotten(nodes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn forgotten(nodes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
     let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("8 bytes"));
     nodes.as_chunks::<16>().0.iter().map(move |entry| (word(&entry[..8]), word(&entry[8..])))
 }
@@ -481,7 +481,7 @@ impl Answer {
     }
 
     /// Whether the guest waits for the answer.
-    pub fn is_expected(&self) -> bool {
+    pub(crate) fn is_expected(&self) -> bool {
         self.expected
     }
 
@@ -518,12 +518,12 @@ impl Answer {
     }
 
     /// Appends numbers.
-    pub fn u32s<const N: usize>(&mut self, words: [u32; N]) {
+    pub(crate) fn u32s<const N: usize>(&mut self, words: [u32; N]) {
         words.iter().for_each(|word| self.raw(&word.to_ne_bytes()));
     }
 
     /// Appends numbers.
-    pub fn u64s<const N: usize>(&mut self, words: [u64; N]) {
+    pub(crate) fn u64s<const N: usize>(&mut self, words: [u64; N]) {
         words.iter().for_each(|word| self.raw(&word.to_ne_bytes()));
     }
 
@@ -543,7 +543,7 @@ impl Answer {
     }
 
     /// Appends attributes.
-    pub fn attr(&mut self, of: &Attributes, valid: Valid) {
+    pub(crate) fn attr(&mut self, of: &Attributes, valid: Valid) {
         self.u64s([valid.attributes]);
         self.u32s([0, 0]);
         self.attributes(of);
@@ -570,7 +570,7 @@ impl Answer {
     }
 
     /// Appends a directory entry, padded to 8 bytes.
-    pub fn dirent(&mut self, ino: u64, next: u64, kind: u32, name: &[u8]) {
+    pub(crate) fn dirent(&mut self, ino: u64, next: u64, kind: u32, name: &[u8]) {
         self.u64s([ino, next]);
         self.u32s([name.len() as u32, kind]);
         self.raw(name);

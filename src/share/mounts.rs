@@ -54,7 +54,7 @@ impl Mounts {
     }
 
     /// Whether the file system of mount `id` is shared. Unknown mounts are not.
-    pub fn is_shared(&mut self, id: u64) -> bool {
+    pub(crate) fn is_shared(&mut self, id: u64) -> bool {
         if let Some(shared) = self.shared.get(&id) {
             return *shared;
         }

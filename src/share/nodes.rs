@@ -61,7 +61,7 @@ struct Node {
 }
 
 /// All nodes of a share.
-pub struct Nodes {
+pub(crate) struct Nodes {
     nodes: HashMap<u64, Node>,
     numbers: HashMap<Id, u64>,
     next: u64,
@@ -86,7 +86,7 @@ pub fn look(descriptor: &OwnedFd) -> io::Result<Statx> {
 ///
 /// # Errors
 /// The error of statx(2).
-pub fn look_at(directory: &OwnedFd, name: &CStr) -> io::Result<Statx> {
+pub(crate) fn look_at(directory: &OwnedFd, name: &CStr) -> io::Result<Statx> {
     let how = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     Ok(statx(directory, name, how, ASKED)?)
 }
@@ -119,16 +119,6 @@ impl Nodes {
             open: VecDeque::new(),
             most: most.max(8),
         })
-    }
-
-    /// The number of nodes.
-    pub fn count(&self) -> usize {
-        self.nodes.len()
-    }
-
-    /// The number of descriptors that may be closed.
-    pub fn open(&self) -> usize {
-        self.open.len()
     }
 
     fn node(&self, number: u64) -> io::Result<&Node> {
@@ -217,7 +207,7 @@ impl Nodes {
     }
 
     /// Forgets all nodes but the root.
-    pub fn forget_all(&mut self) {
+    pub(crate) fn forget_all(&mut self) {
         self.nodes.retain(|number, _| *number == ROOT);
         self.numbers.retain(|_, number| *number == ROOT);
         self.open.clear();
@@ -367,7 +357,7 @@ mod tests {
             for &file in &files {
                 let id = Id::from(&look(&nodes.get(file).unwrap()).unwrap());
                 assert_eq!(id, nodes.id(file).unwrap());
-                assert!(nodes.open() <= 8);
+                assert!(nodes.open.len() <= 8);
             }
         }
         // Forgotten directories remain while a known file is in them.
@@ -375,7 +365,7 @@ mod tests {
         nodes.forget(a, 1);
         assert!(nodes.get(files[0]).is_ok());
         files.iter().for_each(|&file| nodes.forget(file, 1));
-        assert_eq!(nodes.count(), 1);
+        assert_eq!(nodes.nodes.len(), 1);
         fs::remove_dir_all(&path).unwrap();
     }
 
