@@ -1,14 +1,13 @@
 //! What benchmarks stand on, on real KVM.
 
-mod bed;
-
-use bed::kvm;
 use std::path::Path;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use support::hosts;
+use support::hosts::kvm;
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum_guests as guests;
 use vellum_guests::guest::GuestConfig;
@@ -29,25 +28,25 @@ use vmm_sys_util::eventfd::EventFd;
 
 fn main() -> ExitCode {
     vellum_sys::heap::keep_to_one();
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
-#[trial(uffd(Mode::Missing))]
+#[test(uffd(Mode::Missing))]
 fn missing_pages_are_filled() -> Result<(), Failed> {
     served(Mode::Missing)
 }
 
-#[trial(uffd(Mode::Minor))]
+#[test(uffd(Mode::Minor))]
 fn minor_faults_are_mapped() -> Result<(), Failed> {
     served(Mode::Minor)
 }
 
-#[trial(kvm(), uffd(Mode::Missing))]
+#[test(kvm(), uffd(Mode::Missing))]
 fn demand_paging_missing() -> Result<(), Failed> {
     demand_paging(Mode::Missing, Backing::Anonymous)
 }
 
-#[trial(kvm(), uffd(Mode::Minor))]
+#[test(kvm(), uffd(Mode::Minor))]
 fn demand_paging_minor() -> Result<(), Failed> {
     demand_paging(Mode::Minor, Backing::Memfd)
 }
@@ -68,7 +67,7 @@ fn shadow_paging() -> Need {
 
 /// As before Linux 5.14: a filter refuses MADV_POPULATE_WRITE to this thread. Emulated hosts run this optimized, and it takes an
 /// optimizer to leave out writes that change nothing.
-#[trial]
+#[test]
 fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Failed> {
     let when = |code, k, otherwise| libc::sock_filter { code, jt: 0, jf: otherwise, k };
     let load = |offset| when((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, offset, 0);
@@ -161,14 +160,14 @@ fn demand_paging(mode: Mode, backing: Backing) -> Result<(), Failed> {
         region: Region { bytes: 4 << 20, backing, vcpus: 2 },
         overlap: false,
     })?;
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     let faults = report.find("faults_answered").map(Figure::value);
     ensure(faults == Some(2048.0), || format!("{faults:?} faults for 2048 pages"))?;
     json::check(&report).map_err(Failed::from)
 }
 
 /// Each vCPU writes what its plan names, and nothing else.
-#[trial(kvm())]
+#[test(kvm())]
 fn blocks_are_touched_where_the_plan_says() -> Result<(), Failed> {
     let kvm = vellum_kvm::vm::open()?;
     let config = GuestConfig { code: guests::program::touch_code(), ..GuestConfig::new(2) };
@@ -194,7 +193,7 @@ fn blocks_are_touched_where_the_plan_says() -> Result<(), Failed> {
 }
 
 /// Neighbours are mapped eight at a time, but the log makes each small page fault on its own.
-#[trial(kvm())]
+#[test(kvm())]
 fn page_table_stages() -> Result<(), Failed> {
     // With a local APIC the second vCPU would wait for the first to wake it.
     let report = page_table::run(&page_table::Config {
@@ -204,7 +203,7 @@ fn page_table_stages() -> Result<(), Failed> {
         execute: true,
         phys_offset: Some(1 << 32),
     })?;
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     let executed = report.figures.iter().find(|figure| figure.label.name == "execute");
     ensure(executed.is_some_and(|figure| figure.samples.len() == 2), || format!("{executed:?}"))?;
     let grown = report.counters.iter().find(|c| c.name == "pf_fixed").map(|c| c.after - c.before);
@@ -213,7 +212,7 @@ fn page_table_stages() -> Result<(), Failed> {
 }
 
 /// Each page is created while every vCPU waits for it, and once by each of them.
-#[trial(kvm(), uffd(Mode::Missing))]
+#[test(kvm(), uffd(Mode::Missing))]
 fn vcpus_fault_together() -> Result<(), Failed> {
     let report = page_table::run(&page_table::Config {
         common: Common::default(),
@@ -222,14 +221,14 @@ fn vcpus_fault_together() -> Result<(), Failed> {
         execute: false,
         phys_offset: None,
     })?;
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     let faults = report.find("faults_together").map(Figure::value);
     ensure(faults == Some(3.0 * 512.0), || format!("{faults:?} faults for 512 pages and 3 vCPUs"))?;
     json::check(&report).map_err(Failed::from)
 }
 
 /// Every test of `memslot` once, in three slots.
-#[trial(kvm())]
+#[test(kvm())]
 fn memslots_moved_under_a_guest_lose_nothing() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
         common: Common { repeat: 2, ..Common::default() },
@@ -239,7 +238,7 @@ fn memslots_moved_under_a_guest_lose_nothing() -> Result<(), Failed> {
         backing: Backing::Anonymous,
         time: Duration::ZERO,
     })?;
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     let faults = report
         .counters
         .iter()
@@ -252,7 +251,7 @@ fn memslots_moved_under_a_guest_lose_nothing() -> Result<(), Failed> {
 }
 
 /// Where KVM shadows page tables, a slot has 8 bytes for each of its pages: `struct kvm_rmap_head` in kvm_host.h.
-#[trial(kvm(), shadow_paging())]
+#[test(kvm(), shadow_paging())]
 fn a_memslot_takes_what_its_rmaps_need() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
         // Other tests have slots come and go meanwhile: the median of many is this one's.
@@ -269,7 +268,7 @@ fn a_memslot_takes_what_its_rmaps_need() -> Result<(), Failed> {
 }
 
 /// After the first of many rounds SIGINT ends a benchmark with the results so far, and says so.
-#[trial(kvm())]
+#[test(kvm())]
 fn an_interrupt_leaves_what_was_measured() -> Result<(), Failed> {
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
         .args(["bench", "page-table", "-b", "1m", "--repeat", "100000", "--json", "-"])
@@ -321,13 +320,13 @@ fn rounds(report: &Report, name: impl Into<Label>) -> Result<Vec<f64>, Failed> {
 }
 
 /// Two processes, and a guest that goes from one to the other: every figure is there, and they agree with each other.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_is_moved_and_measured() -> Result<(), Failed> {
     moved_and_measured(2).map(drop)
 }
 
 /// What the machines say is what the guest saw, within a twentieth in one of some rounds: a vCPU that waits for a CPU saw more than they.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_parts_of_a_move_are_what_the_guest_saw() -> Result<Completion, Failed> {
     let load = std::fs::read_to_string("/proc/loadavg")?;
     let busy = load.split(' ').next().and_then(|load| load.parse::<f64>().ok()).is_none_or(|load| load > 1.0);
@@ -356,7 +355,7 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
     let missed = |failed: &report::Failed| matches!(failed.premise, Premise::RateMissed { .. });
     let said = report.invalid.iter().filter(|failed| missed(failed)).count();
     report.invalid.retain(|failed| !missed(failed));
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     let before = rounds(&report, Label::of("progress", "before"))?;
     let off = |pages: &&f64| (*pages * PAGE_SIZE as f64 / asked as f64 - 1.0).abs() > 0.1;
     let off = before.iter().filter(off).count();
@@ -413,7 +412,7 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
 }
 
 /// What the guest waited for a page stands beside the barest answer, in each round; and before it moved nobody waited for anything.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
     if vellum_sys::uffd::Uffd::new(vellum_sys::uffd::Mode::Missing).is_err() {
         return Ok(Completion::ignored_with("needs a userfaultfd that sees KVM's faults: vellum doctor"));
@@ -422,7 +421,7 @@ fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
         let (output, mut report) =
             migration(&format!("-b 32m --mode {mode} --dirty-rate 64m --around 500ms --repeat 2"))?;
         report.invalid.retain(|failed| !matches!(failed.premise, Premise::RateMissed { .. }));
-        bed::premises(&report)?;
+        hosts::premises(&report)?;
         json::check(&report).map_err(Failed::from)?;
         ensure(report.asked["mode"] == mode, || format!("{output:?}"))?;
         let [ours, bare, ratio] = ["fault_latency_p50", "bare_fault_latency_p50", "fault_latency_ratio"]
@@ -442,7 +441,7 @@ fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
 }
 
 /// No guest writes a terabyte a second; the result says so, and is no success.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
     let (output, report) = migration("-b 2m --dirty-rate 1t --around 100ms --repeat 1")?;
     let missed = report.invalid.iter().any(|failed| matches!(failed.premise, Premise::RateMissed { .. }));
@@ -450,7 +449,7 @@ fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
 }
 
 /// One line that names the flag and what would work, and exit status 2.
-#[trial(kvm())]
+#[test(kvm())]
 fn what_excludes_each_other_is_one_line() -> Result<(), Failed> {
     for (line, flag, remedy) in [
         ("dirty-log -b 2m --tracker ring --clear-chunk 64", "--clear-chunk 64", "the tracker manual-protect"),
@@ -501,19 +500,19 @@ fn page_idle() -> Need {
 }
 
 /// The premises that the benchmark checks itself: pages become idle when marked, and are not when touched.
-#[trial(kvm(), page_idle())]
+#[test(kvm(), page_idle())]
 fn access_tracking_marks_and_unmarks() -> Result<(), Failed> {
     let report = access_tracking::run(&access_tracking::Config {
         common: Common::default(),
         region: Region { bytes: 8 << 20, backing: Backing::Anonymous, vcpus: 2 },
         overlap: false,
     })?;
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     json::check(&report).map_err(Failed::from)
 }
 
 /// What the guest does to its tables, seen in its memory; functional wherever KVM runs code at CPL 0 at all.
-#[trial(kvm())]
+#[test(kvm())]
 fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     let (count, pages) = (3u64, 5u64);
     let kvm = vellum_kvm::vm::open()?;
@@ -546,7 +545,7 @@ fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn counters_tell_what_kvm_mapped() -> Result<(), Failed> {
     let pages = 2048;
     let kvm = vellum_kvm::vm::open()?;

@@ -1,20 +1,17 @@
 //! Kernels of a few bytes on real KVM: every protocol to a byte on the serial port, and every way in which a guest ends.
 
-mod bed;
-mod images;
-mod plants;
-
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use bed::kvm;
-use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
-use images::Code;
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use serde_json::{Value, json};
-use std::process::ExitCode;
+use support::faults;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum::session;
 use vellum::session::kernel::{Outcome, Ready};
 use vellum_devices::console::Target;
@@ -28,10 +25,10 @@ use vellum_machine::Machine;
 use vm_memory::{Bytes, GuestAddress};
 
 fn main() -> ExitCode {
-    plants::plant();
-    let mut trials = Trials::from_args();
+    faults::plant();
+    let mut tests = Tests::from_args();
     let mut case = |name: &str, image: Vec<u8>, irqchip, says: &'static str, exit: Exit| {
-        trials.add(name, kvm(), move || {
+        tests.add(name, kvm(), move || {
             let (outcome, said) = boot(&image, |config, _| config.irqchip = irqchip)?;
             ensure(said == says, || format!("it said {said:?}, not {says:?}"))?;
             ensure(outcome.exit == exit, || format!("it ended by {:?}, not {exit:?}", outcome.exit))?;
@@ -62,20 +59,20 @@ fn main() -> ExitCode {
     case("multiboot_ends_by_the_debug_port", test_passes.multiboot(), Mode::Split, "V", Exit::Guest(1));
     // Only multiboot guests have that port; this one goes on.
     case("others_have_no_debug_port", test_passes.power_off().elf64(), Mode::Split, "V", Exit::PowerOff);
-    trials.add("planted_no-mtrrs_is_caught", kvm(), || {
-        plants::caught("no-mtrrs", "every_part_of_a_vcpu_moves", "MTRRs are missing")
+    tests.add("planted_no-mtrrs_is_caught", kvm(), || {
+        faults::caught("no-mtrrs", "every_part_of_a_vcpu_moves", "MTRRs are missing")
     });
-    trials.run()
+    tests.run()
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_timeout_ends_a_guest_that_spins() -> Result<(), Failed> {
     let limit = Duration::from_millis(50);
     let outcome = build(&code_that_spins().elf64(), limit, |_, _| ())?.0.run()?;
     ensure(outcome.exit == Exit::Timeout, || format!("{:?}", outcome.exit))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn two_vcpus_of_which_one_waits() -> Result<(), Failed> {
     let image = Code::default().print("2").power_off().elf64();
     let (outcome, said) = boot(&image, |config, _| config.cpus = 2)?;
@@ -87,7 +84,7 @@ fn code_that_spins() -> Code {
 }
 
 /// mov esi, [rbx + 24] (`hvm_start_info.cmdline_paddr`); then lodsb, out to the serial port, until a NUL.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_command_line_reaches_a_pvh_guest() -> Result<(), Failed> {
     let code = Code::default()
         .bytes(&[0x8b, 0x73, 24, 0x66, 0xba, 0xf8, 0x03])
@@ -138,7 +135,7 @@ fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), Failed> {
     ensure(vcpu.set_msrs(&msrs)? == 1, || format!("MSR {index:#x} cannot be set to {data:#x}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
     const HOUR: u64 = 3600 * 1_000_000_000;
     let image = code_that_spins().elf64();
@@ -170,7 +167,7 @@ fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
     ensure((saved.nanoseconds..saved.nanoseconds + HOUR).contains(&now), || format!("{saved:?}: {now}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
     /// Where the guest's clock page is: `struct pvclock_vcpu_time_info`, whose flags are its 30th byte.
     const PAGE: u64 = 0x18_0000;
@@ -194,7 +191,7 @@ fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
 const UNKNOWN_MSR: u32 = 0x1234_5678;
 
 /// What no few bytes of guest code would show: debug and vector registers, the local APIC, events on their way.
-#[trial(kvm())]
+#[test(kvm())]
 fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
     let kvm = vellum_kvm::vm::open()?;

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use harness::{LIMIT, eventually};
 use serde_json::{Value, json};
+use support::{LIMIT, eventually};
 use vellum_control::client::{Client, Error};
 use vellum_control::operation::News;
 use vellum_control::server::{Control, Heard};

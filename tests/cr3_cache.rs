@@ -1,15 +1,13 @@
 //! The CR3 cache, on a KVM that has it (a host kernel with the series `cr3-cache` of `kernel-patches/`, kvm_intel.ept=0) and on one that has not.
 
-mod bed;
-
 use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use bed::kvm;
-use harness::{Failed, Need, Trials, ensure, trial};
+use support::hosts::kvm;
+use support::{Failed, Need, Tests, ensure, test};
 use vellum_bench::context_switch::{self, Cached, Config, Tables};
 use vellum_bench::{self as bench, Common};
 use vellum_guests::Guest;
@@ -35,7 +33,7 @@ const SWITCHES: u64 = 1000;
 
 fn main() -> ExitCode {
     vellum_sys::heap::keep_to_one();
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 fn cache() -> Need {
@@ -65,7 +63,7 @@ fn measure(cr3_cache: Cached, counts: &[u64]) -> Result<Report, bench::Error> {
     })
 }
 
-#[trial(no_cache())]
+#[test(no_cache())]
 fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
     let Err(error) = measure(Cached::On, &[2]) else { return Err("it was measured".into()) };
     ensure(error.origin() == ErrorOrigin::user(Field::Cr3Cache), || format!("{:?}", error.origin()))?;
@@ -88,7 +86,7 @@ fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
 }
 
 /// The kernel series' own promise, as the VMM's guest sees it.
-#[trial(cache())]
+#[test(cache())]
 fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     let report = measure(Cached::Both, &[2, 4])?;
     let value = |name: &str, tables: u64| -> Result<f64, Failed> {
@@ -110,7 +108,7 @@ fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
 }
 
 /// What is published stays while a guest switches among more tables than there are entries.
-#[trial(cache())]
+#[test(cache())]
 fn some_of_too_many_tables_are_switched_to_without_an_exit() -> Result<(), Failed> {
     let machine = Machine::of(5, Choice::On)?;
     tables::program(&machine.guest, 5, 1);
@@ -125,7 +123,7 @@ fn some_of_too_many_tables_are_switched_to_without_an_exit() -> Result<(), Faile
 
 /// A guest that does what it should not, in an order that is drawn; it may lose itself, and nothing else may happen. VELLUM_CR3_STEPS are how many
 /// steps, VELLUM_SEED draws them again. With kvm.cr3_cache_check=1 KVM looks at each entry whether all that is published is a root.
-#[trial(cache())]
+#[test(cache())]
 fn a_guest_that_misbehaves_loses_at_most_itself() -> Result<(), Failed> {
     const BURST: u64 = 1000;
     let number = |name: &str, otherwise: u64| -> Result<u64, Failed> {
@@ -292,7 +290,7 @@ fn copy(from: &Mapping, to: &Mapping) {
 }
 
 /// The guest's side without a cache: its page may name its own tables, which any KVM takes.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_guest_loads_what_its_page_has_and_its_own_value_where_it_has_none() -> Result<(), Failed> {
     let machine = Machine::new(Choice::Off)?;
     tables::program(&machine.guest, TABLES, 1);
@@ -313,7 +311,7 @@ fn the_guest_loads_what_its_page_has_and_its_own_value_where_it_has_none() -> Re
 }
 
 /// With an empty page no load hits; with tables of its own in two of its entries each of two does, and with one of them each second.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_that_hardly_hits_does_without_and_tries_again() -> Result<(), Failed> {
     let machine = Machine::new(Choice::Off)?;
     tables::program(&machine.guest, TABLES, 1);
@@ -353,7 +351,7 @@ fn a_guest_that_hardly_hits_does_without_and_tries_again() -> Result<(), Failed>
     Ok(())
 }
 
-#[trial(cache())]
+#[test(cache())]
 fn what_is_saved_has_no_address_of_this_host_and_a_vcpu_that_moves_stays_registered() -> Result<(), Failed> {
     let mut source = Machine::warm()?;
     let state = source.save()?;
@@ -369,7 +367,7 @@ fn what_is_saved_has_no_address_of_this_host_and_a_vcpu_that_moves_stays_registe
     ensure(counted.get("cr3_cache_drop_saved").is_some_and(|saved| *saved > 0), || format!("{counted:?}"))
 }
 
-#[trial(cache())]
+#[test(cache())]
 fn a_vcpu_that_moves_to_a_machine_without_one_loads_its_own_values() -> Result<(), Failed> {
     let mut source = Machine::warm()?;
     let state = source.save()?;

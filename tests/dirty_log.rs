@@ -1,14 +1,13 @@
 //! Dirty logging on real KVM, judged by the oracle; and the oracle, by bits that are taken out on purpose.
 
-mod bed;
-
 use std::io::ErrorKind;
 use std::process::{Command, ExitCode, ExitStatus, Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bed::kvm;
-use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use support::hosts;
+use support::hosts::kvm;
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_bench::oracle::judge::Mode;
 use vellum_bench::oracle::soak::{self, Config, Tally};
@@ -25,29 +24,29 @@ use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     let hugetlb = Backing::Hugetlb(2 << 20);
     for (name, method) in Method::NAMES {
         let need = kvm().and(has(method));
         for backing in [Backing::Anonymous, Backing::Thp, Backing::Shmem, hugetlb] {
             let need = match backing {
-                Backing::Hugetlb(page) => need.clone().and(bed::huge_pages(page, SIZE / page)),
+                Backing::Hugetlb(page) => need.clone().and(hosts::huge_pages(page, SIZE / page)),
                 _ => need.clone(),
             };
-            trials
+            tests
                 .add(format!("{name}_loses_no_page_of_{backing}"), need, move || loses_none(method, backing));
         }
         for (kind, mode) in [("running", Mode::Running), ("quiesced", Mode::Quiesced)] {
-            trials.add(format!("{name}_injected_losses_are_caught_{kind}"), need.clone(), move || {
+            tests.add(format!("{name}_injected_losses_are_caught_{kind}"), need.clone(), move || {
                 injected(method, mode)
             });
         }
     }
     for (name, method) in Method::NAMES {
         let need = kvm().and(has(method));
-        trials.add(format!("bench_finds_every_page_with_{name}"), need, move || bench(method));
+        tests.add(format!("bench_finds_every_page_with_{name}"), need, move || bench(method));
     }
-    trials.run()
+    tests.run()
 }
 
 const SIZE: u64 = 32 << 20;
@@ -112,7 +111,7 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
 }
 
 /// The directed test says the same twice, and nothing worse than what is known.
-#[trial(kvm(), has(Method::InitiallySet))]
+#[test(kvm(), has(Method::InitiallySet))]
 fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
     let found = edges::probe()?;
     let again = edges::probe()?;
@@ -128,7 +127,7 @@ fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
 }
 
 /// Whoever the kernel, what a directed test finds the oracle finds in its first collections.
-#[trial(kvm(), has(Method::InitiallySet))]
+#[test(kvm(), has(Method::InitiallySet))]
 fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
     let (slot_base, clear_chunk) = (Some(0x0100_1000), Some(64));
     let config = Config { slot_base, clear_chunk, events: 1, ..config(Method::InitiallySet, Backing::Thp) };
@@ -146,20 +145,20 @@ fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
 }
 
 /// As a user types it, with the tracker that no kernel gets wrong.
-#[trial(kvm(), has(Method::ManualProtect))]
+#[test(kvm(), has(Method::ManualProtect))]
 fn the_directed_test_writes_a_result_and_its_status_agrees() -> Result<(), Failed> {
     let (status, [lost, written]) = edges_as_typed(&["--tracker", "manual-protect", "-s", "anonymous"])?;
     ensure(status.success() && lost == 0.0 && written > 0.0, || format!("{status}, lost {lost} of {written}"))
 }
 
 /// Kernels that lose pages of a ring beside INITIALLY_SET are no fault of ours; a status that hides it is.
-#[trial(kvm(), has(Method::Ring))]
+#[test(kvm(), has(Method::Ring))]
 fn the_directed_test_of_a_ring_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--tracker", "ring"])
 }
 
 /// Nor is a kernel that loses them where a signal ends a reset: `vellum doctor` says so, by the same loop.
-#[trial(kvm(), has(Method::Ring))]
+#[test(kvm(), has(Method::Ring))]
 fn the_directed_test_of_interrupted_resets_agrees_with_the_doctor() -> Result<(), Failed> {
     let (status, [lost, written]) = edges_as_typed(&["--tracker", "ring", "--interrupt"])?;
     ensure(status.code() == Some(i32::from(lost > 0.0)) && written > 0.0 && lost <= 64.0, || {
@@ -172,7 +171,7 @@ fn the_directed_test_of_interrupted_resets_agrees_with_the_doctor() -> Result<()
 }
 
 /// Nor is a kernel that loses them where the mode changes while the log is switched on.
-#[trial(kvm(), has(Method::InitiallySet), two_cpus())]
+#[test(kvm(), has(Method::InitiallySet), two_cpus())]
 fn the_directed_test_of_a_race_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--race", "-s", "anonymous"])
 }
@@ -186,7 +185,7 @@ fn edges_agree(arguments: &[&str]) -> Result<(), Failed> {
 
 /// Two mebibytes that begin a page behind an edge: two huge pages, wherever in the address space that is. This host is not asked for
 /// them: where it has fewer, it says how many it lacks.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_directed_test_asks_for_no_more_huge_pages_than_it_uses() -> Result<(), Failed> {
     let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
     let output =
@@ -213,7 +212,7 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
 }
 
 /// More vCPUs than CPUs, and fewer events than a machine has pages.
-#[trial(kvm())]
+#[test(kvm())]
 fn few_events_end_the_test_however_many_vcpus_there_are() -> Result<(), Failed> {
     let (method, backing) = (Method::Bitmap, Backing::Anonymous);
     let tally = held(&Config { vcpus: 32, events: 10, ..config(method, backing) })?;
@@ -245,7 +244,7 @@ fn interrupted(arguments: &str, threads: usize) -> Result<Output, Failed> {
 }
 
 /// Ended once a machine of the first tracker runs, so before the others have had their turn.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
     let output = interrupted(
         "test dirty-log -c 48 -b 32m --duration 1h --tracker bitmap --tracker manual-protect --json -",
@@ -268,7 +267,7 @@ fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
 
 /// timeout(1) signals its child and then the group, whose member that is too. The second signal is sent when the first one has arrived. A
 /// host that lets a second go by in between rightly ends the test, so two of the attempts may fail.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
     let mut failed = Vec::new();
     for _ in 0..8 {
@@ -302,7 +301,7 @@ fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
 }
 
 /// As the JSON does.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_test_that_a_signal_ended_is_not_ok_in_any_form() -> Result<(), Failed> {
     for (form, words) in [
         ("ktap", "\nnot ok 1 test_dirty-log # TIMEOUT ended by signal 2"),
@@ -318,7 +317,7 @@ fn a_test_that_a_signal_ended_is_not_ok_in_any_form() -> Result<(), Failed> {
 }
 
 /// Ended once its vCPU is there: before the first chunk, or between two of the many.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_signal_ends_the_directed_test_and_it_says_so() -> Result<(), Failed> {
     let output = interrupted("test dirty-edges --tracker manual-protect -s anonymous -b 1g --json -", 1)?;
     let said = match json::parse(&output.stdout, "standard output".as_ref()) {
@@ -329,7 +328,7 @@ fn a_signal_ends_the_directed_test_and_it_says_so() -> Result<(), Failed> {
     ensure(right, || said)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn the_directed_test_refuses_what_it_cannot_clear() -> Result<(), Failed> {
     for (arguments, remedy) in [
         (&["--tracker", "bitmap"][..], "manual-protect, initially-set and ring"),
@@ -360,14 +359,14 @@ fn injected(method: Method, mode: Mode) -> Result<(), Failed> {
     ensure(right, || format!("seed {}: {injected} injected, {caught} caught: {:?}", config.seed, tally.names))
 }
 
-#[trial(kvm(), has(Method::Ring))]
+#[test(kvm(), has(Method::Ring))]
 fn a_ring_that_overflows_loses_nothing() -> Result<(), Failed> {
     let config = Config { ring_entries: 1024, ..config(Method::Ring, Backing::Anonymous) };
     let tally = held(&config)?;
     ensure(tally.is_clean() && tally.events >= config.events, || format!("seed {}: {tally:?}", config.seed))
 }
 
-#[trial(kvm(), has(Method::ManualProtect))]
+#[test(kvm(), has(Method::ManualProtect))]
 fn a_part_of_the_chunks_is_cleared() -> Result<(), Failed> {
     let slot_base = Some(0x0100_1000);
     let config = Config { clear_chunk: Some(64), slot_base, ..config(Method::ManualProtect, Backing::Thp) };
@@ -405,7 +404,7 @@ fn pages(tracker: &dyn dirty::DirtyTracker) -> Vec<u64> {
     tracker.logs().iter().flat_map(of).collect()
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn what_the_vmm_writes_is_merged() -> Result<(), Failed> {
     let (guest, mut tracker) = machine(Method::Bitmap)?;
     // The last byte of one memslot and the first of the next.
@@ -418,7 +417,7 @@ fn what_the_vmm_writes_is_merged() -> Result<(), Failed> {
     ensure(pages(&*tracker).is_empty(), || "told twice".into())
 }
 
-#[trial(kvm(), has(Method::ManualProtect))]
+#[test(kvm(), has(Method::ManualProtect))]
 fn only_what_was_read_is_cleared() -> Result<(), Failed> {
     let (guest, mut tracker) = machine(Method::ManualProtect)?;
     guest.program(&WriteConfig { passes: 1, ..WriteConfig::default() })?;
@@ -441,7 +440,7 @@ fn only_what_was_read_is_cleared() -> Result<(), Failed> {
 }
 
 /// What is written before its chunk is cleared is named once, what is written after that again, and of the other chunks nothing is lost.
-#[trial(kvm(), has(Method::InitiallySet))]
+#[test(kvm(), has(Method::InitiallySet))]
 fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
     for method in [Method::ManualProtect, Method::InitiallySet] {
         let (guest, mut tracker) = machine_in_chunks(method, Some(64))?;
@@ -476,7 +475,7 @@ fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
 }
 
 /// KVM writes whole words, and as many as a slot says; fewer are refused before KVM is asked.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_bitmap_is_as_long_as_what_kvm_writes() -> Result<(), Failed> {
     const UNTOUCHED: u64 = 0x5a5a_5a5a_5a5a_5a5a;
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
@@ -500,7 +499,7 @@ fn a_bitmap_is_as_long_as_what_kvm_writes() -> Result<(), Failed> {
     ensure(gone.is_err(), || "the log of a slot that is deleted".into())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_slot_made_anew_and_larger_is_followed() -> Result<(), Failed> {
     let (guest, mut tracker) = machine(Method::Bitmap)?;
     let (memory, slots) = (&guest.vm.memory, guest.vm.memslots());
@@ -520,7 +519,7 @@ fn a_slot_made_anew_and_larger_is_followed() -> Result<(), Failed> {
     ensure(tracker.get().is_err(), || "a bitmap of one word for 1024 pages".into())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_vcpu_keeps_the_memory_that_it_runs_on() -> Result<(), Failed> {
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let mapping = Arc::downgrade(&memory.mapping);
@@ -532,7 +531,7 @@ fn a_vcpu_keeps_the_memory_that_it_runs_on() -> Result<(), Failed> {
     ensure(mapping.strong_count() == 0, || "memory is still mapped, and nobody has it".into())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_tracker_wants_a_machine_that_stands_still() -> Result<(), Failed> {
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(4 << 20))?;
     let mut guest = Guest::build(&vm::open()?, memory, GuestConfig::new(2))?;
@@ -562,7 +561,7 @@ fn a_tracker_wants_a_machine_that_stands_still() -> Result<(), Failed> {
     ensure(pages(&*tracker).is_empty(), || format!("{:?}", pages(&*tracker)))
 }
 
-#[trial(kvm(), has(Method::Ring))]
+#[test(kvm(), has(Method::Ring))]
 fn a_ring_excludes_initially_set() -> Result<(), Failed> {
     let kvm = vm::open()?;
     let machine = Vm::with_dirty_ring(
@@ -580,7 +579,7 @@ fn a_ring_excludes_initially_set() -> Result<(), Failed> {
     })
 }
 
-#[trial(kvm(), has(Method::Ring))]
+#[test(kvm(), has(Method::Ring))]
 fn rings_of_impossible_sizes_are_refused() -> Result<(), Failed> {
     let kvm = vm::open()?;
     for entries in [0, 1, 512, 3000, 1 << 30] {
@@ -621,7 +620,7 @@ fn bench_config(method: Method) -> dirty_log::Config {
 
 fn bench(method: Method) -> Result<(), Failed> {
     let report = dirty_log::run(&bench_config(method))?;
-    bed::premises(&report)?;
+    hosts::premises(&report)?;
     let figure = |name: &str| {
         let found = report.figures.iter().find(|figure| figure.label.to_string() == name);
         found.map(|figure| figure.values().collect::<Vec<f64>>()).ok_or(format!("no {name}"))
@@ -639,7 +638,7 @@ fn bench(method: Method) -> Result<(), Failed> {
 }
 
 /// Every column of the table that has memory here, in both schedules.
-#[trial(kvm(), has(Method::InitiallySet))]
+#[test(kvm(), has(Method::InitiallySet))]
 fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
     let base = dirty_log::Config { ring_entries: 1024, ..bench_config(Method::Bitmap) };
     let base = dirty_log::Config { method: None, phys_offset: None, slots: 1, chunk: None, ..base };
@@ -665,7 +664,7 @@ fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
 }
 
 /// On a busy host a vCPU may not run at all for a while: then for twice as long.
-#[trial(kvm())]
+#[test(kvm())]
 fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
     let mut duration = Duration::from_millis(200);
     eventually(LIMIT, "each vCPU makes progress while the log is collected", || {
@@ -691,7 +690,7 @@ fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
     })
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn bench_refuses_what_contradicts_itself() -> Result<(), Failed> {
     let base = || bench_config(Method::Bitmap);
     for (config, remedy) in [

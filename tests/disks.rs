@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use harness::{Failed, Need, Trials, ensure, trial};
+use support::{Failed, Need, Tests, ensure, test};
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use vellum_sys::host;
 
 fn main() -> ExitCode {
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 fn call(program: &str, arguments: &[&str]) -> Result<Output, Failed> {
@@ -85,7 +85,7 @@ fn says(path: &Path, change: impl FnOnce(BlkConfig) -> BlkConfig) -> Result<Stri
     }
 }
 
-#[trial(loops())]
+#[test(loops())]
 fn a_mounted_device_and_its_image_are_refused_with_the_mount() -> Result<(), Failed> {
     let mut host = Host::new()?;
     let at = host.mount()?;
@@ -110,7 +110,7 @@ fn a_mounted_device_and_its_image_are_refused_with_the_mount() -> Result<(), Fai
     Ok(())
 }
 
-#[trial(loops())]
+#[test(loops())]
 fn a_device_of_a_machine_cannot_be_mounted_or_taken_twice() -> Result<(), Failed> {
     let mut host = Host::new()?;
     let said = says(&host.image(), |config| config)?;

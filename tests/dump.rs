@@ -1,22 +1,21 @@
 //! `vellum dump`: a machine's memory as a core dump. Here are built-in guests, whose memory the tests know; kernels are in tests/linux.
 
-mod bed;
-mod home;
-
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use bed::kvm;
-use harness::{Failed, LIMIT, Trials, ensure, eventually, tools, trial};
-use home::Home;
 use serde_json::Value;
+use support::env::TestEnv;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Tests, ensure, eventually, test, tools};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
+support::vellum!();
+
 fn main() -> ExitCode {
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 /// A segment of an ELF file: its type, and offset, address, physical address, size in the file and in memory.
@@ -35,9 +34,9 @@ fn segments(file: &File) -> Result<Vec<(u32, [u64; 5])>, Failed> {
     Ok((0..count).map(|index| segment(start + index * 56)).collect())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home
         .start("d", &mut home.command("run --memory 64m --passes 0 -c 2 --workload write,region=shared"))?;
     let core = home.0.join("core");
@@ -67,9 +66,9 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
 }
 
 /// What is in memory while a guest is paused is in the dump, byte by byte; what nobody has touched is a hole.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let run = "run --memory 256m,backing=memfd --passes 0 --workload write,hot=1,share=100";
     let machine = home.start("d", &mut home.command(run))?;
     let mut events = Client::connect(&home.socket("d"))?;
@@ -118,9 +117,9 @@ fn memory_of(pid: u32) -> Result<File, Failed> {
     Err("the machine has no file of its memory".into())
 }
 
-#[trial(kvm(), tools::program("readelf"))]
+#[test(kvm(), tools::program("readelf"))]
 fn readelf_reads_it() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("d")?;
     let core = home.0.join("core");
     let output = home.vellum(&format!("dump d {}", core.display()))?;
@@ -133,9 +132,9 @@ fn readelf_reads_it() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_dump_that_cannot_be_is_one_line_and_leaves_nothing() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("d")?;
     let there = home.0.join("there");
     fs::write(&there, "kept")?;

@@ -1,40 +1,6 @@
 //! Every fuzz target on its corpus, and on random changes to it: what `cargo fuzz` looks for longer.
 //!
-//! A target is a plain function in `fuzz/targets`; `fuzz/` itself is the shell that `cargo fuzz` needs.
-
-#[cfg(target_arch = "x86_64")]
-#[path = "fuzz/targets/loaders.rs"]
-mod loaders;
-
-#[path = "fuzz/targets/control.rs"]
-mod control;
-#[cfg(target_arch = "x86_64")]
-#[path = "fuzz/targets/dump.rs"]
-mod dump;
-#[path = "fuzz/targets/fleet.rs"]
-mod fleet;
-#[cfg(target_arch = "x86_64")]
-#[path = "fuzz/targets/gdb.rs"]
-mod gdb;
-#[cfg(target_arch = "x86_64")]
-#[path = "fuzz/targets/keyvalue.rs"]
-mod keyvalue;
-#[path = "fuzz/targets/migration.rs"]
-mod migration;
-#[cfg(target_arch = "x86_64")]
-#[path = "fuzz/targets/pci.rs"]
-mod pci;
-#[path = "fuzz/targets/qcow2.rs"]
-mod qcow2;
-#[path = "fuzz/targets/share.rs"]
-mod share;
-#[path = "fuzz/targets/snapshot.rs"]
-mod snapshot;
-#[cfg(target_arch = "x86_64")]
-#[path = "fuzz/targets/state.rs"]
-mod state;
-#[path = "fuzz/targets/virtio.rs"]
-mod virtio;
+//! A target is a plain function in `fuzz-targets`; `fuzz` is the shell that `cargo fuzz` needs, and has the corpus.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -44,24 +10,24 @@ type Target = fn(&[u8]);
 /// Targets whose corpus is the directory of that name.
 const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
-    ("loaders", loaders::loaders),
-    ("control", control::control),
-    ("fleet", fleet::fleet),
+    ("loaders", fuzz_targets::loaders),
+    ("control", fuzz_targets::control),
+    ("fleet", fuzz_targets::fleet),
     #[cfg(target_arch = "x86_64")]
-    ("dump", dump::dump),
+    ("dump", fuzz_targets::dump),
     #[cfg(target_arch = "x86_64")]
-    ("gdb", gdb::gdb),
+    ("gdb", fuzz_targets::gdb),
     #[cfg(target_arch = "x86_64")]
-    ("keyvalue", keyvalue::keyvalue),
-    ("migration", migration::migration),
-    ("qcow2", qcow2::qcow2),
-    ("share", share::share),
+    ("keyvalue", fuzz_targets::keyvalue),
+    ("migration", fuzz_targets::migration),
+    ("qcow2", fuzz_targets::qcow2),
+    ("share", fuzz_targets::share),
     #[cfg(target_arch = "x86_64")]
-    ("pci", pci::pci),
-    ("snapshot", snapshot::snapshot),
+    ("pci", fuzz_targets::pci),
+    ("snapshot", fuzz_targets::snapshot),
     #[cfg(target_arch = "x86_64")]
-    ("state", state::state),
-    ("virtio", virtio::virtio),
+    ("state", fuzz_targets::state),
+    ("virtio", fuzz_targets::virtio),
 ];
 
 fn corpus(name: &str) -> Vec<Vec<u8>> {
@@ -138,4 +104,25 @@ fn the_lock_file_knows_what_the_library_depends_on() {
         .filter(|name| !locked.contains(&name.as_str()))
         .collect();
     assert!(missing.is_empty(), "cargo metadata in tests/fuzz writes {missing:?} into its Cargo.lock");
+}
+
+#[cfg(target_arch = "x86_64")]
+mod state {
+    use serde_json::Value;
+
+    /// What is changed at random begins with what each device takes.
+    #[test]
+    fn each_device_takes_the_state_of_the_corpus() {
+        for (file, sections) in [("devices", 11), ("pc-pci", 9)] {
+            let path = format!("{}/tests/fuzz/corpus/state/{file}", env!("CARGO_MANIFEST_DIR"));
+            let (_, all): (Value, Vec<(String, u16, Value)>) =
+                serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+            let taken: Vec<&str> = all
+                .iter()
+                .filter(|(name, _, body)| fuzz_targets::restored(name, body))
+                .map(|(name, ..)| name.as_str())
+                .collect();
+            assert_eq!(taken.len(), sections, "{taken:?}");
+        }
+    }
 }

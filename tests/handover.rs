@@ -2,10 +2,9 @@
 //! failures of the target and the operator's words can come. At no time do two copies of the guest run, and none is left standing
 //! while both sides live and a link can be had.
 
-mod plants;
-
 use std::collections::{HashSet, VecDeque};
 
+use support::faults;
 use vellum_migration::commit_flag::Ownership;
 use vellum_migration::message::{Message, Misfit, VERSION, Waited};
 use vellum_migration::{source, target};
@@ -465,7 +464,7 @@ impl World {
 
 /// Goes through everything that can happen with so many faults; how many worlds there are, and how often the guest ended up there.
 fn enumerate(faults: Faults) -> (usize, usize) {
-    plants::plant();
+    faults::plant();
     let mut seen = HashSet::new();
     let mut worlds = vec![World::new(faults)];
     let mut moved = 0;
@@ -610,7 +609,7 @@ fn copies_that_run_too_early_are_caught() {
         ("source-runs-after-commit", "runs_here: true"),
         ("target-runs-at-ready", "the source holds the locks"),
     ] {
-        if let Err(error) = plants::caught(mistake, "two_cuts_at_any_message_leave_one_copy", says) {
+        if let Err(error) = faults::caught(mistake, "two_cuts_at_any_message_leave_one_copy", says) {
             panic!("{}", error.message().unwrap_or(mistake));
         }
     }

@@ -7,7 +7,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use harness::{Failed, Need, Trials, ensure, eventually, trial};
+use support::faults;
+use support::virtio::disk::{HEADER, Image, STATUS, blk, header};
+use support::virtio::driver::*;
+use support::{Failed, Need, Tests, ensure, eventually, test};
 use vellum_devices::virtio::PAUSE_TIMEOUT;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::registers::Register;
@@ -19,33 +22,16 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_T_IN;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 use vmm_sys_util::eventfd::EventFd;
 
-#[path = "virtio/disk.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod disk;
-#[path = "virtio/driver.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod driver;
-mod plants;
-#[path = "virtio/reach.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod reach;
-
-/// How this test reaches its disk: what hangs is behind either codec.
-const CODEC: Codec = Codec::Mmio;
-
-use disk::{HEADER, Image, STATUS, blk, header};
-use driver::*;
-
 /// The page that is held back.
 const HELD: u64 = MIDDLE;
 
 fn main() -> ExitCode {
-    plants::plant();
-    let mut trials = Trials::from_args();
-    trials.add("planted_no-quiesce_is_caught", userfaultfd(), || {
-        plants::caught("no-quiesce", "a_request_that_hangs_is_named_and_the_disk_goes_on", "it hangs")
+    faults::plant();
+    let mut tests = Tests::from_args();
+    tests.add("planted_no-quiesce_is_caught", userfaultfd(), || {
+        faults::caught("no-quiesce", "a_request_that_hangs_is_named_and_the_disk_goes_on", "it hangs")
     });
-    trials.run()
+    tests.run()
 }
 
 fn userfaultfd() -> Need {
@@ -68,7 +54,8 @@ impl Hanging {
         let offset = memory.offset_of(HELD).ok_or("the page is memory")?;
         uffd.register(&memory.mapping, offset, PAGE_SIZE, Mode::Missing)?;
         let image = Image::new(name, &[7; 4096]);
-        let mut driver = Driver::on(blk(&BlkConfig::new(&image.0)), Arc::new(memory.guest.clone()));
+        let mut driver =
+            Driver::on(Codec::Mmio, blk(&BlkConfig::new(&image.0)), Arc::new(memory.guest.clone()));
         driver.start();
         header(&driver, VIRTIO_BLK_T_IN, 1);
         driver.submit(0, &[readable(HEADER, 16), writable(HELD, 512), writable(STATUS, 1)]);
@@ -85,7 +72,7 @@ impl Hanging {
     }
 }
 
-#[trial(userfaultfd())]
+#[test(userfaultfd())]
 fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     let mut disk = Hanging::new("named")?;
     let hang = disk.driver.device.quiesce(Duration::from_millis(1)).expect_err("it hangs");
@@ -101,7 +88,7 @@ fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(userfaultfd())]
+#[test(userfaultfd())]
 fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Failed> {
     let disk = Hanging::new("reset")?;
     let before = disk.driver.status();
@@ -117,7 +104,7 @@ fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Faile
 }
 
 /// So that a pause need not wait for a vCPU that waits for the reset.
-#[trial(userfaultfd())]
+#[test(userfaultfd())]
 fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed> {
     let disk = Hanging::new("waits")?;
     std::thread::scope(|scope| {
@@ -132,7 +119,7 @@ fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed
     ensure(disk.driver.device.hang().is_none(), || "it still hangs".into())
 }
 
-#[trial(userfaultfd())]
+#[test(userfaultfd())]
 fn a_machine_ends_although_a_disk_hangs() -> Result<(), Failed> {
     let Hanging { driver, memory, uffd, image } = Hanging::new("end")?;
     driver.device.quiesce(Duration::from_millis(1)).expect_err("it hangs");

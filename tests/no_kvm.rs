@@ -4,8 +4,8 @@
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Output};
 
-use harness::{Failed, Need, Trials, trial};
 use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W, sock_filter};
+use support::{Failed, Need, Tests, test};
 use vellum_sys::{host, seccomp};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
         let error = Command::new(command).args(arguments).exec();
         panic!("{command}: {error}");
     }
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 fn namespace() -> Need {
@@ -50,7 +50,7 @@ fn root() -> Need {
     if !host::is_root() {
         return Err("needs root to make a device node: run the tests with sudo".into());
     }
-    harness::tools::program("setpriv")
+    support::tools::program("setpriv")
 }
 
 /// Runs a command in a mount namespace of its own, after `prepare` has changed its /dev.
@@ -59,7 +59,7 @@ fn within(prepare: &str, command: &[&str]) -> Result<Output, String> {
     // An ordinary user becomes root of a user namespace, which suffices to mount.
     unshare.args(if host::is_root() { &["--mount"][..] } else { &["--mount", "--map-root-user"][..] });
     unshare.args(["sh", "-c", &format!("{prepare} && exec \"$@\""), "sh"]).args(command);
-    let output = unshare.output().map_err(|_| harness::tools::lacks("unshare"))?;
+    let output = unshare.output().map_err(|_| support::tools::lacks("unshare"))?;
     if command == ["true"] && !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         return Err(format!("needs a mount namespace: run as root, or allow user namespaces: {said}"));
@@ -110,7 +110,7 @@ fn names_a_remedy(line: &str) -> bool {
         .any(|way| line.contains(way))
 }
 
-#[trial(namespace())]
+#[test(namespace())]
 fn run_names_the_remedy_and_the_lab() -> Result<(), Failed> {
     let output = within(NO_NODE, &[VELLUM, "run"])?;
     let stderr = text(&output.stderr);
@@ -124,7 +124,7 @@ fn run_names_the_remedy_and_the_lab() -> Result<(), Failed> {
     expect(stderr.starts_with(start) && names_a_remedy(&stderr) && stderr.contains(&lab), &output)
 }
 
-#[trial(namespace())]
+#[test(namespace())]
 fn doctor_examines_the_rest_and_fails() -> Result<(), Failed> {
     let output = within(NO_NODE, &[VELLUM, "doctor"])?;
     let stdout = text(&output.stdout);
@@ -136,7 +136,7 @@ fn doctor_examines_the_rest_and_fails() -> Result<(), Failed> {
     expect(looked_at.iter().all(|name| stdout.lines().any(|line| line[6..].starts_with(name))), &output)
 }
 
-#[trial(namespace())]
+#[test(namespace())]
 fn doctor_json_carries_verdict_and_remedy() -> Result<(), Failed> {
     let output = within(NO_NODE, &[VELLUM, "doctor", "--json"])?;
     expect(output.status.code() == Some(1), &output)?;
@@ -146,7 +146,7 @@ fn doctor_json_carries_verdict_and_remedy() -> Result<(), Failed> {
     expect(node["remedy"].as_str().is_some_and(names_a_remedy), &output)
 }
 
-#[trial(container())]
+#[test(container())]
 fn a_container_is_to_get_the_node() -> Result<(), Failed> {
     for command in [&["run"][..], &["doctor"]] {
         let output = in_container(NO_NODE, &[&[VELLUM], command].concat())?;
@@ -162,7 +162,7 @@ fn a_container_is_to_get_the_node() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn kvm_that_another_hypervisor_holds_names_whose_guests_to_end() -> Result<(), Failed> {
     for command in [&["run"][..], &["run", "--kernel", VELLUM], &["doctor"]] {
         let output = Command::new(std::env::current_exe()?).args([BUSY, VELLUM]).args(command).output()?;
@@ -174,14 +174,14 @@ fn kvm_that_another_hypervisor_holds_names_whose_guests_to_end() -> Result<(), F
     Ok(())
 }
 
-#[trial(namespace())]
+#[test(namespace())]
 fn another_node_is_not_taken_for_kvm() -> Result<(), Failed> {
     let output = within(OTHER_NODE, &[VELLUM, "run"])?;
     let stderr = text(&output.stderr);
     expect(output.status.code() == Some(1) && stderr.starts_with("vellum: /dev/kvm is not KVM: "), &output)
 }
 
-#[trial(namespace(), root())]
+#[test(namespace(), root())]
 fn no_permission_names_the_group_to_join() -> Result<(), Failed> {
     let user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", VELLUM];
     let output = within(GROUP_NODE, &[&user[..], &["run"]].concat())?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use harness::{Failed, Random, Trials, ensure, tools, trial};
+use support::{Failed, Random, Tests, ensure, test, tools};
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use vellum_disk::Image;
 use vellum_disk::overlay::{Base, Overlay, unnamed};
@@ -17,7 +17,7 @@ use vellum_kvm::memory::{Memory, MemoryConfig};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 fn main() -> ExitCode {
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 /// Bytes of each disk: no whole number of the larger clusters.
@@ -211,7 +211,7 @@ fn is_sound(scratch: &Scratch, path: &str, model: &[u8]) -> Result<(), Failed> {
     run("qemu-img", &["compare", "-q", "-f", "qcow2", "-F", "raw", path, &due]).map(drop)
 }
 
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn images_of_thirty_kinds_are_read_and_written() -> Result<(), Failed> {
     let (mut random, guest) = (Random::new(), Guest::new()?);
     for (options, more) in KINDS {
@@ -238,7 +238,7 @@ fn images_of_thirty_kinds_are_read_and_written() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn snapshots_inside_an_image_keep_what_they_had() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
     let (raw, path, then) = (scratch.path("a.raw"), scratch.path("a.qcow2"), scratch.path("then.raw"));
@@ -255,7 +255,7 @@ fn snapshots_inside_an_image_keep_what_they_had() -> Result<(), Failed> {
     ensure(fs::read(&then)? == before, || "the snapshot has changed".into())
 }
 
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn files_beside_an_image_are_opened_only_if_they_are_named() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
     let (raw, base, top) = (scratch.path("a.raw"), scratch.path("base.qcow2"), scratch.path("top.qcow2"));
@@ -296,7 +296,7 @@ fn files_beside_an_image_are_opened_only_if_they_are_named() -> Result<(), Faile
     is_sound(&scratch, &out, &model)
 }
 
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
     let (path, size) = (scratch.path("a.qcow2"), SIZE.to_string());
@@ -329,7 +329,7 @@ fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
 
 /// An image that another machine has is refused before a byte of it is changed: imago clears the autoclear features of an
 /// image that it opens for writing.
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
     let path = scratch.path("a.qcow2");
@@ -348,7 +348,7 @@ fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
 }
 
 /// An overlay on a qcow2 image has what the guest writes; the image stays as it is.
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
     let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
@@ -366,7 +366,7 @@ fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
 }
 
 /// Damaged tables end in an error or in other contents, never in a panic, an endless loop or more memory than the image has.
-#[trial(tools::program("qemu-img"))]
+#[test(tools::program("qemu-img"))]
 fn damaged_images_end_in_errors() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
     let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));

@@ -12,9 +12,6 @@ use vellum_report::{
 };
 use vellum_sys::mmap::memfd;
 
-#[path = "fuzz/targets/report.rs"]
-mod fuzz;
-
 fn produced() -> Report {
     let mut report = Report::new("bench example", Facts::collect("on".into()));
     report.ask("bytes", 1u64 << 30);
@@ -424,7 +421,7 @@ fn the_corpus_and_its_mutations_do_no_harm() {
     }
     assert!(inputs.len() > 3, "the corpus is missing");
     for input in &inputs {
-        fuzz::report(input);
+        fuzz_targets::report(input);
     }
     // Changes that keep much of the structure, so that many get past the parser. The seed is printed on failure.
     let seed = std::env::var("VELLUM_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_26u64);
@@ -468,6 +465,6 @@ fn the_corpus_and_its_mutations_do_no_harm() {
                 _ => {}
             }
         }
-        fuzz::report(&input);
+        fuzz_targets::report(&input);
     }
 }

@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-use harness::{Failed, Trials, tools};
 use serde_json::Value;
+use support::{Failed, Tests, tools};
 use vellum_report::{Label, Premise, compare, html, json};
 
 fn main() -> ExitCode {
@@ -17,12 +17,12 @@ fn main() -> ExitCode {
         ("phone_light", 390, false),
         ("phone_dark", 390, true),
     ];
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     for (name, width, dark) in views {
         let browser = tools::find("chromium").ok_or_else(|| tools::lacks("chromium"));
-        trials.add(name, browser.clone().map(drop), move || look(&browser?, name, width, dark));
+        tests.add(name, browser.clone().map(drop), move || look(&browser?, name, width, dark));
     }
-    trials.run()
+    tests.run()
 }
 
 /// Leaves its findings as JSON in the outer page's title, which `--dump-dom` prints.

@@ -1,7 +1,5 @@
 //! `vellum run` without a kernel, as a user types it: what it prints, how it ends, and what it refuses.
 
-mod bed;
-
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -10,24 +8,25 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
-use bed::kvm;
-use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use support::hosts;
+use support::hosts::kvm;
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_report::{Report, json};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     for backing in ["anonymous", "thp", "shmem", "memfd", "anonymous_thp"] {
-        trials.add(format!("backing_{backing}"), kvm(), move || {
+        tests.add(format!("backing_{backing}"), kvm(), move || {
             succeed(&format!("--cpus 4 --memory 64m,backing={backing}"))
         });
     }
     for (backing, page, count) in
         [("hugetlb-2m", 2 << 20, 32), ("shared-hugetlb-2m", 2 << 20, 32), ("hugetlb-1g", 1 << 30, 1)]
     {
-        let need = kvm().and(bed::huge_pages(page, count));
-        trials.add(format!("backing_{backing}_is_mapped_huge"), need, move || {
+        let need = kvm().and(hosts::huge_pages(page, count));
+        tests.add(format!("backing_{backing}_is_mapped_huge"), need, move || {
             let size = (page * count) >> 20;
             let result = report(&format!("--cpus 4 --memory {size}m,backing={backing} --passes 1"))?;
             let huge = figure(&result, "mapped_2m")? + figure(&result, "mapped_1g")?;
@@ -36,20 +35,20 @@ fn main() -> ExitCode {
             })
         });
     }
-    trials.run()
+    tests.run()
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn four_kilobyte_guest_pages() -> Result<(), Failed> {
     succeed("--memory 16m --workload write,page=4k")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn six_gibibytes_with_writes_above_four() -> Result<(), Failed> {
     succeed("--memory 6g --workload write,stride=1m")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn preallocated_and_locked() -> Result<(), Failed> {
     succeed("--memory 16m,prealloc,lock")
 }
@@ -84,7 +83,7 @@ impl Drop for Group {
     }
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn memory_beyond_the_control_groups_limit() -> Result<Completion, Failed> {
     let group = match Group::new() {
         Ok(group) => group,
@@ -109,7 +108,7 @@ fn memory_beyond_the_control_groups_limit() -> Result<Completion, Failed> {
 }
 
 /// At each of the descriptors that a machine needs.
-#[trial(kvm())]
+#[test(kvm())]
 fn too_few_descriptors_are_named_with_the_remedy() -> Result<(), Failed> {
     for limit in 6..=10 {
         let words = format!("ulimit -n {limit}; exec {VELLUM} run --memory 16m --passes 1");
@@ -123,7 +122,7 @@ fn too_few_descriptors_are_named_with_the_remedy() -> Result<(), Failed> {
 }
 
 /// KVM's own limit on a memslot is told before KVM says "invalid argument".
-#[trial(kvm())]
+#[test(kvm())]
 fn a_memslot_that_kvm_does_not_take_is_refused() -> Result<(), Failed> {
     let output = Command::new(VELLUM).args(["run", "-m", "20t", "--passes", "1"]).output()?;
     let said = String::from_utf8_lossy(&output.stderr);
@@ -134,7 +133,7 @@ fn a_memslot_that_kvm_does_not_take_is_refused() -> Result<(), Failed> {
 }
 
 /// Not UTF-8, as the first argument, as another one, and as this program's name.
-#[trial]
+#[test]
 fn words_that_are_no_text_are_bad_input() -> Result<(), Failed> {
     let odd = OsStr::from_bytes(b"o\xff");
     for (name, words) in [
@@ -150,7 +149,7 @@ fn words_that_are_no_text_are_bad_input() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm(), root())]
+#[test(kvm(), root())]
 fn a_user_other_than_root() -> Result<(), Failed> {
     succeed("--memory 16m --user 65534:65534")
 }
@@ -188,7 +187,7 @@ fn figure(report: &Report, name: &str) -> Result<f64, Failed> {
 }
 
 /// Twice to one path that is not UTF-8, the second time over what the first run wrote, by a process that is confined by then.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_result_is_replaced_whatever_its_name() -> Result<(), Failed> {
     let name = [format!("vellum-run-{}-", std::process::id()).as_bytes(), b"\xff.json"].concat();
     let path = std::env::temp_dir().join(OsString::from_vec(name));
@@ -215,7 +214,7 @@ fn succeed(arguments: &str) -> Result<(), Failed> {
     ensure(figure(&result, "pages_checked")? > 0.0, || "nothing was checked".into())
 }
 
-#[trial]
+#[test]
 fn bad_input_is_one_line_and_status_2() -> Result<(), Failed> {
     for (arguments, remedy) in [
         ("--cpus 0", "from 1 to"),
@@ -263,7 +262,7 @@ fn bad_input_is_one_line_and_status_2() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn nothing_is_left_of_a_run_that_did_not_start() -> Result<(), Failed> {
     let directory = std::env::temp_dir().join(format!("vellum-run-{}", std::process::id()));
     std::fs::create_dir(&directory)?;
@@ -275,7 +274,7 @@ fn nothing_is_left_of_a_run_that_did_not_start() -> Result<(), Failed> {
     ensure(left == 0, || format!("{left} files left"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_run_says_what_it_did() -> Result<(), Failed> {
     let output = vellum("--memory 16m").output()?;
     expect(&output, 0)?;
@@ -287,7 +286,7 @@ fn a_run_says_what_it_did() -> Result<(), Failed> {
     ensure(output.stderr.is_empty(), || format!("quiet in a pipe, but: {}", text(&output.stderr)))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn json_is_all_that_standard_output_carries() -> Result<(), Failed> {
     let result = report("--memory 16m --passes 2 --workload write,seed=9")?;
     ensure(result.asked["seed"] == 9 && result.asked["passes"] == 2, || format!("{:?}", result.asked))?;
@@ -296,7 +295,7 @@ fn json_is_all_that_standard_output_carries() -> Result<(), Failed> {
     ensure(rate.is_some_and(|rate| rate.unit == "pages/s"), || format!("{rate:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_duration_ends_the_workload() -> Result<(), Failed> {
     // Without an end of its own, only the duration can end it.
     let result = report("--memory 16m --duration 200ms --cpus 2")?;
@@ -314,7 +313,7 @@ fn wait_until_it_runs(child: &Child) -> Result<(), Failed> {
     })
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn ctrl_c_ends_cleanly_with_the_results_so_far() -> Result<(), Failed> {
     let mut child = vellum("--memory 16m --passes 0").stdout(Stdio::piped()).spawn()?;
     wait_until_it_runs(&child)?;
@@ -330,7 +329,7 @@ fn ctrl_c_ends_cleanly_with_the_results_so_far() -> Result<(), Failed> {
 }
 
 /// Signals are blocked then, for the event loop that is to come.
-#[trial(kvm())]
+#[test(kvm())]
 fn ctrl_c_ends_populating_too() -> Result<(), Failed> {
     let mut child = vellum("--memory 2g,prealloc --passes 0").stderr(Stdio::piped()).spawn()?;
     let status = format!("/proc/{}/status", child.id());
@@ -355,7 +354,7 @@ fn ctrl_c_ends_populating_too() -> Result<(), Failed> {
     ensure(said.contains("interrupted by signal 2 while memory was populated"), || said)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pipe_that_closes_early_is_no_error() -> Result<(), Failed> {
     let mut child = vellum("--memory 16m").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let first = child.stdout.take().map(|out| BufReader::new(out).lines().next());
@@ -363,7 +362,7 @@ fn a_pipe_that_closes_early_is_no_error() -> Result<(), Failed> {
     expect(&child.wait_with_output()?, 0)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn guest_memory_larger_than_the_host_s() -> Result<(), Failed> {
     let host = vellum_sys::host::total_memory();
     let more = (host * 2).next_multiple_of(1 << 30) >> 30;

@@ -1,8 +1,5 @@
 //! `vellum run --kernel` as a user types it: what comes out of the serial port, exit statuses, and bad input.
 
-mod bed;
-mod images;
-
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -11,14 +8,14 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use bed::kvm;
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, tools, trial};
-use images::Code;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_sys::host::is_root;
 use vellum_sys::terminal::open_pty;
 
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     for (name, flags, says) in [
         ("a_missing_kernel", &["--kernel", "/nonexistent"][..], "--kernel /nonexistent: No such file"),
         ("a_file_that_is_no_kernel", &["--kernel", "/etc/passwd"], "--kernel /etc/passwd: not a kernel"),
@@ -30,7 +27,7 @@ fn main() -> ExitCode {
         ("too_many_vcpus", &["--cpus", "256"], "--cpus 256: a Linux guest can have from 1 to 255"),
         ("a_serial_file_that_cannot_be", &["--serial", "file=/nonexistent/x"], "--serial /nonexistent/x: "),
     ] {
-        trials.add(format!("{name}_is_one_line_and_status_2"), kvm(), move || {
+        tests.add(format!("{name}_is_one_line_and_status_2"), kvm(), move || {
             let large = path("large");
             fs::write(&large, vec![0; 9 << 20])?;
             let flags: Vec<_> =
@@ -41,34 +38,34 @@ fn main() -> ExitCode {
             expect(&run, 2, "", says)
         });
     }
-    trials.run()
+    tests.run()
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_byte_on_the_terminal_and_status_0() -> Result<(), Failed> {
     let run = vellum("byte", Code::default().print("V").power_off().elf64(), &["-m", "16"])?;
     expect(&run, 0, "V", "")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn kvmtools_flags_are_understood() -> Result<(), Failed> {
     let image = Code::default().print("V").power_off().multiboot();
     let flags = ["--nodefaults", "--network", "mode=none", "--loglevel=warning", "--params", "a -b"];
     expect(&vellum("flags", image, &flags)?, 0, "V", "")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_reset_is_status_10() -> Result<(), Failed> {
     expect(&vellum("reset", Code::default().out(0x64, 0xfe).elf64(), &[])?, 10, "", "")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_panic_is_status_11_with_registers() -> Result<(), Failed> {
     let image = Code::default().print("P").out(0x505, 1).elf64();
     expect(&vellum("panic", image, &[])?, 11, "P", "io_out@0x505")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_triple_fault_is_status_12_with_registers() -> Result<(), Failed> {
     // lidt of a zero limit, then an undefined instruction.
     let image = Code::default().bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 10]).elf64();
@@ -78,14 +75,14 @@ fn a_triple_fault_is_status_12_with_registers() -> Result<(), Failed> {
     expect(&vellum("fault", image, &[])?, 12, "", rip)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_timeout_is_status_124() -> Result<(), Failed> {
     let image = Code::default().spin().elf64();
     expect(&vellum("timeout", image.clone(), &["--timeout", "100ms"])?, 124, "", "time of --timeout")?;
     expect(&vellum("timeout", image, &["--timeout", "100ms", "--loglevel", "error"])?, 124, "", "")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn the_sandbox_lets_a_guest_program_its_io_apic() -> Result<(), Failed> {
     // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
     let program = [0xb8, 0, 0, 0xc0, 0xfe, 0xc7, 0x00, 0x18, 0, 0, 0, 0xc7, 0x40, 0x10, 0x31, 0, 0, 0];
@@ -93,7 +90,7 @@ fn the_sandbox_lets_a_guest_program_its_io_apic() -> Result<(), Failed> {
     expect(&vellum("ioapic", image, &[])?, 0, "I", "")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_bad_kernel_leaves_a_serial_file_alone() -> Result<(), Failed> {
     let file = path("kept");
     fs::write(&file, "earlier output")?;
@@ -105,7 +102,7 @@ fn a_bad_kernel_leaves_a_serial_file_alone() -> Result<(), Failed> {
     expect(&run, 2, "", "not a kernel")
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn output_is_not_written_over_what_a_machine_needs() -> Result<(), Failed> {
     let (kernel, other) = (path("needed"), path("disk"));
     let image = Code::default().power_off().elf64();
@@ -134,14 +131,14 @@ fn output_is_not_written_over_what_a_machine_needs() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_command_line_that_is_too_long_is_status_2() -> Result<(), Failed> {
     let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
     expect(&run, 2, "", "--cmdline 'console=")
 }
 
 /// What a user can mistype about files, sockets and interfaces; `DIR` has them all, and the same ones afterwards.
-#[trial(kvm())]
+#[test(kvm())]
 fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     // Short, for sockets.
     let dir = std::env::temp_dir().join(format!("vellum-bad-{}", std::process::id()));
@@ -335,7 +332,7 @@ fn wait_for(file: &mut impl Read, text: &str) -> Result<(), Failed> {
 }
 
 /// Ctrl-c and the end-of-line go through, nothing is echoed but by the guest, and the terminal is as before afterwards.
-#[trial(kvm(), setsid())]
+#[test(kvm(), setsid())]
 fn a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x() -> Result<(), Failed> {
     let kernel = path("terminal");
     fs::write(&kernel, echo())?;
@@ -359,7 +356,7 @@ fn a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x() -> Result<(), Failed> 
     ensure(mode.contains(" echo ") && mode.contains(" icanon "), || format!("the terminal stays raw: {mode}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pseudo_terminal_leads_to_the_serial_port() -> Result<(), Failed> {
     let kernel = path("pty");
     fs::write(&kernel, echo())?;
@@ -382,7 +379,7 @@ fn a_pseudo_terminal_leads_to_the_serial_port() -> Result<(), Failed> {
 }
 
 /// Nothing is read before the guest is over, which has said more than a pipe holds.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
     const BYTES: u32 = 80_000;
     let kernel = path("slow");
@@ -415,7 +412,7 @@ fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
 }
 
 /// More than the port's FIFO holds, so that it must be carried in parts.
-#[trial(kvm())]
+#[test(kvm())]
 fn input_through_a_pipe_reaches_the_guest_in_order() -> Result<(), Failed> {
     let kernel = path("pipe");
     fs::write(&kernel, echo())?;
@@ -437,7 +434,7 @@ fn input_through_a_pipe_reaches_the_guest_in_order() -> Result<(), Failed> {
 }
 
 /// A guest that breaks its device again and again, in the middle of a line on the terminal, where errors are shown too.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_broken_ring_is_told_and_not_too_often() -> Result<(), Failed> {
     const STATUS: u32 = 0x70;
     // Reset; VIRTIO_F_VERSION_1; FEATURES_OK; queue 0 of 3 entries, which is no power of two; DRIVER_OK.
@@ -499,7 +496,7 @@ fn expect(run: &Output, status: i32, stdout: &str, stderr: &str) -> Result<(), F
 }
 
 /// Waits for the guest's byte, so that the signal comes while it runs.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_signal_is_status_128_and_its_number() -> Result<(), Failed> {
     let kernel = path("signal");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;

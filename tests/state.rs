@@ -1,22 +1,18 @@
 //! A machine's whole state: saved in one machine, restored in another of the same process, on real KVM. What each part's own state
 //! holds is the parts' own tests; here it is whether the machine goes on.
 
-mod bed;
-mod images;
-mod pc;
-mod plants;
-
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bed::kvm;
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use images::Code;
 use kvm_bindings::{KVM_IRQCHIP_IOAPIC, Msrs, kvm_irqchip, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
-use pc::{Pc, copy, hand_over, written};
+use support::faults;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::pc::{Pc, copy, hand_over, written};
+use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_devices::bus::BusDevice;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_guests::guest::GuestConfig;
@@ -38,14 +34,14 @@ use vellum_sys::kvm_vcpu::{set_tsc_offset, tsc_offset};
 use vm_memory::{Bytes, GuestAddress};
 
 fn main() -> ExitCode {
-    plants::plant();
-    let mut trials = Trials::from_args();
+    faults::plant();
+    let mut tests = Tests::from_args();
     for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
-        trials.add(format!("a_pc_goes_on_with_a_{name}_irqchip"), kvm(), move || pc_goes_on(irqchip));
+        tests.add(format!("a_pc_goes_on_with_a_{name}_irqchip"), kvm(), move || pc_goes_on(irqchip));
     }
     for (name, irqchip) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
         let name = format!("interrupts_and_deadlines_are_not_forgotten_with_a_{name}_irqchip");
-        trials.add(name, kvm(), move || interrupts_stay(irqchip));
+        tests.add(name, kvm(), move || interrupts_stay(irqchip));
     }
     for (name, order, shared) in [
         ("a_region_each", Order::Sequential, false),
@@ -53,12 +49,12 @@ fn main() -> ExitCode {
         ("a_shuffled_one", Order::Shuffled, false),
     ] {
         let name = format!("a_built_in_guest_goes_on_with_{name}");
-        trials.add(name, kvm(), move || {
+        tests.add(name, kvm(), move || {
             built_in_goes_on(WriteConfig { order, shared, passes: 40, ..WriteConfig::default() })
         });
     }
     let interrupts = "interrupts_and_deadlines_are_not_forgotten_with_a_split_irqchip";
-    for (mistake, trial, says) in [
+    for (mistake, test, says) in [
         ("devices-before-lapics", interrupts, "the serial port's interrupt is requested"),
         ("deadline-before-lapic", interrupts, "the deadline 0x"),
         ("no-clock", "clocks_go_on", "Clock { nanoseconds: "),
@@ -74,10 +70,9 @@ fn main() -> ExitCode {
             "it was written before the commit",
         ),
     ] {
-        trials
-            .add(format!("planted_{mistake}_is_caught"), kvm(), move || plants::caught(mistake, trial, says));
+        tests.add(format!("planted_{mistake}_is_caught"), kvm(), move || faults::caught(mistake, test, says));
     }
-    trials.run()
+    tests.run()
 }
 
 /// A guest that keeps one byte in a register and one in an MSR, and says both once the host has written to its memory:
@@ -168,7 +163,7 @@ fn built_in_goes_on(write: WriteConfig) -> Result<(), Failed> {
     ensure(right && exit == Exit::PowerOff, || format!("{exit:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_vcpu_that_was_done_stays_done() -> Result<(), Failed> {
     let mut source = in_the_middle(WriteConfig { passes: 1, ..WriteConfig::default() })?;
     source.resume();
@@ -182,7 +177,7 @@ fn a_vcpu_that_was_done_stays_done() -> Result<(), Failed> {
 }
 
 /// Faults in what arrives, each a line that names its section; the machine is none the worse off than unused.
-#[trial(kvm())]
+#[test(kvm())]
 fn sections_that_are_wrong_are_refused_by_name() -> Result<(), Failed> {
     type Diagnose = (&'static str, fn(&mut Vec<Section>), &'static str);
     let faults: [Diagnose; 7] = [
@@ -303,14 +298,14 @@ fn unmask(pc: &Pc, pin: u8, vector: u8) -> Result<(), Failed> {
 /// Waits until the local APIC of vCPU 0 has been asked for `vector`.
 fn is_requested(pc: &Pc, vector: u8, what: &str) -> Result<(), Failed> {
     let (word, bit) = (0x200 + 0x10 * usize::from(vector / 32) + usize::from(vector % 32 / 8), vector % 8);
-    eventually(plants::limit(), what, || {
+    eventually(faults::limit(), what, || {
         let lapic = pc.machine.vcpus[0].with(move |fd| fd.get_lapic())??;
         Ok((lapic.regs[word] as u8 & 1 << bit != 0).then_some(()))
     })
 }
 
 /// A machine that goes on elsewhere keeps its VM generation ID; one that is restored has another in guest memory, and its guest is told.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
     const VECTOR: u8 = 0x25;
     let id = |pc: &Pc| pc.machine.vm.memory.guest.read_obj::<[u8; 16]>(GuestAddress(layout::VMGENID));
@@ -340,7 +335,7 @@ fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
 }
 
 /// Machines had none once: such a one comes without, and the next that is made of it has none either.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pc_without_a_generation_id_stays_without() -> Result<(), Failed> {
     let mut source = paused(|config| config.vmgenid = None)?;
     let described = source.machine.describe();
@@ -401,7 +396,7 @@ fn ticks(pc: &Pc, was: Tsc, is: Tsc) -> Result<[u128; 3], Failed> {
     Ok([due, u128::from(is.value.wrapping_sub(was.value)), u128::from(khz) * 1000])
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn clocks_go_on() -> Result<(), Failed> {
     const HOUR: u64 = 3600 * 1_000_000_000;
     let mut source = paused(|_| ())?;
@@ -418,7 +413,7 @@ fn clocks_go_on() -> Result<(), Failed> {
 }
 
 /// What each move takes from a clock, or adds, is not added up; and none goes back.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
     const MAX_STEPS: u64 = 50_000_000;
     let read = |pc: &Pc| Ok::<_, Failed>(Clock::save(&pc.machine.vm.fd)?.nanoseconds);
@@ -445,7 +440,7 @@ fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
     })
 }
 
-#[trial(tsc_offsets())]
+#[test(tsc_offsets())]
 fn tscs_stay_as_far_from_each_other_as_they_were() -> Result<(), Failed> {
     /// Ticks by which the second is ahead of the first, and both of the host's.
     const AHEAD: [u64; 2] = [1 << 41, 1 << 40];
@@ -464,7 +459,7 @@ fn tscs_stay_as_far_from_each_other_as_they_were() -> Result<(), Failed> {
 }
 
 /// The other process may still run on the memory that is restored into.
-#[trial(kvm())]
+#[test(kvm())]
 fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
     const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
     const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
@@ -488,7 +483,7 @@ fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
 
 /// KVM_KVMCLOCK_CTRL writes nothing when it is called: the flag is in the guest's clock page when the guest has been entered again, after
 /// a pause, and where it was restored.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
     const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
     const TIME: u64 = 0x18_1000;
@@ -499,7 +494,7 @@ fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
     source.machine.vcpus[0].with(|fd| set_msr(fd, MSR_KVM_SYSTEM_TIME_NEW, TIME | 1))??;
     let told = |pc: &Pc| -> Result<(), Failed> {
         let flags = || pc.machine.vm.memory.guest.read_obj::<u8>(FLAGS);
-        let limit = plants::limit();
+        let limit = faults::limit();
         eventually(limit, "the flag is set", || Ok((flags()? & STOPPED != 0).then_some(())))
     };
     source.machine.start()?;
@@ -514,7 +509,7 @@ fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
 }
 
 /// What moves a machine has nothing left to open: main and vCPU threads do it all in their sandboxes.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_sandbox_allows_all_of_it() -> Result<(), Failed> {
     // A thread of its own, which stays confined, and with it the threads that it starts.
     // None of them can remove its files.

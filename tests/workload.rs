@@ -1,15 +1,14 @@
 //! The `write` workload on real KVM: what it must have written is computed by the model and compared page by page.
 
-mod bed;
-mod plants;
-
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use bed::kvm;
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, trial};
-use std::process::ExitCode;
+use support::faults;
+use support::hosts;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_control::Throttling;
 use vellum_guests::control::{Control, phase};
 use vellum_guests::guest::GuestConfig;
@@ -23,13 +22,13 @@ use vellum_kvm::vm::vcpu::{self, Throttle};
 use vellum_migration::plan::{Measured, Plan};
 
 fn main() -> ExitCode {
-    plants::plant();
-    let mut trials = Trials::from_args();
-    trials.add("planted_all-throttled-alike_is_caught", kvm().and(ring()).and(undisturbed()), || {
-        plants::caught("all-throttled-alike", "a_vcpu_that_only_reads_keeps_its_time", "of its share")
+    faults::plant();
+    let mut tests = Tests::from_args();
+    tests.add("planted_all-throttled-alike_is_caught", kvm().and(ring()).and(undisturbed()), || {
+        faults::caught("all-throttled-alike", "a_vcpu_that_only_reads_keeps_its_time", "of its share")
     });
     let mut case = |name: &str, ram: u64, vcpus: usize, config: WriteConfig| {
-        trials.add(name, kvm(), move || run(MemoryConfig::new(ram), vcpus, &config));
+        tests.add(name, kvm(), move || run(MemoryConfig::new(ram), vcpus, &config));
     };
     let base = WriteConfig::default();
     let mib = 1 << 20;
@@ -52,26 +51,26 @@ fn main() -> ExitCode {
     case("a_stride_of_two_mebibytes", 64 * mib, 1, WriteConfig { stride: 2 * mib, ..base.clone() });
     case("no_latency", 16 * mib, 1, WriteConfig { latency: false, ..base.clone() });
     for backing in [Backing::Thp, Backing::Shmem, Backing::Memfd] {
-        trials.add(format!("backing_{backing}"), kvm(), move || {
+        tests.add(format!("backing_{backing}"), kvm(), move || {
             run(MemoryConfig { backing, ..MemoryConfig::new(32 << 20) }, 1, &WriteConfig::default())
         });
     }
-    let huge = kvm().and(bed::huge_pages(2 << 20, 16));
+    let huge = kvm().and(hosts::huge_pages(2 << 20, 16));
     for backing in [Backing::Hugetlb(2 << 20), Backing::SharedHugetlb(2 << 20)] {
-        trials.add(format!("backing_{backing}"), huge.clone(), move || {
+        tests.add(format!("backing_{backing}"), huge.clone(), move || {
             run(MemoryConfig { backing, ..MemoryConfig::new(32 << 20) }, 1, &WriteConfig::default())
         });
     }
-    trials.run()
+    tests.run()
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn writes_above_four_gibibytes() -> Result<(), Failed> {
     let config = WriteConfig { stride: 2 << 20, ..WriteConfig::default() };
     run(MemoryConfig::new(6 << 30), 2, &config)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn many_memslots() -> Result<(), Failed> {
     run(MemoryConfig { slots: 100, ..MemoryConfig::new(64 << 20) }, 2, &WriteConfig::default())
 }
@@ -107,7 +106,7 @@ fn run(memory: MemoryConfig, vcpus: usize, config: &WriteConfig) -> Result<(), F
     ensure(!everywhere || verdict.checked == pages, || format!("{} of {pages} pages", verdict.checked))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_planted_fault_is_found() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(4 << 20), 1)?;
     let config = WriteConfig::default();
@@ -121,7 +120,7 @@ fn a_planted_fault_is_found() -> Result<(), Failed> {
     ensure(verdict.wrong == 1 && verdict.examples[0].0 == 77, || format!("{verdict:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn two_hundred_pauses_while_it_runs() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(32 << 20), 4)?;
     let config = WriteConfig { passes: 0, shared: true, ..WriteConfig::default() };
@@ -148,7 +147,7 @@ fn two_hundred_pauses_while_it_runs() -> Result<(), Failed> {
     ensure(verdict.wrong == 0, || format!("{verdict:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn the_rate_is_kept() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 1)?;
     let rate = 20_000;
@@ -165,7 +164,7 @@ fn the_rate_is_kept() -> Result<(), Failed> {
 }
 
 /// The first pass of a warm guest takes no regard to its rate, and those after it do.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_warm_guest_is_paced_from_its_second_pass_on() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 1)?;
     // Paced, a pass takes longer than any host takes for one that is not.
@@ -189,7 +188,7 @@ fn a_warm_guest_is_paced_from_its_second_pass_on() -> Result<(), Failed> {
 }
 
 /// However long a guest stands still, its journal says so by its own clock; and how its writes fared before and after.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_journal_knows_when_nothing_was_written() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 2)?;
     let config = WriteConfig { passes: 0, journal: Some(Duration::from_millis(1)), ..WriteConfig::default() };
@@ -229,7 +228,7 @@ fn a_journal_knows_when_nothing_was_written() -> Result<(), Failed> {
     ensure(verdict.wrong == 0 && verdict.checked > 0, || format!("{verdict:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn naps_take_the_time_that_is_asked() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 2)?;
     guest.program(&WriteConfig { passes: 0, ..WriteConfig::default() })?;
@@ -279,7 +278,7 @@ fn tsc() -> u64 {
     ticks
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_page_faults_once_and_never_again() -> Result<(), Failed> {
     let pages = 4096;
     let guest = build(MemoryConfig::new(pages << 12), 1)?;
@@ -299,7 +298,7 @@ fn a_page_faults_once_and_never_again() -> Result<(), Failed> {
 }
 
 /// The same code at another address, with other bytes where it used to be, must do the same.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_code_runs_wherever_it_lies() -> Result<(), Failed> {
     let code = write_code();
     let moved: Vec<u8> = std::iter::repeat_n(0xcc, 0x340).chain(code.bytes.iter().copied()).collect();
@@ -310,7 +309,7 @@ fn the_code_runs_wherever_it_lies() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn the_privileged_variant() -> Result<(), Failed> {
     with(GuestConfig { privilege: Privilege::Kernel, ..GuestConfig::new(1) })
 }
@@ -329,7 +328,7 @@ fn with(guest: GuestConfig) -> Result<(), Failed> {
 }
 
 /// A thread that is refused its sandbox must be heard of, whether it is waited for or let run at once.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_vcpu_that_cannot_start_is_an_error() -> Result<(), Failed> {
     let kvm = vellum_kvm::vm::open()?;
     let config =
@@ -360,7 +359,7 @@ fn ring() -> Need {
 
 /// A vCPU whose dirty ring is full empties it itself and goes on: nobody else needs to do anything until somebody asks what was
 /// written, and then every page is there.
-#[trial(kvm(), ring())]
+#[test(kvm(), ring())]
 fn a_full_ring_stops_nobody_and_loses_nothing() -> Result<(), Failed> {
     let kvm = vellum_kvm::vm::open()?;
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
@@ -401,7 +400,7 @@ fn undisturbed() -> Need {
 
 /// The rings tell which of two vCPUs writes: a plan to keep the guest within what a slow link takes slows that one down, and the other,
 /// which only reads, keeps its time.
-#[trial(kvm(), ring(), undisturbed())]
+#[test(kvm(), ring(), undisturbed())]
 fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     const PERIOD: Duration = Duration::from_millis(10);
     let kvm = vellum_kvm::vm::open()?;

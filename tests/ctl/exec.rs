@@ -8,10 +8,11 @@ use std::os::unix::net::UnixListener;
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 
-use harness::{Failed, LIMIT, Random, ensure, eventually, trial};
 use serde_json::json;
+use support::env::{TestEnv, process};
+use support::{Failed, LIMIT, Random, ensure, eventually, test};
 
-use crate::home::{Home, VELLUM, process};
+use crate::VELLUM;
 use crate::terminal::Guest;
 
 fn exec(guest: &Guest, flags: &[&str]) -> Command {
@@ -30,9 +31,9 @@ fn fed(command: &mut Command, input: Vec<u8>) -> Result<Output, Failed> {
     Ok(output)
 }
 
-#[trial]
+#[test]
 fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     let mut random = Random::new();
     let data: Vec<u8> = (0..100_000).map(|_| random.below(256) as u8).collect();
@@ -52,9 +53,9 @@ fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
 }
 
 /// An agent of before there were words that are no text, or requests of this kind.
-#[trial]
+#[test]
 fn an_older_agent_is_said_to_be_one_in_a_line() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     fs::remove_file(home.0.join("vsock"))?;
     let listener = UnixListener::bind(home.0.join("vsock"))?;
@@ -80,9 +81,9 @@ fn an_older_agent_is_said_to_be_one_in_a_line() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial]
+#[test]
 fn output_that_cannot_be_written_is_a_failure_and_a_reader_that_left_is_none() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     let full = File::options().write(true).open("/dev/full")?;
     let output = exec(&guest, &[]).args(["echo", "hello"]).stdout(full).output()?;
@@ -101,13 +102,13 @@ fn output_that_cannot_be_written_is_a_failure_and_a_reader_that_left_is_none() -
 }
 
 /// A shell's line that writes its pid to `pid` in the home, and goes on with `script`.
-fn telling(home: &Home, script: &str) -> [String; 3] {
+fn telling(home: &TestEnv, script: &str) -> [String; 3] {
     let file = home.0.join("pid");
     ["sh".into(), "-c".into(), format!("echo $$ >{0}.new; mv {0}.new {0}; {script}", file.display())]
 }
 
 /// Starts the client of such a command; and the command's pid.
-fn started(home: &Home, client: &mut Command) -> Result<(Child, u32), Failed> {
+fn started(home: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed> {
     let client = client.stdout(Stdio::null()).spawn()?;
     let file = home.0.join("pid");
     let read = || fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok());
@@ -117,7 +118,7 @@ fn started(home: &Home, client: &mut Command) -> Result<(Child, u32), Failed> {
 }
 
 /// The command ends where its client is killed.
-fn ends_with(home: &Home, client: &mut Command, what: &str) -> Result<(), Failed> {
+fn ends_with(home: &TestEnv, client: &mut Command, what: &str) -> Result<(), Failed> {
     let (mut client, pid) = started(home, client)?;
     client.kill()?;
     client.wait()?;
@@ -128,9 +129,9 @@ fn ends(pid: u32, what: &str) -> Result<(), Failed> {
     eventually(LIMIT, what, || Ok(process(pid).is_none().then_some(())))
 }
 
-#[trial]
+#[test]
 fn a_command_ends_with_its_client_unless_it_is_detached() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     for script in ["exec sleep 1000", "trap '' HUP; while :; do sleep 0.1; done"] {
         ends_with(&home, exec(&guest, &[]).args(telling(&home, script)), script)?;

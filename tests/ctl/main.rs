@@ -1,12 +1,6 @@
 //! Running machines as a user commands them: `vellum ctl` and `vellum list`, names, and what is left when a machine is gone.
 
-#[path = "../bed/mod.rs"]
-mod bed;
 mod exec;
-#[path = "../home/mod.rs"]
-mod home;
-#[path = "../images/mod.rs"]
-mod images;
 mod places;
 mod terminal;
 
@@ -16,13 +10,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::process::{Command, ExitCode, Stdio};
 
-use bed::kvm;
-use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
-use home::{Home, Machine, VELLUM, process};
-use images::Code;
 use serde_json::{Value, json};
+use support::env::{Machine, TestEnv, process};
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum_control::client::{Client, Error};
 use vellum_control::{Do, MachineState, Status};
+
+support::vellum!();
 
 fn main() -> ExitCode {
     let mut words = std::env::args().skip(1);
@@ -35,12 +31,12 @@ fn main() -> ExitCode {
             }
         };
     }
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
-#[trial]
+#[test]
 fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     for (arguments, says) in [
         ("ctl nobody pause", "no machine named `nobody` listens at"),
         ("ctl /nonexistent/x.sock pause", "no machine listens at /nonexistent/x.sock"),
@@ -67,9 +63,9 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
     ensure(list.status.success() && list.stdout.is_empty() && list.stderr.is_empty(), || format!("{list:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_built_in_guest_obeys() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("w")?;
     let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
     ensure(status.pid == machine.child.id() && status.vcpus == 1 && status.memory == 16 << 20, || {
@@ -115,19 +111,19 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     ensure(said.contains("wrong_stamps") && !home.socket("w").exists(), || said.into_owned())
 }
 
-/// A trial that fails leaves it so.
-#[trial(kvm())]
+/// A test that fails leaves it so.
+#[test(kvm())]
 fn a_machine_that_is_dropped_is_gone() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("d")?;
     let pid = machine.child.id();
     drop(machine);
     ensure(process(pid).is_none(), || format!("{pid} runs on"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("w")?;
     home.ctl("w pause")?;
     home.ctl("w stop")?;
@@ -140,9 +136,9 @@ fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
 }
 
 /// Pages go by while it runs, and none while it is paused.
-#[trial(kvm())]
+#[test(kvm())]
 fn progress_is_told_to_who_listens() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("w")?;
     let mut listener = Client::connect(&home.socket("w"))?;
     listener.ask(&Do::Events {})?;
@@ -173,13 +169,14 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
 }
 
 /// Whoever listens knows whether it has heard all of it: a machine that is killed has said nothing of its end.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed> {
     for (killed, status) in [(false, Some(0)), (true, Some(1))] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let mut machine = home.endless("w")?;
         let mut events = home.command("ctl w events");
-        let mut listener = home::Process::spawn(events.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+        let mut listener =
+            support::env::Process::spawn(events.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
         // It listens once it has said something.
         listener.stdout.as_mut().ok_or("no output")?.read_exact(&mut [0])?;
         if killed {
@@ -197,16 +194,16 @@ fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed>
 }
 
 /// A guest that says V, then sends back what it receives.
-fn echo(home: &Home, name: &str) -> Result<Machine, Failed> {
+fn echo(home: &TestEnv, name: &str) -> Result<Machine, Failed> {
     let image = home.0.join("echo");
     fs::write(&image, Code::default().print("V").echo().elf64())?;
     let mut command = home.command("run -m 16 -k");
     home.start(name, command.arg(image).stdin(Stdio::piped()))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let mut machine = echo(&home, "k")?;
     let mut listener = Client::connect(&home.socket("k"))?;
     listener.ask(&Do::Events {})?;
@@ -229,7 +226,7 @@ fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
 
 /// KVM hands 16 bytes for a device over in two exits, and a pause can come between them: both halves must arrive. The
 /// second is the I/O APIC's identification here, other than before each time, and read back.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed> {
     const PAUSES: u32 = 1000;
     // mov rax, cr4; or eax, 0x200; mov cr4, rax: SSE. mov ebx, 0xfec00000; mov dword [rbx], 0
@@ -247,7 +244,7 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
     round.extend([0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 1, 0x74]);
     round.push((round.len() as u8 + 1).wrapping_neg());
     let image = setup.bytes(&round).bytes(&right).print("W").power_off().elf64();
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let file = home.0.join("image");
     fs::write(&file, image)?;
     let mut command = home.command("run -m 16 -k");
@@ -264,9 +261,9 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
 }
 
 /// The machine's own kernel, and a file that a machine without a serial port is to write to.
-#[trial(kvm())]
+#[test(kvm())]
 fn kept() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = echo(&home, "s")?;
     let (image, built_in) = (home.0.join("echo"), home.endless("b")?);
     let before = fs::read(&image)?;
@@ -296,9 +293,9 @@ fn kept() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn silent() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (stopped, other) = (home.endless("stopped")?, home.endless("z")?);
     let send = |signal: &str| Command::new("kill").args([signal, &stopped.child.id().to_string()]).status();
     send("-STOP")?;
@@ -320,9 +317,9 @@ fn silent() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn too_many() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = home.endless("n")?;
     let mut clients = Vec::new();
     let refused = loop {
@@ -345,9 +342,9 @@ fn too_many() -> Result<(), Failed> {
 }
 
 /// Clients are turned away while there is no descriptor for them, and served again when there is.
-#[trial(kvm())]
+#[test(kvm())]
 fn no_descriptors() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let mut command = Command::new("sh");
     command.args([
         "-c",
@@ -387,9 +384,9 @@ fn no_descriptors() -> Result<(), Failed> {
     ensure(said.contains("a client was turned away"), || format!("{output:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn large_balloon() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let image = home.0.join("image");
     fs::write(&image, Code::default().spin().elf64())?;
     let machine = home.start("m", home.command("run -m 16 --balloon -k").arg(image))?;
@@ -403,9 +400,9 @@ fn large_balloon() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let mut machine = echo(&home, "s")?;
     let child = &mut *machine.child;
     let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
@@ -431,9 +428,9 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     ensure(output.status.success() && output.stdout.is_empty(), || format!("{output:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine = echo(&home, "u")?;
     let place = home.0.join("file");
     fs::write(&place, "")?;
@@ -453,9 +450,9 @@ fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     fs::create_dir(home.0.join("vellum"))?;
     drop(UnixListener::bind(home.socket("n"))?);
     // `list` takes away what nobody serves, and says nothing of it.
@@ -480,9 +477,9 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     ensure(machine.end()?.status.success() && !home.socket("n").exists(), || "the name is left".into())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let image = home.0.join("spin");
     fs::write(&image, Code::default().spin().elf64())?;
     let vsock = home.0.join("v.sock");
@@ -510,9 +507,9 @@ fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
 }
 
 /// A guest with a kernel and the built-in one: the same requests in turn, and what each answers and tells, without its numbers.
-#[trial(kvm())]
+#[test(kvm())]
 fn both_kinds_of_machine_answer_alike() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let image = home.0.join("spin.elf");
     fs::write(&image, Code::default().spin().elf64())?;
     let mut builtin = home.command("run --memory 16m --passes 0");

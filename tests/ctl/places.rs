@@ -6,11 +6,12 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::process::Command;
 
-use harness::{Failed, Need, ensure, trial};
+use support::env::TestEnv;
+use support::hosts::kvm;
+use support::{Failed, Need, ensure, test};
 use vellum_sys::identity;
 
-use crate::bed::kvm;
-use crate::home::{Home, VELLUM};
+use crate::VELLUM;
 
 fn root() -> Need {
     if identity::effective().0 == 0 { Ok(()) } else { Err("needs root, to act as another user".into()) }
@@ -20,9 +21,9 @@ fn root() -> Need {
 const READERS: [&str; 6] =
     ["list", "ctl m status", "exec m -- true", "dump m core", "snapshot m dir", "migrate m --to unix:x"];
 
-#[trial]
+#[test]
 fn commands_that_read_make_nothing() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     for line in READERS {
         let output = home.command(line).current_dir(&home.0).output()?;
         let fits = if line == "list" { output.status.success() } else { output.status.code() == Some(2) };
@@ -36,9 +37,9 @@ fn commands_that_read_make_nothing() -> Result<(), Failed> {
 }
 
 /// A directory in which others can put sockets is used by nobody.
-#[trial]
+#[test]
 fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = home.0.join("vellum");
     fs::create_dir(&dir)?;
     for mode in [0o777, 0o1777, 0o770] {
@@ -56,9 +57,9 @@ fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
 }
 
 /// Root with the environment of another user neither uses nor makes anything in that one's runtime directory.
-#[trial(root())]
+#[test(root())]
 fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     chown(&home.0, Some(1000), Some(1000))?;
     for line in ["list", "ctl m status"] {
         home.vellum(line)?;
@@ -73,9 +74,9 @@ fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
 }
 
 /// A socket that another user's process listens at is not believed, whatever it says; and nothing is handed to it.
-#[trial(root())]
+#[test(root())]
 fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = home.0.join("vellum");
     fs::create_dir(&dir)?;
     fs::set_permissions(&home.0, Permissions::from_mode(0o711))?;
@@ -102,12 +103,12 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
 }
 
 /// A machine that has ended, of itself, by a signal and by SIGKILL, leaves its name free at once: its guard has no part in its sockets.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let vsock = home.0.join("vsock");
     let kernel = home.0.join("kernel");
-    fs::write(&kernel, crate::images::Code::default().print("V").power_off().elf64())?;
+    fs::write(&kernel, support::guests::Code::default().print("V").power_off().elf64())?;
     for round in 0..60 {
         let line = match round % 3 {
             0 => "run --name n --memory 2m --passes 1".to_owned(),

@@ -13,13 +13,14 @@ use std::thread::JoinHandle;
 use guest_agent::children::Children;
 use guest_agent::serve::connected;
 use guest_agent::{Argument, Launch, Request, frame};
-use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
 use serde_json::{Value, json};
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_sys::terminal::open_pty;
 
-use crate::bed::kvm;
-use crate::home::{Home, VELLUM};
-use crate::images::Code;
+use crate::VELLUM;
 
 /// By which word this program is such a guest.
 pub const WORD: &str = "agent-of-a-guest";
@@ -68,7 +69,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    pub fn start(home: &Home) -> Result<Self, Failed> {
+    pub fn start(home: &TestEnv) -> Result<Self, Failed> {
         let [control, vsock] = ["control", "vsock"].map(|name| home.0.join(name));
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(WORD).args([&control, &vsock]).stdin(Stdio::null()).stdout(Stdio::piped());
@@ -163,13 +164,13 @@ fn stty(name: &str, arguments: &[&str]) -> Result<String, Failed> {
 fn setsid() -> Need {
     match Command::new("setsid").args(["-c", "true"]).stdin(Stdio::null()).output() {
         Ok(_) => Ok(()),
-        Err(_) => Err(harness::tools::lacks("setsid")),
+        Err(_) => Err(support::tools::lacks("setsid")),
     }
 }
 
-#[trial(setsid())]
+#[test(setsid())]
 fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     let script = "stty size; echo $TERM; tty; until [ \"$(stty size)\" = '40 100' ]; do :; done; echo resized
         trap 'echo interrupted; exit 9' INT; read line; echo \"<$line>\"; cat";
@@ -191,9 +192,9 @@ fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Fail
 }
 
 /// Whoever keeps the terminal open behind its command keeps nobody.
-#[trial(setsid())]
+#[test(setsid())]
 fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     // 64 KiB that are still on their way when it ends, and a process that takes no notice of a hang-up.
     let script = "(trap '' HUP; exec sleep 20) & head -c 65536 /dev/zero | tr '\\0' x; echo end; exit 4";
@@ -209,9 +210,9 @@ fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
     User::start(&guest, &["/nonexistent/program"])?.ended(14)
 }
 
-#[trial(setsid())]
+#[test(setsid())]
 fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let mut guest = Guest::start(&home)?;
     let on = |guest: &Guest| -> Result<User, Failed> {
         let mut user = User::start(guest, &["sh", "-c", "trap '' INT; echo on; exec sleep 1000"])?;
@@ -235,7 +236,7 @@ fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
 
 /// A shell with job control, whose own terminal modes nobody restores but those who have changed them. `line` starts a client whose
 /// command says `interrupted` and ends with 9 where Ctrl-c is the guest's.
-fn in_a_shell(home: &Home, line: &str) -> Result<(Guest, User), Failed> {
+fn in_a_shell(home: &TestEnv, line: &str) -> Result<(Guest, User), Failed> {
     let guest = Guest::start(home)?;
     let (master, slave, name) = open_pty()?;
     stty(&name, &["sane"])?;
@@ -262,11 +263,11 @@ fn interrupted(mut user: User) -> Result<(), Failed> {
     user.ended(9)
 }
 
-#[trial(setsid())]
+#[test(setsid())]
 fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
     // Nobody can do anything at a SIGSTOP: shells do, then.
     for (signal, shell) in [("-TSTP", ""), ("-STOP", "stty sane;")] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let line = format!("CLIENT; {shell} echo back; read line; echo \"<$line>\"; fg");
         let (_guest, mut user) = in_a_shell(&home, &line)?;
         user.wait_for("on\r\n")?;
@@ -284,9 +285,9 @@ fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(
     Ok(())
 }
 
-#[trial(setsid())]
+#[test(setsid())]
 fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (_guest, mut user) = in_a_shell(&home, "CLIENT & read line; echo \"<$line>\"; read line; fg")?;
     user.wait_for("on\r")?;
     ensure(stty(&user.name, &["-a"])?.contains(" icanon "), || "it is raw in the background".into())?;
@@ -299,9 +300,9 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
 }
 
 /// The serial port of a machine is on this terminal, too.
-#[trial(setsid(), kvm())]
+#[test(setsid(), kvm())]
 fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (image, pid) = (home.0.join("image"), home.0.join("pid"));
     std::fs::write(&image, Code::default().print("V").echo().elf64())?;
     let run = format!("exec {VELLUM} run -m 16m -k {}", image.display());
@@ -326,9 +327,9 @@ fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() ->
 }
 
 /// The same agent with streams apart: as the command of `vellum run -k KERNEL -- COMMAND` has them.
-#[trial]
+#[test]
 fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let _guest = Guest::start(&home)?;
     let mut stream = UnixStream::connect(home.0.join("vsock"))?;
     let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(Argument::from).to_vec();
@@ -358,9 +359,9 @@ fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
     })
 }
 
-#[trial]
+#[test]
 fn what_is_no_terminal_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Guest::start(&home)?;
     let output = home.vellum(&format!("exec --terminal {} -- true", Path::new(&guest.control).display()))?;
     let said = String::from_utf8_lossy(&output.stderr);

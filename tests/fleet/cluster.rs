@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use harness::{Failed, ensure, eventually};
+use support::{Failed, ensure, eventually};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
@@ -253,7 +253,7 @@ fn configuration(dir: &Path, slurm: &Path, nodes: usize, features: &str) -> Stri
     )
 }
 
-/// The ends of the daemons' logs, for a trial that failed.
+/// The ends of the daemons' logs, for a test that failed.
 pub fn logs(dir: &Path) -> String {
     let mut all = String::new();
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {

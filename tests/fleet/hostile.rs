@@ -4,14 +4,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use harness::{Failed, ensure, trial};
+use support::{Failed, ensure, test};
 use vellum_fleet::result;
 
 use super::cluster::output;
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-/// An empty directory for a trial.
+/// An empty directory for a test.
 fn fresh(name: &str) -> Result<PathBuf, Failed> {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleet-{name}"));
     let _ = fs::remove_dir_all(&dir);
@@ -29,7 +29,7 @@ fn one_line(output: &Output, status: i32, words: &[&str]) -> Result<(), Failed> 
 const PLAN: &str = "name = \"n\"\n[[test]]\nname = \"a\"\nrun = \"test dirty-log\"\n[test.arguments]\nmemory = \"4m\"\nevents = 2000\n\
     cpus = 1\nbacking = \"anonymous\"\ntracker = \"bitmap\"\ninject = \"lose=1\"\n";
 
-#[trial()]
+#[test()]
 fn a_plan_that_would_not_work_is_one_line() -> Result<(), Failed> {
     let dir = fresh("lines")?;
     let file = dir.join("plan.toml");
@@ -60,7 +60,7 @@ fn a_plan_that_would_not_work_is_one_line() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial()]
+#[test()]
 fn without_slurm_its_package_is_named_and_plain_commands_are_offered() -> Result<(), Failed> {
     let dir = fresh("none")?;
     let (file, into) = (dir.join("written.toml"), dir.join("a b"));
@@ -83,7 +83,7 @@ fn without_slurm_its_package_is_named_and_plain_commands_are_offered() -> Result
     Ok(())
 }
 
-#[trial(super::kvm())]
+#[test(super::kvm())]
 fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), Failed> {
     let dir = fresh("hostile")?;
     // What a shell would do with it is seen in this directory.

@@ -1,7 +1,7 @@
-//! Fleets on a real Slurm: Debian's slurm-wlm, whose daemons run for one trial each, in namespaces of their own with the loopback alone.
+//! Fleets on a real Slurm: Debian's slurm-wlm, whose daemons run for one test each, in namespaces of their own with the loopback alone.
 //!
-//! A trial starts this program again in there ([`outside`]), where a [`cluster`] is made and a [`stories`] function is told. No service
-//! is started, and nothing of this machine's own Slurm is read: SLURM_CONF names a file in the trial's directory. When the first process
+//! A test starts this program again in there ([`outside`]), where a [`cluster`] is made and a [`stories`] function is told. No service
+//! is started, and nothing of this machine's own Slurm is read: SLURM_CONF names a file in the test's directory. When the first process
 //! in there ends, however that comes about, so does all that it has started.
 //!
 //! `cargo lab test --setup` unpacks Slurm into its cache and names the directory here; `cargo lab test fleet` has the long stories told.
@@ -13,7 +13,7 @@ mod stories;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use harness::{Failed, Need, Trials, ensure, tools, trial};
+use support::{Failed, Need, Tests, ensure, test, tools};
 use vellum_sys::signal;
 
 /// Which story is told, in the namespaces.
@@ -23,10 +23,10 @@ fn main() -> ExitCode {
     if let Ok(name) = std::env::var(STORY) {
         return stories::tell(&name);
     }
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     // Each has several nodes that are all this machine.
-    trials.one_at_a_time();
-    trials.run()
+    tests.one_at_a_time();
+    tests.run()
 }
 
 /// Where `cargo lab test --setup` has unpacked Slurm.
@@ -108,28 +108,28 @@ fn outside(name: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(slurm(), kvm(), namespaces())]
+#[test(slurm(), kvm(), namespaces())]
 fn a_plan_runs_on_slurm_and_a_lost_page_is_named() -> Result<(), Failed> {
     outside("short")
 }
 
-#[trial(asked_for(), slurm(), kvm(), namespaces())]
+#[test(asked_for(), slurm(), kvm(), namespaces())]
 fn one_lost_page_among_a_thousand_tasks_is_found_and_tried_again_where_it_was() -> Result<(), Failed> {
     outside("thousand")
 }
 
-#[trial(asked_for(), slurm(), kvm(), namespaces())]
+#[test(asked_for(), slurm(), kvm(), namespaces())]
 fn daemons_that_die_and_nodes_that_go_lose_nothing_and_nothing_counts_twice() -> Result<(), Failed> {
     outside("deaths")
 }
 
-#[trial(asked_for(), slurm(), kvm(), namespaces())]
+#[test(asked_for(), slurm(), kvm(), namespaces())]
 fn a_full_disk_loses_nothing_for_good() -> Result<(), Failed> {
     outside("full")
 }
 
 /// `VELLUM_FLEET_PAGE` names a file for the page.
-#[trial(asked_for(), slurm(), kvm(), namespaces())]
+#[test(asked_for(), slurm(), kvm(), namespaces())]
 fn the_oracle_over_all_trackers_and_backings_on_three_nodes() -> Result<(), Failed> {
     outside("oracle")
 }

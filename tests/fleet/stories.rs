@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use harness::{Failed, ensure};
+use support::{Failed, ensure};
 use vellum_fleet::merge::{self, Merged};
 use vellum_fleet::plan::{self, Plan};
 use vellum_fleet::result;

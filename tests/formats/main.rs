@@ -6,8 +6,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 
-use harness::{Failed, Need, Trials, ensure, tools, trial};
 use serde_json::{Value, json};
+use support::{Failed, Need, Tests, ensure, test, tools};
 use vellum_host::Facts;
 use vellum_report::view::View;
 use vellum_report::{Case, Label, Report, Status};
@@ -15,7 +15,7 @@ use vellum_report::{Case, Label, Report, Status};
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
 fn main() -> ExitCode {
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 /// Where `cargo lab test --setup` has put them.
@@ -75,7 +75,7 @@ fn written(view: &View, name: &str) -> Result<PathBuf, Failed> {
     Ok(file)
 }
 
-#[trial(readers())]
+#[test(readers())]
 fn the_kernels_kunit_py_reads_ktap() -> Result<(), Failed> {
     let found = read("kunit", &written(&View::Ktap, "ktap")?)?;
     let cases = found["cases"].as_object().ok_or("no cases")?;
@@ -95,7 +95,7 @@ fn the_kernels_kunit_py_reads_ktap() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(readers())]
+#[test(readers())]
 fn tap_py_reads_the_top_level_of_ktap() -> Result<(), Failed> {
     let found = read("tap", &written(&View::Ktap, "tap")?)?;
     assert_eq!(found["plan"], json!([2]), "{found}");
@@ -104,7 +104,7 @@ fn tap_py_reads_the_top_level_of_ktap() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(readers())]
+#[test(readers())]
 fn junitparser_reads_junit() -> Result<(), Failed> {
     let found = read("junit", &written(&View::Junit, "junit")?)?;
     assert_eq!(found.as_object().map_or(0, |all| all.len()), 8, "{found}");
@@ -122,7 +122,7 @@ fn junitparser_reads_junit() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(readers())]
+#[test(readers())]
 fn kcidb_io_takes_a_submission() -> Result<(), Failed> {
     let found = read("kcidb", &written(&View::Kcidb { origin: "example_lab".into() }, "kcidb")?)?;
     for (path, status) in [
@@ -142,7 +142,7 @@ fn kcidb_io_takes_a_submission() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(readers())]
+#[test(readers())]
 fn lava_common_takes_the_job() -> Result<(), Failed> {
     let found = read("lava", &Path::new(env!("CARGO_MANIFEST_DIR")).join("resources/ci/lava.yaml"))?;
     ensure(found["planted"].as_str().is_some_and(|why| why.contains("extra keys")), || found.to_string())
@@ -168,7 +168,7 @@ fn tmt(arguments: &str) -> Result<String, Failed> {
 }
 
 /// tmt calls rsync.
-#[trial(readers(), kvm(), tools::program("rsync"))]
+#[test(readers(), kvm(), tools::program("rsync"))]
 fn tmt_runs_the_plan_and_hears_how_it_ended() -> Result<(), Failed> {
     let said = tmt(SHORT)?;
     ensure(said.contains("total: 1 test passed"), || said)?;
@@ -180,7 +180,7 @@ fn vellum(arguments: &str) -> Result<Output, Failed> {
     Ok(Command::new(VELLUM).args(arguments.split(' ')).output()?)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_test_says_how_it_ended_in_every_form_and_by_its_status() -> Result<(), Failed> {
     for (more, status, kselftest) in [("", 0, 0), (" --inject lose=3", 1, 1)] {
         let lossy = vellum(&format!("test dirty-log {SHORT}{more} --format ktap"))?;
@@ -224,7 +224,7 @@ fn is_not_ok(words: &str, directive: &str, why: &str, kselftest: i32) -> Result<
     ensure(told, || kcidb.to_string())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_test_whose_time_was_over_first_is_not_ok() -> Result<(), Failed> {
     let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --tracker manual-protect";
     is_not_ok(words, "TIMEOUT", "the time limit expired before", 1)?;
@@ -241,7 +241,7 @@ fn no_huge_pages() -> Need {
 }
 
 /// And what this host has is tested all the same.
-#[trial(kvm(), no_huge_pages())]
+#[test(kvm(), no_huge_pages())]
 fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed> {
     let words = format!("test dirty-log {SHORT} -s hugetlb-1g");
     is_not_ok(&words, "SKIP", "hugetlb-1g: ", 4)?;
@@ -258,8 +258,8 @@ fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed
 }
 
 /// A host without KVM: the node is hidden by a namespace.
-#[trial()]
-fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<harness::Completion, Failed> {
+#[test()]
+fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<support::Completion, Failed> {
     let hidden = |words: &str| -> Result<Output, Failed> {
         let script = format!("mount -t tmpfs none /dev && exec {VELLUM} {words}");
         Ok(Command::new("unshare").args(["--mount", "--map-root-user", "sh", "-c", &script]).output()?)
@@ -268,7 +268,7 @@ fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<harness::Comp
     let text = String::from_utf8_lossy(&output.stdout);
     if text.is_empty() {
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        return Ok(harness::Completion::ignored_with(format!(
+        return Ok(support::Completion::ignored_with(format!(
             "needs a mount namespace: run as root: {said}"
         )));
     }
@@ -293,10 +293,10 @@ fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<harness::Comp
             "{words}: {output:?}"
         );
     }
-    Ok(harness::Completion::Completed)
+    Ok(support::Completion::Completed)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_long_test_gives_signs_of_life() -> Result<(), Failed> {
     let output = vellum(
         "test dirty-log -b 8m -s anonymous --tracker bitmap --duration 3s --heartbeat 1s --format ktap",

@@ -1,10 +1,5 @@
 //! A debugger at a machine's socket: GDB's own where it is installed, and a client of these tests that says exactly what it means to.
 
-#[path = "../bed/mod.rs"]
-mod bed;
-#[path = "../home/mod.rs"]
-mod home;
-
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -13,14 +8,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
-use bed::{breakpoints, kvm};
-use harness::{Failed, LIMIT, Need, Trials, ensure, eventually, tools, trial};
-use home::{Home, Machine};
 use serde_json::Value;
+use support::env::{Machine, TestEnv};
+use support::hosts::{breakpoints, kvm};
+use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_guests::program::RAM_VA;
 
+support::vellum!();
+
 fn main() -> ExitCode {
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 /// A client of the protocol.
@@ -94,20 +91,20 @@ fn bytes(text: &str) -> Result<Vec<u8>, Failed> {
 }
 
 /// A built-in guest that waits for its debugger, and where that connects.
-fn waiting(home: &Home, flags: &str) -> Result<(Machine, PathBuf), Failed> {
+fn waiting(home: &TestEnv, flags: &str) -> Result<(Machine, PathBuf), Failed> {
     let socket = home.0.join("gdb");
     let command = format!("run --memory 16m --gdb {},wait {flags}", socket.display());
     Ok((home.start("g", &mut home.command(&command))?, socket))
 }
 
-fn state(home: &Home) -> Result<String, Failed> {
+fn state(home: &TestEnv) -> Result<String, Failed> {
     let status: Value = serde_json::from_str(&home.ctl("g status")?)?;
     Ok(status["state"].as_str().unwrap_or_default().to_owned())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_waits_for_its_debugger_and_ends_right_without_it() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 2")?;
     let mode = fs::metadata(&socket)?.permissions().mode();
     ensure(mode & 0o777 == 0o600, || format!("{mode:o}"))?;
@@ -142,9 +139,9 @@ fn debugs() -> Need {
     })
 }
 
-#[trial(debugs())]
+#[test(debugs())]
 fn a_step_goes_one_instruction_on() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 1")?;
     let mut client = Client::connect(&socket)?;
     for _ in 0..3 {
@@ -158,9 +155,9 @@ fn a_step_goes_one_instruction_on() -> Result<(), Failed> {
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_is_interrupted_and_let_go() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     client.send("vCont;c")?;
@@ -177,7 +174,7 @@ fn a_guest_is_interrupted_and_let_go() -> Result<(), Failed> {
 }
 
 /// The address of an instruction that the guest comes to again and again: where it was when it was interrupted.
-fn in_its_loop(home: &Home, client: &mut Client) -> Result<u64, Failed> {
+fn in_its_loop(home: &TestEnv, client: &mut Client) -> Result<u64, Failed> {
     client.send("vCont;c")?;
     eventually(LIMIT, "it runs", || Ok((state(home)? == "running").then_some(())))?;
     client.0.write_all(&[3])?;
@@ -187,7 +184,7 @@ fn in_its_loop(home: &Home, client: &mut Client) -> Result<u64, Failed> {
 
 /// Sets a breakpoint of this kind where a guest is that loops, and lets it come there again.
 fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     let at = in_its_loop(&home, &mut client)?;
@@ -210,26 +207,26 @@ fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
 }
 
 /// Detaches from the guest, sees it run on, and asks for its end.
-fn detached(home: &Home, client: &mut Client) -> Result<(), Failed> {
+fn detached(home: &TestEnv, client: &mut Client) -> Result<(), Failed> {
     ensure(client.ask("D")? == "OK", || "detaching".into())?;
     eventually(LIMIT, "it runs on", || Ok((state(home)? == "running").then_some(())))?;
     home.ctl("g stop").map(drop)
 }
 
-#[trial(debugs(), breakpoints())]
+#[test(debugs(), breakpoints())]
 fn a_breakpoint_in_its_code_stops_it() -> Result<(), Failed> {
     stops_at_a_breakpoint(0)
 }
 
-#[trial(debugs(), breakpoints())]
+#[test(debugs(), breakpoints())]
 fn a_breakpoint_in_the_processor_stops_it() -> Result<(), Failed> {
     stops_at_a_breakpoint(1)
 }
 
 /// Whoever writes there is stopped behind the instruction that did.
-#[trial(debugs(), breakpoints())]
+#[test(debugs(), breakpoints())]
 fn a_watchpoint_stops_it() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     in_its_loop(&home, &mut client)?;
@@ -246,9 +243,9 @@ fn a_watchpoint_stops_it() -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     home.ctl("g pause")?;
     let mut client = Client::connect(&socket)?;
@@ -279,9 +276,9 @@ fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed
 }
 
 /// Bytes that are no protocol end the session, and nothing else.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     for noise in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
@@ -305,9 +302,9 @@ fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
 }
 
 /// A guest whose code a debugger has changed to an endless loop of two bytes never rings its doorbell.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     let at = in_its_loop(&home, &mut client)?;
@@ -319,9 +316,9 @@ fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
 }
 
 /// What one packet asks for is bounded, and so is one without an end.
-#[trial(kvm())]
+#[test(kvm())]
 fn packets_are_bounded() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     let all = client.memory(RAM_VA, 1 << 40)?;
@@ -334,9 +331,9 @@ fn packets_are_bounded() -> Result<(), Failed> {
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
-#[trial]
+#[test]
 fn bad_places_for_a_debugger_are_one_line() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     fs::write(home.0.join("file"), "kept")?;
     let file = home.0.join("file");
     for (value, says) in [
@@ -359,9 +356,9 @@ fn gdb() -> Need {
 }
 
 /// GDB's own client: registers by its description, memory, threads, and a way out.
-#[trial(kvm(), gdb())]
+#[test(kvm(), gdb())]
 fn gdb_looks_and_detaches() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 2 -c 2")?;
     let target = format!("target remote {}", socket.display());
     let said =
@@ -385,9 +382,9 @@ fn gdb_says(lines: &[&str]) -> Result<String, Failed> {
 }
 
 /// The same with a step.
-#[trial(debugs(), gdb())]
+#[test(debugs(), gdb())]
 fn gdb_steps_and_detaches() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, socket) = waiting(&home, "--passes 2 -c 2")?;
     let target = format!("target remote {}", socket.display());
     let said = gdb_says(&[

@@ -7,6 +7,7 @@
 
 use std::mem::offset_of;
 
+use support::guests::{Code, ORIGIN};
 use vellum_devices::test_device::LINES;
 use vellum_kvm::arch::gsi::FREE;
 use vellum_kvm::arch::ports::{COM1, COM1_GSI};
@@ -14,8 +15,6 @@ use vellum_kvm::arch::{ioapic, layout};
 use virtio_bindings::virtio_mmio::{
     VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INTERRUPT_STATUS, VIRTIO_MMIO_QUEUE_NOTIFY,
 };
-
-use crate::images::{Code, ORIGIN};
 
 /// Where [`Control`] is, and what else the guest has of memory.
 pub const CONTROL: u64 = 0x18_0000;

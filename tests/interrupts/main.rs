@@ -6,24 +6,17 @@
 //!
 //! `VELLUM_MIGRATION=all` makes more than a thousand pauses of what are some hundreds otherwise. `VELLUM_SEED` repeats a run.
 
-#[path = "../bed/mod.rs"]
-mod bed;
 mod guest;
-#[path = "../images/mod.rs"]
-mod images;
-#[path = "../pc/mod.rs"]
-mod pc;
 
 use std::mem::offset_of;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock, Mutex};
 
-use bed::kvm;
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use guest::{Control, want};
-use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually};
-use pc::{Pc, hand_over};
+use support::hosts::kvm;
+use support::pc::{Pc, hand_over};
+use support::{Failed, LIMIT, Need, Random, Tests, ensure, eventually};
 use vellum_devices::virtio::registers::{Half, Register};
 use vellum_devices::virtio::rng::RngConfig;
 use vellum_host::Facts;
@@ -33,20 +26,22 @@ use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_ring::VRING_DESC_F_WRITE;
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
+use guest::{Control, want};
+
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     let in_service = in_service();
     for (irqchip, mode) in [("split", Mode::Split), ("kernel", Mode::Kernel)] {
         for (name, timer) in [("deadline", Timer::Deadline), ("one_shot", Timer::OneShot)] {
             let name = |what: &str| format!("{what}_with_a_{name}_timer_and_a_{irqchip}_irqchip");
             let sources = want::TIMER | want::SERIAL | want::VIRTIO | want::LEVEL;
-            trials.add(name("what_is_requested_is_taken_once"), kvm(), move || rounds(mode, timer, sources));
-            trials.add(name("what_comes_freely_is_taken_once"), kvm(), move || freely(mode, timer));
+            tests.add(name("what_is_requested_is_taken_once"), kvm(), move || rounds(mode, timer, sources));
+            tests.add(name("what_comes_freely_is_taken_once"), kvm(), move || freely(mode, timer));
         }
         let name = format!("what_is_in_service_stays_so_until_its_end_with_a_{irqchip}_irqchip");
-        trials.add(name, in_service.clone(), move || rounds(mode, Timer::Deadline, !0));
+        tests.add(name, in_service.clone(), move || rounds(mode, Timer::Deadline, !0));
     }
-    trials.run()
+    tests.run()
 }
 
 /// A KVM that leaves the end of an interrupt to the guest.

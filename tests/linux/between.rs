@@ -4,10 +4,11 @@
 use std::process::Command;
 use std::time::Duration;
 
-use harness::{Failed, Need, ensure, eventually};
+use support::env::TestEnv;
+use support::{Failed, Need, ensure, eventually};
 
+use crate::VELLUM;
 use crate::guest::{Guest, Image, Scratch, host};
-use crate::home::{Home, VELLUM};
 
 /// How long one host waits for the other, which may have to boot a guest first.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(15 * 60);
@@ -33,7 +34,7 @@ pub fn hosts() -> Need {
 /// Joins the network; which end of it this host has.
 fn connected() -> Result<u8, Failed> {
     let end = end().ok_or("there is one host")?;
-    // The trial before may have done it.
+    // The test before may have done it.
     let _ = host(&["ip", "addr", "add", &format!("10.78.0.{}/24", end + 1), "dev", "eth0"]);
     host(&["ip", "link", "set", "eth0", "up"])?;
     Ok(end)
@@ -56,7 +57,7 @@ pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
             .output()?;
         return ensure(waits.status.code() == Some(1), || format!("{waits:?}"));
     }
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let line = "run --memory 8m --passes 0 --workload write,rate=100";
     let guest = home.start("whole", &mut home.command(line))?;
     let said = eventually(MOVE_TIMEOUT, "the other host answers", || {

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use guest_agent::{Argument, Request};
-use harness::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch, noise};
 use crate::moves::{self, Way};

@@ -5,11 +5,12 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Command;
 
-use harness::{Failed, Need, ensure, trial};
+use support::{Failed, Need, ensure, test};
 use vellum_sys::terminal::open_pty;
 
+use crate::VELLUM;
 use crate::all_on_a_root;
-use crate::guest::{Scratch, VELLUM, for_this_bed, host};
+use crate::guest::{Scratch, for_this_bed, host};
 use crate::typed::until;
 
 /// Where the laboratory has its kernel and its initrd, and the disk.
@@ -31,7 +32,7 @@ fn image() -> Need {
 
 /// It boots to a login as the user of the seed, who finds the seed's name of the machine and a root that can be written to. The base is as
 /// it was.
-#[trial(image())]
+#[test(image())]
 fn a_cloud_image_boots_beside_the_hosts_root() -> Result<(), Failed> {
     let scratch = Scratch::new();
     let (user_data, meta_data) = (scratch.path("user-data"), scratch.path("meta-data"));

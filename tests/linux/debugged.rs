@@ -3,16 +3,17 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use harness::{Failed, Need, ensure, trial};
+use support::hosts::breakpoints;
+use support::{Failed, Need, ensure, test};
 
-use crate::bed::breakpoints;
-use crate::guest::{Guest, Image, Scratch, VELLUM};
+use crate::VELLUM;
+use crate::guest::{Guest, Image, Scratch};
 use crate::whole_matrix;
 
 /// The oldest guest's symbols, and a GDB.
 fn gdb() -> Need {
     whole_matrix()?;
-    harness::tools::program("gdb")?;
+    support::tools::program("gdb")?;
     Image::oldest()?.symbols().map(drop)
 }
 
@@ -84,7 +85,7 @@ fn waiting(image: &Image, scratch: &Scratch) -> Result<(Guest, PathBuf), Failed>
     Ok((guest, socket))
 }
 
-#[trial(gdb(), breakpoints())]
+#[test(gdb(), breakpoints())]
 fn gdb_breaks_and_watches() -> Result<(), Failed> {
     let (image, scratch) = (Image::oldest()?, Scratch::new());
     let (mut guest, socket) = waiting(&image, &scratch)?;
@@ -102,7 +103,7 @@ fn gdb_breaks_and_watches() -> Result<(), Failed> {
     ensure(guest.power_off()?.code == Some(0), || "its end".into())
 }
 
-#[trial(gdb())]
+#[test(gdb())]
 fn gdb_looks_steps_unwinds_and_detaches() -> Result<(), Failed> {
     let (image, scratch) = (Image::oldest()?, Scratch::new());
     let (mut guest, socket) = waiting(&image, &scratch)?;

@@ -3,11 +3,12 @@
 use std::fs;
 
 use guest_agent::{Argument, Event, Request};
-use harness::{Failed, Need, ensure, trial};
+use support::hosts;
+use support::{Failed, Need, ensure, test};
 use vellum_control::agent;
 
 use crate::guest::{Ended, Guest, Image};
-use crate::{bed, whole_matrix};
+use crate::whole_matrix;
 
 /// 2 MiB pages of the guest whose huge pages are counted.
 const PAGES: u64 = 256;
@@ -38,7 +39,7 @@ fn says(ended: &Ended, words: &[&str]) -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_panic_is_status_11_with_registers_and_last_exits() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
@@ -47,7 +48,7 @@ fn a_panic_is_status_11_with_registers_and_last_exits() -> Result<(), Failed> {
     says(&ended, &["the guest has panicked", "rip ", "cr3 ", "io_out@0x505"])
 }
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_reset_is_status_10() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
@@ -55,7 +56,7 @@ fn a_reset_is_status_10() -> Result<(), Failed> {
     ensure(ended.errors.is_empty(), || format!("a reset is no failure: {}", ended.errors))
 }
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_triple_fault_is_status_12_with_registers_and_last_exits() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let mut guest = boot(image, "reboot=t", &[])?;
@@ -63,7 +64,7 @@ fn a_triple_fault_is_status_12_with_registers_and_last_exits() -> Result<(), Fai
     says(&ended, &["triple fault on vCPU", "rip ", "cr3 ", "shutdown"])
 }
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_timeout_is_status_124() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     // Not waited for: on a busy machine a guest may not be up by then, and would not end by itself ever.
@@ -71,7 +72,7 @@ fn a_timeout_is_status_124() -> Result<(), Failed> {
     guest.wait()?.with(124).map(drop)
 }
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn ctl_stop_ends_it_with_status_0() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
@@ -83,14 +84,14 @@ fn ctl_stop_ends_it_with_status_0() -> Result<(), Failed> {
 }
 
 fn pages() -> Need {
-    bed::huge_pages(2 << 20, PAGES)
+    hosts::huge_pages(2 << 20, PAGES)
 }
 
 fn free_pages() -> Result<u64, Failed> {
     Ok(fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")?.trim().parse()?)
 }
 
-#[trial(whole_matrix(), pages())]
+#[test(whole_matrix(), pages())]
 fn ctrl_c_ends_it_and_gives_huge_pages_back() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let before = free_pages()?;

@@ -10,12 +10,11 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 
 use guest_agent::{Event, Request};
-use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::Value;
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::agent;
 
-/// Where the vellum is that is tested.
-pub const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+use crate::VELLUM;
 
 /// The interrupt controllers that machines can have here; on Arm the host's own.
 pub fn irqchips() -> &'static [&'static str] {
@@ -96,7 +95,7 @@ impl Image {
 /// A kernel for a guest of one command, wherever it lies.
 #[derive(Clone, Debug)]
 pub struct Source {
-    /// As in `6.1`; also of what trials are called.
+    /// As in `6.1`; also of what tests are called.
     pub name: String,
     /// An image, or the directory of an unpacked package or of a built tree.
     pub kernel: String,

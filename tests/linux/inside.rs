@@ -7,9 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use harness::{Failed, LIMIT, Need, ensure, eventually};
+use support::{Failed, LIMIT, Need, ensure, eventually};
 
-use crate::guest::{Guest, Image, Scratch, Source, VELLUM, for_this_bed};
+use crate::VELLUM;
+use crate::guest::{Guest, Image, Scratch, Source, for_this_bed};
 use crate::whole_matrix;
 
 /// A guest, and a makedumpfile, by which the kdump of distributions reads what a kernel leaves.
@@ -19,7 +20,7 @@ pub fn makedumpfile() -> Need {
 }
 
 pub fn has_makedumpfile() -> Need {
-    harness::tools::program("makedumpfile")
+    support::tools::program("makedumpfile")
 }
 
 /// The kernel's log in the dump at `path`, which makedumpfile finds by VMCOREINFO and the page tables alone; and has it leave out what is

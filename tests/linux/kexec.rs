@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use guest_agent::{Argument, Event, Kexec, Request};
-use harness::{Failed, Need, ensure, trial};
+use support::{Failed, Need, ensure, test};
 use vellum_control::agent;
 
 use crate::guest::{Guest, Image, Scratch, noise};
@@ -74,7 +74,7 @@ fn has_every_device(guest: &mut Guest, known: &std::path::Path, processors: u64)
     if processors == 2 { vsock(guest) } else { Ok(()) }
 }
 
-#[trial(whole_matrix(), file_load())]
+#[test(whole_matrix(), file_load())]
 fn another_kernel_takes_its_place_and_has_every_device() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let (mut guest, known) = start(image, "512m", "")?;
@@ -87,7 +87,7 @@ fn another_kernel_takes_its_place_and_has_every_device() -> Result<(), Failed> {
     guest.power_off()?.with(0).map(drop)
 }
 
-#[trial(whole_matrix(), file_load())]
+#[test(whole_matrix(), file_load())]
 fn a_kernel_that_panics_hands_over_to_one_that_has_its_memory_to_read() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let (mut guest, known) = start(image, "768m", "crashkernel=256M")?;

@@ -5,19 +5,21 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-use harness::{Failed, ensure, trial};
+use support::share::posix;
+use support::{Failed, ensure, test};
 use vellum_share::Cache;
 
-use crate::guest::{Image, Scratch, VELLUM, for_this_bed, noise};
-use crate::{guests, posix, whole_matrix};
+use crate::VELLUM;
+use crate::guest::{Image, Scratch, for_this_bed, noise};
+use crate::{guests, whole_matrix};
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_command_has_its_streams_and_its_status() -> Result<(), Failed> {
     streams("", 300_000)
 }
 
 /// The same by a port of a virtio console, in a guest whose kernel refuses vsock's driver. It is more than all that lies between can hold.
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_command_has_its_streams_where_there_is_no_vsock() -> Result<(), Failed> {
     streams("module_blacklist=vmw_vsock_virtio_transport", 5_000_000)
 }
@@ -58,7 +60,7 @@ fn command(flags: &[&str], params: &str, script: &str) -> Result<Command, Failed
 }
 
 /// Bytes go through three guests, as through three commands of a shell's.
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn three_guests_are_one_pipeline() -> Result<(), Failed> {
     let limit = ["--timeout", "900s"];
     let mut children = Vec::new();
@@ -89,7 +91,7 @@ fn three_guests_are_one_pipeline() -> Result<(), Failed> {
 }
 
 /// A command's status may be any number; what the guest's own end was, and why, is in lines of Vellum's and in the status file.
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
     let scratch = Scratch::new();
     let file = scratch.path("status").display().to_string();
@@ -117,7 +119,7 @@ fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
 }
 
 /// One guest with a directory of each kind: data both ways, what is refused, and what the host has of it afterwards.
-#[trial(guests())]
+#[test(guests())]
 fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
     let (image, scratch) = (Image::oldest()?, Scratch::new());
     let data = noise(23, 3_000_000);
@@ -182,7 +184,7 @@ pub fn in_guest() -> Option<ExitCode> {
 }
 
 /// The checks of the test `share`, by a guest's own virtiofs instead of /dev/fuse: the guest runs this very program.
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn calls_on_a_share_do_what_posix_says() -> Result<(), Failed> {
     let (image, scratch) = (Image::oldest()?, Scratch::new());
     let program = std::env::current_exe()?;

@@ -5,29 +5,17 @@
 //! `$VELLUM_GUESTS`. Without `$VELLUM_LINUX=all` only a slice runs: the oldest kernel with every device. With `root` (or `root,all`) those
 //! run, and they alone, whose guest has the root of a host that is no initramfs.
 
-#[path = "../bed/mod.rs"]
-mod bed;
 mod between;
 mod bus;
-#[path = "../share/checks.rs"]
-mod checks;
 mod cloud;
 mod debugged;
 mod ends;
 mod guest;
-#[path = "../home/mod.rs"]
-mod home;
 mod inside;
 mod kexec;
 mod launch;
 mod moves;
-#[path = "../tutorials/page.rs"]
-mod page;
 mod passt;
-#[path = "../share/posix.rs"]
-mod posix;
-#[path = "../share/posix_changes.rs"]
-mod posix_changes;
 mod root;
 mod saves;
 mod segments;
@@ -40,8 +28,12 @@ mod work;
 
 use std::process::ExitCode;
 
+use support::hosts;
+use support::{Failed, Need, Tests};
+
 use guest::{Image, Source, irqchips};
-use harness::{Failed, Need, Trials};
+
+support::vellum!();
 
 /// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm). On Arm there is no other.
 fn hardware() -> Need {
@@ -61,7 +53,7 @@ fn guests() -> Need {
     if has_a_root() {
         return Err("is left to hosts without a disk".into());
     }
-    bed::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))
+    hosts::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))
 }
 
 /// The same, where more than a slice is asked for.
@@ -96,7 +88,7 @@ fn has_a_root() -> bool {
 
 /// A host with a root that is no initramfs, which a guest can have for its own.
 fn on_a_root() -> Need {
-    bed::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))?;
+    hosts::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))?;
     match has_a_root() {
         true => Ok(()),
         false => {
@@ -114,21 +106,21 @@ fn main() -> ExitCode {
     if let Some(ended) = launch::in_guest() {
         return ended;
     }
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     // They weigh processes and count free pages.
-    trials.one_at_a_time();
+    tests.one_at_a_time();
     let images = Image::all().unwrap_or_default();
     if images.is_empty() {
-        trials.add("linux_guests", guests(), || Ok::<(), Failed>(()));
+        tests.add("linux_guests", guests(), || Ok::<(), Failed>(()));
     }
-    let need = bed::kvm().and_then(|()| between::hosts());
-    trials.add("a_guest_of_the_whole_cpu_stays_between_hosts", need, between::stays_where_its_cpu_is);
+    let need = hosts::kvm().and_then(|()| between::hosts());
+    tests.add("a_guest_of_the_whole_cpu_stays_between_hosts", need, between::stays_where_its_cpu_is);
     for (at, image) in images.iter().enumerate() {
         for (&irqchip, tap) in irqchips().iter().zip([whole::Tap::Ours, whole::Tap::Others]) {
             let name = format!("linux_{}_with_every_device_{irqchip}_irqchip", image.version);
             let need = if at == 0 && irqchip == irqchips()[0] { guests() } else { whole_matrix() };
             let image = image.clone();
-            trials.add(name, need.and(guest::taps()), move || whole::every_device(&image, irqchip, tap));
+            tests.add(name, need.and(guest::taps()), move || whole::every_device(&image, irqchip, tap));
         }
         for &irqchip in irqchips() {
             let name = format!("linux_{}_moves_under_load_{irqchip}_irqchip", image.version);
@@ -136,65 +128,65 @@ fn main() -> ExitCode {
             let need = if at == 0 && irqchip == irqchips()[0] { guests() } else { whole_matrix() };
             let image = image.clone();
             let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());
-            trials.add(name, need, move || moves::under_load(&image, irqchip, moves::THERE_AND_BACK));
+            tests.add(name, need, move || moves::under_load(&image, irqchip, moves::THERE_AND_BACK));
         }
         for &irqchip in irqchips() {
             let name = format!("linux_{}_goes_on_in_each_other_way_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();
-            trials.add(name, need, move || moves::under_load(&image, irqchip, moves::IN_OTHER_WAYS));
+            tests.add(name, need, move || moves::under_load(&image, irqchip, moves::IN_OTHER_WAYS));
         }
         for &irqchip in irqchips() {
             let name = format!("linux_{}_comes_out_of_a_snapshot_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();
-            trials.add(name, need, move || saves::and_restored(&image, irqchip));
+            tests.add(name, need, move || saves::and_restored(&image, irqchip));
         }
         for &irqchip in irqchips() {
             let name = format!("linux_{}_works_moves_and_comes_back_on_pci_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let need = need.and_then(|()| messages(irqchip));
             let image = image.clone();
-            trials.add(name, need, move || bus::works_moves_and_comes_back(&image, irqchip));
+            tests.add(name, need, move || bus::works_moves_and_comes_back(&image, irqchip));
         }
         let name = format!("linux_{}_is_dumped", image.version);
         let guest = image.clone();
-        trials.add(name, inside::makedumpfile(), move || inside::is_dumped(&guest));
+        tests.add(name, inside::makedumpfile(), move || inside::is_dumped(&guest));
         let name = format!("linux_{}_is_dumped_before_its_modules", image.version);
         let guest = image.clone();
-        trials.add(name, inside::makedumpfile(), move || inside::is_dumped_before_its_modules(&guest));
+        tests.add(name, inside::makedumpfile(), move || inside::is_dumped_before_its_modules(&guest));
         let name = format!("linux_{}_has_a_network_by_passt_of_the_hosts_root", image.version);
         let guest = image.clone();
-        trials.add(name, passt::passt(), move || passt::is_its_network(&guest));
+        tests.add(name, passt::passt(), move || passt::is_its_network(&guest));
         let name = format!("linux_{}_has_the_hosts_root", image.version);
         let guest = image.clone();
-        trials.add(name, whole_matrix(), move || root::is_the_guests(&guest));
+        tests.add(name, whole_matrix(), move || root::is_the_guests(&guest));
         if at == 0 {
             let guest = image.clone();
-            trials.add("a_shell_has_the_hosts_root", all_on_a_root(), move || {
+            tests.add("a_shell_has_the_hosts_root", all_on_a_root(), move || {
                 root::a_shell_has_the_terminal(&guest)
             });
         }
         let name = format!("linux_{}_moves_between_hosts", image.version);
         let guest = image.clone();
         let need = guests().and_then(|()| between::hosts());
-        trials.add(name, need, move || between::there_and_back(&guest, at as u8));
-        vmlinux::add(&mut trials, image, &whole_matrix());
+        tests.add(name, need, move || between::there_and_back(&guest, at as u8));
+        vmlinux::add(&mut tests, image, &whole_matrix());
     }
     for (at, kernel) in Source::all().into_iter().enumerate() {
         let name = format!("linux_{}_runs_on_the_hosts_root", kernel.name);
         let need = if at == 0 { on_a_root() } else { all_on_a_root() };
-        trials.add(name, need, move || root::is_as_it_was(&kernel));
+        tests.add(name, need, move || root::is_as_it_was(&kernel));
     }
     for kernel in Source::trees() {
         let name = format!("linux_{}_is_dumped_on_the_hosts_root", kernel.name);
-        trials.add(name, all_on_a_root().and_then(|()| inside::has_makedumpfile()), move || {
+        tests.add(name, all_on_a_root().and_then(|()| inside::has_makedumpfile()), move || {
             inside::of_a_tree_is_dumped(&kernel)
         });
     }
     for kernel in Source::with_modules() {
         let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", kernel.name);
-        trials.add(name, all_on_a_root(), move || root::modprobe_finds(&kernel));
+        tests.add(name, all_on_a_root(), move || root::modprobe_finds(&kernel));
     }
-    trials.run()
+    tests.run()
 }

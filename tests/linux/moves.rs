@@ -4,9 +4,10 @@
 use std::os::unix::fs::symlink;
 
 use guest_agent::{Event, MemoryWork, Pattern, Request};
-use harness::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, ensure, eventually};
 
-use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch, VELLUM};
+use crate::VELLUM;
+use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch};
 use crate::wires::{Outage, Reported, Wires};
 use crate::work::{self, Clock, count};
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 
-use harness::{Failed, LIMIT, Need, ensure, eventually};
+use support::{Failed, LIMIT, Need, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch, host, noise};
 use crate::{all_on_a_root, whole};
@@ -18,7 +18,7 @@ const BYTES: usize = 64 << 10;
 /// A passt, and a root that it can leave for an empty one, which that of an initramfs is not.
 pub fn passt() -> Need {
     all_on_a_root()?;
-    harness::tools::program("passt")
+    support::tools::program("passt")
 }
 
 /// What udhcpc runs when there is a lease: the interface gets the address.

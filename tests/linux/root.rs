@@ -8,10 +8,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use harness::{Failed, ensure};
+use support::{Failed, ensure};
 use vellum_sys::terminal::open_pty;
 
-use crate::guest::{Image, Scratch, Source, VELLUM, for_this_bed, noise};
+use crate::VELLUM;
+use crate::guest::{Image, Scratch, Source, for_this_bed, noise};
 use crate::typed::until;
 
 /// Whoever is root says that its files may be served by root.

@@ -4,7 +4,7 @@
 use std::fs;
 use std::time::Instant;
 
-use harness::{Failed, ensure, eventually};
+use support::{Failed, ensure, eventually};
 
 use crate::guest::{Guest, Image, Scratch};
 use crate::wires::{Wires, answers_soon};
@@ -32,7 +32,7 @@ pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
     guest.ready()?;
     wires.up(&guest)?;
     work::begin(&guest, DATA_MIB)?;
-    eventually(harness::LIMIT, "the disk's writer has begun", || Ok((count(&guest)? > 0).then_some(())))?;
+    eventually(support::LIMIT, "the disk's writer has begun", || Ok((count(&guest)? > 0).then_some(())))?;
     let into = dir.display().to_string();
     let save = |guest: &Guest, more: &[&str]| {
         let saved = guest.vellum(&[&["snapshot", guest.name(), &into, "--downtime", "5s"], more].concat())?;
@@ -82,7 +82,7 @@ pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
         ensure(!knows || reseeds.trim() != "0", || "its random numbers are those of the snapshot".into())?;
         let went = count(&back)?;
         ensure(went >= flushed, || format!("its disk was at {flushed}, and is at {went}"))?;
-        eventually(harness::LIMIT, "the disk's writer goes on", || Ok((count(&back)? > went).then_some(())))?;
+        eventually(support::LIMIT, "the disk's writer goes on", || Ok((count(&back)? > went).then_some(())))?;
         answers_soon()?;
         let last = count(&back)?;
         back.ctl(&["stop"])?;

@@ -3,12 +3,14 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use harness::{Failed, trial};
+use support::page;
+use support::{Failed, test};
 
-use crate::guest::{Image, VELLUM};
-use crate::{page, whole_matrix};
+use crate::VELLUM;
+use crate::guest::Image;
+use crate::whole_matrix;
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn the_tutorial_of_a_linux_guest() -> Result<(), Failed> {
     let image = Image::oldest()?;
     page::run("linux_guest", include_str!("../../docs/src/tutorials/linux-guest.md"), VELLUM, |dir| {

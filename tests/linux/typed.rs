@@ -5,10 +5,11 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Output, Stdio};
 
 use guest_agent::{Argument, Event, Request};
-use harness::{Failed, ensure, trial};
+use support::{Failed, ensure, test};
 use vellum_sys::terminal::open_pty;
 
-use crate::guest::{CLOCKSOURCE, Guest, Image, Scratch, VELLUM, for_this_bed, taps};
+use crate::VELLUM;
+use crate::guest::{CLOCKSOURCE, Guest, Image, Scratch, for_this_bed, taps};
 use crate::whole_matrix;
 
 /// Runs `vellum run` to its end, with what the bed needs put before `cmdline`.
@@ -32,7 +33,7 @@ fn after_dashes(line: &str) -> String {
     format!("-- {}", serde_json::to_string(&request).expect("plain data"))
 }
 
-#[trial(whole_matrix(), taps())]
+#[test(whole_matrix(), taps())]
 fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let scratch = Scratch::new();
@@ -68,7 +69,7 @@ fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
 }
 
 /// Every workload, one after the other on one line, which the kernel shares.
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let scratch = Scratch::new();
@@ -147,7 +148,7 @@ pub fn until(file: &mut impl Read, word: &str) -> Result<String, Failed> {
 }
 
 /// Ctrl-C is the guest's, like every key but Ctrl-A x; the terminal is as before afterwards.
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let (bed_flags, bed_cmdline) = for_this_bed();
@@ -174,7 +175,7 @@ fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
     ensure(raw.is_none(), || format!("the terminal stays raw: {mode}"))
 }
 
-#[trial(whole_matrix())]
+#[test(whole_matrix())]
 fn serial_on_a_pty_and_into_a_file() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let (kernel, initrd, scratch) = (image.kernel(), image.initrd(), Scratch::new());

@@ -1,9 +1,9 @@
 //! The same kernels as ELF images, by both of their entries, and on memory whose huge mappings KVM's counters prove.
 
 use guest_agent::{Event, MemoryWork, Pattern, Request};
-use harness::{Failed, Need, Trials, ensure};
+use support::hosts;
+use support::{Failed, Need, Tests, ensure};
 
-use crate::bed;
 use crate::guest::{CLOCKSOURCE, Guest, Image};
 
 /// What the guest writes, so that KVM maps it.
@@ -11,14 +11,14 @@ const MIB: u64 = 256;
 /// 1 GiB of 2 MiB pages.
 const PAGES: u64 = 512;
 
-pub fn add(trials: &mut Trials, image: &Image, need: &Need) {
-    let reserved = bed::huge_pages(2 << 20, PAGES);
+pub fn add(tests: &mut Tests, image: &Image, need: &Need) {
+    let reserved = hosts::huge_pages(2 << 20, PAGES);
     for (protocol, backing, pages) in [("linux64", "thp", Ok(())), ("pvh", "hugetlb-2m", reserved)] {
         let name = format!("linux_{}_vmlinux_by_{protocol}_on_{backing}", image.version);
         let vmlinux = image.vmlinux();
         let need = need.clone().and(vmlinux.clone().map(drop)).and(pages);
         let image = image.clone();
-        trials.add(name, need, move || boots(&image, &vmlinux?, protocol, backing));
+        tests.add(name, need, move || boots(&image, &vmlinux?, protocol, backing));
     }
 }
 

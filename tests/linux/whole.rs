@@ -8,8 +8,8 @@ use std::path::Path;
 use std::thread;
 
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
-use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::{Value, json};
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_control::names;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use harness::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, ensure, eventually};
 
 use crate::guest::{Guest, Scratch, host};
 

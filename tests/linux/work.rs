@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Instant;
 
-use harness::{Failed, ensure};
+use support::{Failed, ensure};
 
 use crate::guest::Guest;
 

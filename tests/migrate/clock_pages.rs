@@ -7,13 +7,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use support::env::{Machine, TestEnv};
+use support::guests::Code;
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{kvm, real};
 use crate::commit_flag::cut_at_commit;
-use crate::home::{Home, Machine};
-use crate::images::Code;
 use crate::relay::{held_back, until_fit};
 use crate::{ends_with, succeeds, with};
 
@@ -40,7 +40,7 @@ fn wrmsr(code: Code, index: u32, value: u32) -> Code {
 }
 
 /// A guest whose clocks KVM keeps, and that counts, as `name`, on memory of this backing; where it writes.
-fn counts(home: &Home, name: &str, backing: &str) -> Result<(Machine, PathBuf), Failed> {
+fn counts(home: &TestEnv, name: &str, backing: &str) -> Result<(Machine, PathBuf), Failed> {
     let (kernel, out) = (home.path("kernel"), home.path(&format!("{name}.out")));
     // mov dword [WALL], BEFORE
     let code =
@@ -66,7 +66,7 @@ fn grows(out: &PathBuf) -> Result<(), Failed> {
 
 /// The machine `name` ends in a snapshot, paused before, so that nothing of that lets it go on: how often KVM has written the wall clock, and
 /// whether the guest was told that it stood still.
-fn ended(home: &Home, name: &str, machine: Machine) -> Result<(u32, bool), Failed> {
+fn ended(home: &TestEnv, name: &str, machine: Machine) -> Result<(u32, bool), Failed> {
     let dir = home.path(&format!("{name}.snap"));
     succeeds(&home.vellum(&format!("ctl {name} pause"))?)?;
     succeeds(&home.vellum(&format!("snapshot {name} {} --stop --downtime 1m", dir.display()))?)?;
@@ -84,10 +84,10 @@ fn ended(home: &Home, name: &str, machine: Machine) -> Result<(u32, bool), Faile
 
 /// Its page is missing when KVM is told of the wall clock, upon which KVM writes there: it is brought, and then written. KVM has two MSRs
 /// of that clock, old and new, and writes for each.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), Failed> {
     for mode in ["postcopy", "hybrid"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let (here, _) = counts(&home, "here", "anonymous")?;
         let far = home.path("far");
         let there = home.receive("there", &format!("--serial file={}", far.display()))?;
@@ -102,7 +102,7 @@ fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), F
 
 /// How often the wall clock was written of a guest whose target, which has its memory already, dies at COMMIT: it goes on where it was.
 fn stays(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let (here, out) = counts(&home, "here", "memfd")?;
     let there = home.receive("there", "--serial null")?;
     cut_at_commit(&home, false, Some(there.child.id()))?;
@@ -113,9 +113,9 @@ fn stays(mistake: Option<&'static str>) -> Result<bool, Failed> {
 }
 
 /// The same memory in both processes: KVM writes to it for the one that has the guest.
-#[trial(kvm())]
+#[test(kvm())]
 fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, _) = counts(&home, "here", "memfd")?;
     let far = home.path("far");
     let there = home.receive("there", &format!("--serial file={}", far.display()))?;
@@ -130,7 +130,7 @@ fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Fai
 /// Whether a guest is told that it stood still: one that was never paused is not; one that moved, one that was restored and one whose
 /// migration was given up while it stood still are.
 fn is_told(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let (first, _) = counts(&home, "first", "anonymous")?;
     let (_, told) = ended(&home, "first", first)?;
     ensure(!told, || "it was told before it was paused".into())?;
@@ -160,7 +160,7 @@ fn is_told(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(all[0])
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_guest_that_goes_on_is_told_that_it_stood_still() -> Result<(), Failed> {
     ensure(is_told(None)?, || "nobody told it".into())
 }
@@ -183,7 +183,7 @@ fn steal_time() -> Need {
 
 /// Whether each page is alike after moves of a guest that writes nothing: KVM does, when its vCPUs are entered and put.
 fn stolen_moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let kernel = home.path("kernel");
     let code = wrmsr(Code::default(), MSR_STEAL_TIME, STOLEN | 1);
     fs::write(&kernel, code.print("A").spin().elf64())?;
@@ -212,13 +212,13 @@ fn stolen_moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(true)
 }
 
-#[trial(steal_time())]
+#[test(steal_time())]
 fn what_kvm_writes_when_a_vcpu_is_put_moves_too() -> Result<(), Failed> {
     ensure(stolen_moves(None)?, || "the target's memory differs".into())
 }
 
 /// What is planted here, and caught.
-pub fn add(trials: &mut Trials) {
+pub fn add(tests: &mut Tests) {
     type Right = fn(Option<&'static str>) -> Result<bool, Failed>;
     let planted: [(&str, Need, Right); 3] = [
         ("writing-msrs-early", kvm(), stays),
@@ -226,7 +226,7 @@ pub fn add(trials: &mut Trials) {
         ("harvest-before-save", steal_time(), stolen_moves),
     ];
     for (mistake, need, is_right) in planted {
-        trials.add(format!("planted_{mistake}_is_caught_by_pages_of_kvm_s"), need, move || match POSSIBLE {
+        tests.add(format!("planted_{mistake}_is_caught_by_pages_of_kvm_s"), need, move || match POSSIBLE {
             true => {
                 ensure(!is_right(Some(mistake))?, || "nobody notices".into()).map(|()| Completion::Completed)
             }

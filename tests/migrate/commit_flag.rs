@@ -8,20 +8,20 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::time::Duration;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::hosts::real;
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_migration::message::Message;
 use vellum_migration::wire::{Decoder, Frame, HEADER};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::poll::Poll;
 use vellum_sys::socket;
 
-use crate::bed::real;
-use crate::home::Home;
 use crate::relay::next_frame;
 use crate::{ends_with, every_page_is_right, succeeds};
 
 /// A relay that carries the fence, too, and cuts the link at COMMIT, which it delivers or not; before that it kills `victim`.
-pub fn cut_at_commit(home: &Home, deliver: bool, victim: Option<u32>) -> Result<(), Failed> {
+pub fn cut_at_commit(home: &TestEnv, deliver: bool, victim: Option<u32>) -> Result<(), Failed> {
     let listener = UnixListener::bind(home.path("relay.in"))?;
     let to = home.path("there.in");
     std::thread::spawn(move || -> std::io::Result<()> {
@@ -62,10 +62,10 @@ pub fn cut_at_commit(home: &Home, deliver: bool, victim: Option<u32>) -> Result<
 }
 
 /// COMMIT lost or delivered, and then the link: exactly one has the guest, at once, and no page is wrong.
-#[trial(real())]
+#[test(real())]
 fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed> {
     for deliver in [false, true] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here =
             home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("h").display()))?;
         let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
@@ -94,9 +94,9 @@ fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed>
 }
 
 /// A source that dies when it has committed, before anybody has heard of it: the target runs the guest.
-#[trial(real())]
+#[test(real())]
 fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 8m --passes 0")?;
     let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
     cut_at_commit(&home, false, Some(here.child.id()))?;
@@ -112,9 +112,9 @@ fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), F
 }
 
 /// A target that dies before it has run the guest: the source runs on, although it has committed.
-#[trial(real())]
+#[test(real())]
 fn a_target_that_dies_at_commit_leaves_the_guest_to_the_source() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here =
         home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("h").display()))?;
     let there = home.receive("there", "")?;

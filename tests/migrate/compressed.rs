@@ -4,18 +4,19 @@
 use std::fs;
 use std::net::TcpListener;
 
-use harness::{Failed, ensure, trial};
+use support::env::TestEnv;
+use support::hosts::real;
+use support::{Failed, ensure, test};
 use vellum_migration::message::{Message, VERSION};
 
-use crate::bed::real;
-use crate::home::{Home, VELLUM};
+use crate::VELLUM;
 use crate::relay::{Part, changed};
 use crate::{ends_with, every_page_is_right, moved, succeeds, with};
 
 /// Under load, by unix socket, TCP, a command, and several connections; every page is compared, and in the end its stamp looked at.
-#[trial(real())]
+#[test(real())]
 fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     // A port that nobody has: the kernel's choice, given back.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     // A command is a word here, so it has no blanks.
@@ -53,9 +54,9 @@ fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> 
 }
 
 /// A source that speaks no version but the one before: its guest moves as it did then.
-#[trial(real())]
+#[test(real())]
 fn a_source_of_the_version_before_is_understood() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
     let json = home.path("json");
     let there = home.receive("there", &format!("--json {}", json.display()))?;
@@ -75,7 +76,7 @@ fn a_source_of_the_version_before_is_understood() -> Result<(), Failed> {
 }
 
 /// A target of version 1, and one that has another compression: the guest stays, and hears why.
-#[trial(real())]
+#[test(real())]
 fn a_target_without_the_compression_is_a_misfit() -> Result<(), Failed> {
     let old = |part: &mut Part| {
         if let Part::Message(Message::Hello { versions }) = part {
@@ -90,7 +91,7 @@ fn a_target_without_the_compression_is_a_misfit() -> Result<(), Failed> {
     for (says, is_old) in
         [("compression: zstd here, none there", true), ("compression: lz77 here, zstd there", false)]
     {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
         let there = home.receive("there", "")?;
         let relay = home.path("relay.in");

@@ -5,22 +5,22 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::{Machine, TestEnv};
+use support::hosts::{kvm, real};
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_control::client::Client;
 use vellum_control::{Do, MigrateRequest};
 use vellum_migration::message::{Message, SessionId};
 use vellum_migration::wire::Encoder;
 
-use crate::bed::{kvm, real};
-use crate::home::{Home, Machine};
 use crate::relay::{RelayFault, relay};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// Three times from process to process under load, over two connections and over four; then every page is looked at.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
     for connections in [2, 4] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
         let mut here = home.run("m0", &format!("run --cpus 2 --memory 64m,slots=3 {workload}"))?;
         for hop in 0..3 {
@@ -41,7 +41,7 @@ fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
 }
 
 /// The test is the courier: a migration that is slow enough to be caught, over these connections; its session.
-fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
+fn under_way(home: &TestEnv, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
     let mut machine = Client::connect(&home.socket("here"))?;
     let asked = Do::Migrate(MigrateRequest {
         bandwidth: Some(4 << 20),
@@ -58,17 +58,17 @@ fn under_way(home: &Home, sockets: &[UnixStream]) -> Result<(Client, SessionId),
     Ok((machine, SessionId(number.to_be_bytes())))
 }
 
-fn both(home: &Home) -> Result<(Machine, Machine), Failed> {
+fn both(home: &TestEnv) -> Result<(Machine, Machine), Failed> {
     let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=20000")?;
     // All of it, so that there is something to send.
     home.has_written("here", 2 * (64 << 20) / 4096)?;
     Ok((here, home.receive("there", "")?))
 }
 
-#[trial(real())]
+#[test(real())]
 fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
     for cut in [0, 1] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let (here, there) = both(&home)?;
         relay(home.path("relay.in"), home.path("there.in"), RelayFault::Cut { back: false, after: 1 << 20 })?;
         let through =
@@ -94,9 +94,9 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
 }
 
 /// Another session's, a number that is taken, the first's own, and one beyond the last: each is closed, and the migration goes on.
-#[trial(real())]
+#[test(real())]
 fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there) = both(&home)?;
     let connect = || UnixStream::connect(home.path("there.in"));
     let (mut machine, session) = under_way(&home, &[connect()?, connect()?])?;
@@ -130,12 +130,12 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
 }
 
 /// Each connection of `exec:` is a process of its own; one that leads nowhere leaves the guest where it is, and so do too many.
-#[trial(real())]
+#[test(real())]
 fn a_command_leads_there_once_for_each_connection() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 16m --passes 0")?;
     let script = home.path("relay.sh");
-    std::fs::write(&script, format!("exec {} receive --relay there\n", crate::home::VELLUM))?;
+    std::fs::write(&script, format!("exec {} receive --relay there\n", crate::VELLUM))?;
     let refused = with(home.vellum("migrate here --connections 17 --to unix:nowhere")?, 2)?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     ensure(said.contains("--connections") && said.contains("17"), || said.clone())?;

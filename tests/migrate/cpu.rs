@@ -2,17 +2,17 @@
 
 use std::fs;
 
-use harness::{Failed, ensure, trial};
 use serde_json::Value;
+use support::env::TestEnv;
+use support::hosts::{kvm, real};
+use support::{Failed, ensure, test};
 use vellum_migration::message::Message;
 
-use crate::bed::{kvm, real};
-use crate::home::Home;
 use crate::relay::{Part, changed};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// The names of features of the model that `vellum doctor` prints with this.
-fn model(home: &Home, arguments: &str) -> Result<(String, Vec<String>), Failed> {
+fn model(home: &TestEnv, arguments: &str) -> Result<(String, Vec<String>), Failed> {
     let output = home.vellum(&format!("doctor {arguments}"))?;
     succeeds(&output)?;
     let text = String::from_utf8(output.stdout)?;
@@ -21,9 +21,9 @@ fn model(home: &Home, arguments: &str) -> Result<(String, Vec<String>), Failed> 
     Ok((text, features.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect()))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_of_a_level_moves_there_and_back() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let doctor = String::from_utf8(home.vellum("doctor")?.stdout)?;
     // The highest that this KVM offers; some offer little.
     let mut levels = doctor.split_whitespace().filter_map(|word| word.strip_suffix(';'));
@@ -46,9 +46,9 @@ fn a_guest_of_a_level_moves_there_and_back() -> Result<(), Failed> {
 }
 
 /// What this host lacks is named, by the flag, with what would work; and a file that is none.
-#[trial(real())]
+#[test(real())]
 fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (text, here) = model(&home, "--cpu-json")?;
     // Of AMD's Bulldozer, Intel's next, and of no processor that has both.
     let lacks = ["fma4", "xop", "tbm", "movdir64b", "waitpkg"];
@@ -76,9 +76,9 @@ fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
 }
 
 /// What two hosts share, one of which lacks something of what this one has: a guest of it runs here.
-#[trial(real())]
+#[test(real())]
 fn what_hosts_share_is_a_model() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (text, here) = model(&home, "--cpu-json")?;
     let mut other: Value = serde_json::from_str(&text)?;
     let usual = ["avx2", "popcnt", "rdtscp", "clflushopt", "3dnowprefetch"];
@@ -95,9 +95,9 @@ fn what_hosts_share_is_a_model() -> Result<(), Failed> {
 }
 
 /// A guest that has what its target lacks stays: all of it is named, and the flag that would have avoided that.
-#[trial(real())]
+#[test(real())]
 fn features_that_a_target_lacks_are_named_with_the_flag() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
     let there = home.receive("there", "")?;
     let relay = home.path("relay.in");

@@ -7,24 +7,24 @@ use std::process::Command;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::real;
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_migration::message::Message;
 use vellum_migration::wire::{Decoder, Frame, HEADER};
 use vellum_sys::mmap::PAGE_SIZE;
 
-use crate::bed::real;
-use crate::home::Home;
-use crate::images::Code;
 use crate::relay::{
     RelayFault, bytes, held_back, held_back_until_again, next_frame, relay, unconfirmed, until_fit,
 };
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
 /// READY comes too late: the guest runs on, and the next attempt moves it. Both kinds restore twice then.
-#[trial(real())]
+#[test(real())]
 fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(), Failed> {
     for pc in [false, true] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let (kernel, json) = (home.path("kernel"), home.path("json"));
         fs::write(&kernel, Code::default().spin().elf64())?;
         let (here, there) = match pc {
@@ -56,7 +56,7 @@ fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(
 
 /// A relay that takes nothing more from the source once a page of pass `pass` comes, until what is returned is dropped; and what says
 /// that it has come to that.
-fn full_from_pass(home: &Home, pass: u32) -> Result<(Sender<()>, Receiver<()>), Failed> {
+fn full_from_pass(home: &TestEnv, pass: u32) -> Result<(Sender<()>, Receiver<()>), Failed> {
     let listener = UnixListener::bind(home.path("relay.in"))?;
     let to = home.path("there.in");
     let ((release, until), (reached, full)) = (channel(), channel());
@@ -82,9 +82,9 @@ fn full_from_pass(home: &Home, pass: u32) -> Result<(Sender<()>, Receiver<()>), 
 
 /// In the middle of the final pass, and of a frame, the target takes nothing any more: the guest runs on after the limit, however long
 /// a target may be silent, and moves when it takes something again.
-#[trial(real())]
+#[test(real())]
 fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     // It writes all of its memory anew in each pass, so that the second is the last; more of it than sockets hold.
     let here = home.run("here", "run --memory 6m --passes 0 --workload write,rate=20000")?;
     let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
@@ -92,7 +92,7 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
     let mut events = home.has_written("here", 4 * (6 << 20) / PAGE_SIZE)?;
     let to = home.path("relay.in");
     let limits = "--bandwidth 4m --downtime 4s --liveness 1h";
-    let courier = home.courier(&format!("migrate here {limits} --to unix:{}", to.display()))?;
+    let courier = home.migration_client(&format!("migrate here {limits} --to unix:{}", to.display()))?;
     full.recv_timeout(LIMIT)?;
     let paused = home.vellum("ctl here pause")?;
     let refused = String::from_utf8_lossy(&paused.stderr).contains("is being handed over");
@@ -116,10 +116,10 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
 }
 
 /// Memory that nobody has touched is not read: reading a file's hole would fill it.
-#[trial(real())]
+#[test(real())]
 fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
     for backing in ["memfd", "anonymous"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let kernel = home.path("kernel");
         fs::write(&kernel, Code::default().spin().elf64())?;
         let kernel = kernel.display();
@@ -157,10 +157,10 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
 }
 
 /// From COMMIT on the guest may run on the target: a source that is ended then does not let it run, whoever ends it.
-#[trial(real())]
+#[test(real())]
 fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
     for signal in [false, true] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = home.run("here", "run --memory 16m --passes 0")?;
         let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
         let (courier, release) = unconfirmed(&home)?;
@@ -190,7 +190,7 @@ fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Resul
 }
 
 /// Cut anywhere, in the hand-over most of all: the guest runs on exactly one side, and no page is wrong.
-#[trial(real())]
+#[test(real())]
 fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
     let seed = u64::from(std::process::id());
     eprintln!("seed {seed}");
@@ -204,7 +204,7 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
     let (mut moved, mut stayed) = (0, 0);
     let mut whole = [0, 0];
     for round in 0..16 {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here =
             home.run("here", &format!("run --memory 4m --passes 0 --json {}", home.path("h").display()))?;
         let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;

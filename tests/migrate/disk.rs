@@ -3,20 +3,20 @@
 use std::fs;
 use std::path::PathBuf;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::hosts::real;
+use support::{Failed, LIMIT, ensure, eventually, test};
 
-use crate::bed::real;
-use crate::home::Home;
 use crate::numbered;
 use crate::relay::unconfirmed;
 
 /// A guest that writes numbers to its disk, flushes and says each. While the source is still there, and the target is killed in the midst
 /// of its writing: no number is left out or said twice, what was flushed is in the image, and nothing older was written over it.
-#[trial(real())]
+#[test(real())]
 fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
     const SECTORS: usize = numbered::SECTORS as usize;
     for irqchip in ["split", "kernel"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
         fs::write(&kernel, numbered::kernel())?;
         fs::write(&disk, [0; 512 * SECTORS])?;

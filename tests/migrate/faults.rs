@@ -13,12 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use harness::{Completion, Failed, LIMIT, Random, ensure, eventually, trial};
+use support::env::{Machine, Process, TestEnv};
+use support::guests::Code;
+use support::hosts::real;
+use support::{Completion, Failed, LIMIT, Random, ensure, eventually, test};
 use vellum_migration::wire::HEADER;
-
-use crate::bed::real;
-use crate::home::{Home, Machine, Process};
-use crate::images::Code;
 
 /// What becomes of a frame, or of a byte.
 #[derive(Clone, Copy, Debug)]
@@ -90,7 +89,7 @@ fn carry(mut from: UnixStream, mut to: UnixStream, harm: Harm, counts: &Counts, 
 }
 
 /// Harms the first connection in one direction, and no other.
-fn relay(home: &Home, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<[Counts; 2]>, Failed> {
+fn relay(home: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<[Counts; 2]>, Failed> {
     let listener = UnixListener::bind(home.0.join("relay.in"))?;
     let there: PathBuf = home.0.join("there.in");
     let counts: Arc<[Counts; 2]> = Arc::default();
@@ -113,7 +112,7 @@ fn relay(home: &Home, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<
 
 /// One migration, and what its guest has counted on each side.
 struct Attempt {
-    home: Home,
+    home: TestEnv,
     here: Machine,
     there: Machine,
 }
@@ -129,7 +128,7 @@ enum Runs {
 impl Attempt {
     /// A guest that counts on its serial port, and a target for it.
     fn new() -> Result<Self, Failed> {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let kernel = home.path("kernel");
         // mov dx, 0x3f8; xor eax, eax; next: out dx, al; inc eax; mov ecx, 4096; wait: dec ecx; jnz wait; jmp next
         let counts = [0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0xee, 0xff, 0xc0, 0xb9, 0, 16, 0, 0, 0xff, 0xc9]
@@ -158,7 +157,7 @@ impl Attempt {
         // Over a link that does no harm nobody is gone who is slow.
         let liveness = if matches!(harm.1, Harm::None) { "--liveness 5m" } else { LIVENESS };
         let mut courier =
-            self.home.courier(&format!("migrate here {liveness} --to unix:{}", to.display()))?;
+            self.home.migration_client(&format!("migrate here {liveness} --to unix:{}", to.display()))?;
         let killed = matches!(harm.1, Harm::Signal(_, _, "KILL"));
         let decided = eventually(LIMIT, "it is decided", || {
             let unconfirmed = self.home.standing("here").as_deref() == Some("handover-unconfirmed");
@@ -254,7 +253,7 @@ fn measured() -> Result<[[u64; 2]; 2], Failed> {
     Ok([of(0), of(1)])
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_link_that_harms_what_it_carries_leaves_exactly_one_guest() -> Result<(), Failed> {
     let mut random = Random::new();
     let whole = measured()?;
@@ -287,7 +286,7 @@ fn a_link_that_harms_what_it_carries_leaves_exactly_one_guest() -> Result<(), Fa
     ensure(moved > 0 && stayed > 0, || "it all ends alike".into())
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_process_that_is_killed_or_stopped_anywhere_leaves_at_most_one_guest() -> Result<Completion, Failed> {
     if !everything() {
         return Ok(Completion::ignored_with("takes long; VELLUM_MIGRATION=all has it run"));

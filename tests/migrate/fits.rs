@@ -4,13 +4,13 @@ use std::fs;
 use std::os::raw::c_ulong;
 use std::process::Command;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::{huge_pages, real};
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_migration::message::Message;
 
-use crate::bed::{huge_pages, real};
-use crate::home::Home;
-use crate::images::Code;
 use crate::relay::{Part, changed, held_back, until_fit};
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
@@ -24,11 +24,11 @@ fn planted(khz: &Value, percent: u64) -> Value {
 
 /// A stream whose guest has a TSC of another frequency, a higher one too, which KVM would take and imitate: refused with both
 /// answers where the host does not scale TSCs, and taken where the target allows it.
-#[trial(real())]
+#[test(real())]
 fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), Failed> {
     let scales = vellum_kvm::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
     for percent in [110, 90] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let (relay, json) = (home.path("relay.in"), home.path("json"));
         let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
         let other = move |part: &mut Part| match part {
@@ -67,9 +67,9 @@ fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), 
 }
 
 /// A machine that has a directory of this host's goes nowhere: the flag is named, and it runs on.
-#[trial(real())]
+#[test(real())]
 fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (kernel, shared) = (home.path("kernel"), home.path("shared"));
     fs::write(&kernel, Code::default().spin().elf64())?;
     fs::create_dir(&shared)?;
@@ -107,12 +107,12 @@ fn resident(pid: u32, least: u64) -> Result<u64, Failed> {
 }
 
 /// A guest that has touched next to nothing: all of its memory is there before the target is ready, on each backing.
-#[trial(real())]
+#[test(real())]
 fn memory_is_there_before_the_target_is_ready_where_that_is_asked_for() -> Result<(), Failed> {
     there_before_ready(&["anonymous", "memfd"])
 }
 
-#[trial(real(), huge_pages(2 << 20, MIB / 2))]
+#[test(real(), huge_pages(2 << 20, MIB / 2))]
 fn huge_pages_are_there_before_the_target_is_ready() -> Result<(), Failed> {
     there_before_ready(&["hugetlb-2m"])
 }
@@ -123,7 +123,7 @@ const MIB: u64 = 64;
 fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
     for backing in backings {
         for prealloc in ["on", "off"] {
-            let home = Home::new()?;
+            let home = TestEnv::new()?;
             let kernel = home.path("kernel");
             fs::write(&kernel, Code::default().spin().elf64())?;
             let line = format!("run --kernel {} --memory {MIB}m --serial null", kernel.display());
@@ -149,12 +149,12 @@ fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
 }
 
 /// More memory than the host has: refused before a page is sent. A target that is ended in the midst of populating ends at once.
-#[trial(real())]
+#[test(real())]
 fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> Result<(), Failed> {
     let meminfo = fs::read_to_string("/proc/meminfo")?;
     let available =
         meminfo.lines().find_map(|line| kib(line, "MemAvailable:")).ok_or("no MemAvailable")? >> 20;
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = home.path("kernel");
     fs::write(&kernel, Code::default().spin().elf64())?;
     let run = |name: &str, gib: u64| {
@@ -173,8 +173,10 @@ fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> 
     drop(large);
     let _here = run("here", (available / 2).max(1))?;
     let there = home.receive("there", "--serial null --memory anonymous,prealloc")?;
-    let courier =
-        home.courier(&format!("migrate here --liveness 1h --to unix:{}", home.path("there.in").display()))?;
+    let courier = home.migration_client(&format!(
+        "migrate here --liveness 1h --to unix:{}",
+        home.path("there.in").display()
+    ))?;
     // Some of it is there, and by far not all.
     eventually(LIMIT, "it populates", || Ok((resident(there.child.id(), 1 << 20)? > 0).then_some(())))?;
     let standing = home.standing("there");

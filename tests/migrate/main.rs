@@ -1,7 +1,5 @@
 //! Live migration between processes: `vellum migrate` and `vellum receive`, whole, and what becomes of the guest when one of them dies.
 
-#[path = "../bed/mod.rs"]
-mod bed;
 mod clock_pages;
 mod commit_flag;
 mod compressed;
@@ -11,10 +9,6 @@ mod cuts;
 mod disk;
 mod faults;
 mod fits;
-#[path = "../home/mod.rs"]
-mod home;
-#[path = "../images/mod.rs"]
-mod images;
 mod memfd;
 mod numbered;
 mod owners;
@@ -40,77 +34,32 @@ use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::{Command, ExitCode, Output};
 
-use bed::{kvm, real};
-use harness::{Failed, LIMIT, Trials, ensure, eventually, trial};
-use home::{Home, Machine, Process};
-use images::Code;
 use serde_json::Value;
+use support::env::{Machine, Process, TestEnv};
+use support::guests::Code;
+use support::hosts::{kvm, real};
+use support::{Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::mmap::PAGE_SIZE;
 
+support::vellum!();
+
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
-    pairs::add(&mut trials);
-    planted::add(&mut trials);
-    clock_pages::add(&mut trials);
-    postcopy::add(&mut trials);
-    snapshot_demand::add(&mut trials);
-    snapshot_disks::add(&mut trials);
-    snapshot_map::add(&mut trials);
-    snapshot_space::add(&mut trials);
-    trips::add_long(&mut trials);
-    sequences::add_long(&mut trials);
-    trials.run()
-}
-
-impl Home {
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    /// How the machine `name` stands, as far as it answers.
-    fn standing(&self, name: &str) -> Option<String> {
-        let status = Client::connect(&self.socket(name)).ok()?.ask(&Do::Status {}).ok()?;
-        status["state"].as_str().map(str::to_owned)
-    }
-
-    fn run(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
-        self.start(name, &mut self.command(arguments))
-    }
-
-    fn receive(&self, name: &str, more: &str) -> Result<Machine, Failed> {
-        let socket = self.path(&format!("{name}.in"));
-        self.run(name, &format!("receive --listen unix:{} {}", socket.display(), patient(more)))
-    }
-
-    fn migrate(&self, from: &str, to: &str, more: &str) -> Result<Output, Failed> {
-        let socket = self.path(&format!("{to}.in"));
-        self.vellum(&format!("migrate {from} --to unix:{} {}", socket.display(), patient(more)))
-    }
-
-    /// Waits until the built-in guest `name` has written so many pages; where its events are told.
-    fn has_written(&self, name: &str, pages: u64) -> Result<Client, Failed> {
-        let mut events = Client::connect(&self.socket(name))?;
-        events.ask(&Do::Events {})?;
-        eventually(LIMIT, "the guest has written enough", || {
-            Ok((events.line()?["done"].as_u64() > Some(pages)).then_some(()))
-        })?;
-        Ok(events)
-    }
-
-    /// A courier that is not waited for.
-    fn courier(&self, arguments: &str) -> Result<Process, Failed> {
-        Ok(Process::spawn(self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()))?)
-    }
-}
-
-/// The arguments `more` of one side, for which nobody is gone who is slow, unless they say otherwise: where guests keep every CPU busy,
-/// KVM was seen to take more than ten seconds to make a machine (synchronize_srcu).
-fn patient(more: &str) -> String {
-    if more.contains("--liveness") { more.to_owned() } else { format!("--liveness 5m {more}") }
+    let mut tests = Tests::from_args();
+    pairs::add(&mut tests);
+    planted::add(&mut tests);
+    clock_pages::add(&mut tests);
+    postcopy::add(&mut tests);
+    snapshot_demand::add(&mut tests);
+    snapshot_disks::add(&mut tests);
+    snapshot_map::add(&mut tests);
+    snapshot_space::add(&mut tests);
+    trips::add_long(&mut tests);
+    sequences::add_long(&mut tests);
+    tests.run()
 }
 
 fn ends_with(machine: Machine, status: i32) -> Result<Output, Failed> {
@@ -159,7 +108,7 @@ fn full(moved: &Value) -> u64 {
 }
 
 /// A kernel that counts on its serial port, and never ends.
-fn counting(home: &Home) -> Result<PathBuf, Failed> {
+fn counting(home: &TestEnv) -> Result<PathBuf, Failed> {
     let kernel = home.path("kernel");
     // mov dx, 0x3f8; xor eax, eax
     // next: out dx, al; inc eax; mov ecx, 256; wait: dec ecx; jnz wait; jmp next
@@ -178,10 +127,10 @@ fn has_counted(outputs: &[PathBuf]) -> Result<(), Failed> {
 }
 
 /// A kernel that counts on its serial port goes on where it was: no byte is lost, and none comes twice.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
     for irqchip in ["split", "kernel"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let kernel = counting(&home)?;
         let (out, far) = (home.path("out"), home.path("far"));
         let line = format!(
@@ -207,9 +156,9 @@ fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
 
 /// A PC that writes to one page after the other, whose rings are full on the way, and which looks whether each page holds what it
 /// wrote there the last time. Its first migration is cancelled: where KVM goes on in the rings is known to the second one.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = home.path("kernel");
     // mov dx, 0x3f8; xor eax, eax; xor ebx, ebx; xor esi, esi
     let mut code = vec![0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0x31, 0xdb, 0x31, 0xf6];
@@ -234,8 +183,8 @@ fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Fai
     grows(0)?;
     let nobody = home.receive("nobody", "--serial null")?;
     let to = home.path("nobody.in");
-    let courier =
-        home.courier(&format!("migrate here --liveness 5m --bandwidth 4m --to unix:{}", to.display()))?;
+    let courier = home
+        .migration_client(&format!("migrate here --liveness 5m --bandwidth 4m --to unix:{}", to.display()))?;
     eventually(LIMIT, "a ring has been full", || {
         let status = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
         Ok((status["tracker"] == "ring" && full(&status) > 1).then_some(()))
@@ -260,13 +209,13 @@ fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Fai
 
 /// Where nothing is asked for, logs are all set at first, unless this kernel is known to lose pages of such with this machine's
 /// memslots, and then the result says why.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(), Failed> {
-    let doctor = String::from_utf8(Home::new()?.vellum("doctor")?.stdout)?;
+    let doctor = String::from_utf8(TestEnv::new()?.vellum("doctor")?.stdout)?;
     let loses = doctor.contains("this kernel loses");
     // One memslot begins with memory itself, which is safe. Whether others are is a test of `dirty::log`.
     for slots in 1..=5 {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = home.run("here", &format!("run --memory 8m,slots={slots} --passes 0"))?;
         let there = home.receive("there", "")?;
         let output = home.migrate("here", "there", "--json --downtime 1s --timeout 3s,then=force")?;
@@ -286,9 +235,9 @@ fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(),
 }
 
 /// A ring is a machine's from its beginning on, and excludes what else there is.
-#[trial(real())]
+#[test(real())]
 fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let _with = home.run("with", "run --memory 8m --passes 0 --dirty-ring")?;
     let _without = home.run("without", "run --memory 8m --passes 0")?;
     let _there = home.receive("there", "")?;
@@ -315,15 +264,15 @@ fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
 }
 
 /// Each way to a target, the relay of `ssh:` among them; TCP that others could read is refused on both sides.
-#[trial(real())]
+#[test(real())]
 fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     // A port that nobody has: the kernel's choice, given back.
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let tcp = format!("tcp:127.0.0.1:{port}");
     // A command is a word here, so it has no blanks.
     let script = home.path("relay.sh");
-    fs::write(&script, format!("exec {} receive --relay m2\n", home::VELLUM))?;
+    fs::write(&script, format!("exec {} receive --relay m2\n", VELLUM))?;
     let mut here = home.run("m0", "run --memory 8m --passes 0 --workload write,rate=1000")?;
     let hops = [
         ("m1", format!("receive --listen {tcp}"), tcp),
@@ -353,9 +302,9 @@ fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Fail
 }
 
 /// What the user has paused arrives paused, and goes on when it is resumed.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 16m --passes 0")?;
     let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
     succeeds(&home.migrate("here", "there", "--paused")?)?;
@@ -370,13 +319,13 @@ fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
 
 /// More and more of its time is asked for from a guest that writes all of its memory in each pass, until it may stand still for as
 /// long as that takes. That
-/// vCPUs nap for as long as they are asked is a trial of `workload`.
-#[trial(real())]
+/// vCPUs nap for as long as they are asked is a test of `workload`.
+#[test(real())]
 fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), Failed> {
     for (how, ring) in
         [("steps", ""), ("dirty-limit", ""), ("steps", "--dirty-ring=1024"), ("dirty-limit", "--dirty-ring")]
     {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let line = format!("run --memory 2m --passes 0 --workload write,rate=20000 {ring}");
         let here = home.run("here", &line)?;
         let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
@@ -384,7 +333,7 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
         let mut events = home.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
         let to = home.path("there.in");
         let limits = "--bandwidth 8m --downtime 10ms";
-        let courier = home.courier(&format!(
+        let courier = home.migration_client(&format!(
             "migrate here --liveness 5m --throttle {how} {limits} --to unix:{}",
             to.display()
         ))?;
@@ -403,12 +352,12 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
 }
 
 /// A migration that is slow enough to be caught in its middle.
-fn under_way(home: &Home) -> Result<(Machine, Machine, Process), Failed> {
+fn under_way(home: &TestEnv) -> Result<(Machine, Machine, Process), Failed> {
     let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=1000")?;
     let there = home.receive("there", "")?;
     let to = home.path("there.in");
     let line = format!("migrate here --liveness 5m --bandwidth 1m --to unix:{}", to.display());
-    let courier = home.courier(&line)?;
+    let courier = home.migration_client(&line)?;
     eventually(LIMIT, "it is under way", || {
         let (here, there) = (home.standing("here"), home.standing("there"));
         Ok(((here.as_deref(), there.as_deref()) == (Some("migrating"), Some("incoming"))).then_some(()))
@@ -416,7 +365,7 @@ fn under_way(home: &Home) -> Result<(Machine, Machine, Process), Failed> {
     Ok((here, there, courier))
 }
 
-fn stays(home: &Home, here: Machine, courier: Process) -> Result<(), Failed> {
+fn stays(home: &TestEnv, here: Machine, courier: Process) -> Result<(), Failed> {
     let output = with(courier.output()?, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("stays where it is") && said.lines().count() == 1, || said.clone())?;
@@ -425,17 +374,17 @@ fn stays(home: &Home, here: Machine, courier: Process) -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_target_that_dies_leaves_the_guest_where_it_is() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there, courier) = under_way(&home)?;
     drop(there);
     stays(&home, here, courier)
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_source_that_dies_leaves_no_machine_behind() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there, courier) = under_way(&home)?;
     drop(here);
     let output = ends_with(there, 1)?;
@@ -444,10 +393,10 @@ fn a_source_that_dies_leaves_no_machine_behind() -> Result<(), Failed> {
     with(courier.output()?, 1).map(drop)
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
     for by_signal in [false, true] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let (here, there, courier) = under_way(&home)?;
         if by_signal {
             let pid = courier.id().to_string();
@@ -462,16 +411,16 @@ fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
 }
 
 /// A courier that is killed stops nothing: the limits can still be changed, and another one hears how it ends.
-#[trial(real())]
+#[test(real())]
 fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there, courier) = under_way(&home)?;
     drop(courier);
     ensure(home.standing("here").as_deref() == Some("migrating"), || "it has stopped".into())?;
     let second = home.migrate("here", "there", "")?;
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     ensure(second.status.code() == Some(1) && said.contains("is under way"), || said.clone())?;
-    let mut attached = home.courier("migrate here --attach --json")?;
+    let mut attached = home.migration_client("migrate here --attach --json")?;
     // It follows once it has said something; with the limit raised before, all could be over by then.
     let mut said = BufReader::new(attached.stdout.take().ok_or("it has no output")?);
     said.read_line(&mut String::new())?;
@@ -483,9 +432,9 @@ fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
     ends_with(there, 0).map(drop)
 }
 
-#[trial(real())]
+#[test(real())]
 fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 16m --passes 0")?;
     let there = home.receive("there", "--rng")?;
     let output = home.migrate("here", "there", "")?;
@@ -524,9 +473,9 @@ fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
 }
 
 /// Whoever moves a machine whose time is limited hears that the limit stays behind.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 8m --passes 0 --duration 1h")?;
     let there = home.receive("there", "")?;
     let output = home.migrate("here", "there", "--downtime 1m")?;
@@ -539,9 +488,9 @@ fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
 }
 
 /// A peer that speaks something else, whatever it says.
-#[trial(real())]
+#[test(real())]
 fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let there = home.receive("there", "")?;
     for noise in
         [&b"GET / HTTP/1.1\r\nHost: there\r\nAccept: everything and more\r\n\r\n"[..], &[0; 100], b"VLMG"]

@@ -3,13 +3,13 @@
 use std::fs;
 use std::path::PathBuf;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::hosts::{huge_pages, kvm, real};
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
-use crate::bed::{huge_pages, kvm, real};
 use crate::commit_flag::cut_at_commit;
-use crate::home::Home;
 use crate::relay::{RelayFault, relay};
 use crate::{counting, ends_with, every_page_is_right, has_counted, moved, succeeds, with};
 
@@ -21,12 +21,12 @@ pub const SOON: &str = "--downtime 1s --timeout 3s";
 /// However loaded this host is.
 const PATIENT: &str = "--link memfd --downtime 1m";
 
-#[trial(kvm())]
+#[test(kvm())]
 fn memory_is_handed_over_and_its_machine_moves_on_and_is_saved() -> Result<(), Failed> {
     goes_on_and_on("memfd")
 }
 
-#[trial(kvm(), huge_pages(2 << 20, 16))]
+#[test(kvm(), huge_pages(2 << 20, 16))]
 fn huge_pages_are_handed_over_and_their_machine_moves_on_and_is_saved() -> Result<(), Failed> {
     goes_on_and_on("shared-hugetlb-2m")
 }
@@ -34,7 +34,7 @@ fn huge_pages_are_handed_over_and_their_machine_moves_on_and_is_saved() -> Resul
 /// From one process to the next and the next, and at once over a stream to a fourth, with a snapshot in between: every page is right in
 /// all that comes of it.
 fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let mut here =
         home.run("m0", &format!("run --cpus 2 --memory 32m,slots=3,backing={backing} {WORKLOAD}"))?;
     home.has_written("m0", 2 * (32 << 20) / 4096)?;
@@ -67,9 +67,9 @@ fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
 }
 
 /// Who is followed for the sake of its snapshots is not any more where it was handed over: the next one has all pages, and says so.
-#[trial(real())]
+#[test(real())]
 fn the_snapshot_after_a_hand_over_is_whole() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("m0", &format!("run --memory 16m,backing=memfd {WORKLOAD}"))?;
     let dir = home.path("snap");
     let snapshot = |name: &str| -> Result<String, Failed> {
@@ -98,9 +98,9 @@ fn the_snapshot_after_a_hand_over_is_whole() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pc_is_handed_over_with_its_serial_port() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = counting(&home)?;
     let outputs: Vec<PathBuf> = (0..3).map(|at| home.path(&format!("out{at}"))).collect();
     let grows = |at: usize| {
@@ -123,9 +123,9 @@ fn a_pc_is_handed_over_with_its_serial_port() -> Result<(), Failed> {
 }
 
 /// In one line, with the flag that would have helped, and before anything has changed: the target waits as before.
-#[trial(real())]
+#[test(real())]
 fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let _there = home.receive("there", "")?;
     let refused = |line: &str, says: &[&str]| -> Result<(), Failed> {
         let output = with(home.migrate("here", "there", line)?, 2)?;
@@ -164,9 +164,9 @@ fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(),
 }
 
 /// Through somebody who carries bytes alone nothing is handed over, and the guest stays.
-#[trial(real())]
+#[test(real())]
 fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let json = home.path("json");
     let here =
         home.run("here", &format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display()))?;
@@ -184,10 +184,10 @@ fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
 
 /// The link is cut when both have the memory and the source says COMMIT, with or without one of them: it runs on one side, on pages that
 /// are all right.
-#[trial(real())]
+#[test(real())]
 fn memory_that_both_have_is_run_by_one_of_them_whatever_is_cut() -> Result<(), Failed> {
     for (deliver, dies) in [(false, None), (true, None), (false, Some("here")), (false, Some("there"))] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let json = |name: &str| home.path(&format!("{name}.json"));
         let here =
             format!("run --cpus 2 --memory 8m,backing=memfd {WORKLOAD} --json {}", json("here").display());

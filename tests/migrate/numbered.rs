@@ -1,13 +1,12 @@
 //! A kernel that writes numbers to its disk: 1, 2, 3, …, each into the next of a few sectors, flushed before it says the number on the
 //! serial port, four bytes with the lowest first. When the disk fails it says all bits and stops.
 
+use support::guests::Code;
 use vellum_kvm::arch::layout::VIRTIO_BASE;
 use vellum_kvm::arch::ports::COM1;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
-
-use crate::images::Code;
 
 /// How many sectors it writes to.
 pub const SECTORS: u64 = 8;

@@ -3,19 +3,19 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
+use support::env::{Machine, TestEnv};
+use support::hosts::real;
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::{Client, Error};
 use vellum_control::operation::CLIENT_GONE;
 use vellum_sys::mmap::memfd;
 
-use crate::bed::real;
-use crate::home::{Home, Machine};
 use crate::{ends_with, every_page_is_right, succeeds};
 
 /// A built-in guest that has written all of its memory, and one who listens to it.
-fn guest(home: &Home, mib: u64) -> Result<(Machine, Client), Failed> {
+fn guest(home: &TestEnv, mib: u64) -> Result<(Machine, Client), Failed> {
     let json = home.path("json");
     let line = format!("run --memory {mib}m,backing=memfd --passes 0 --json {}", json.display());
     let machine = home.run("m", &line)?;
@@ -24,7 +24,7 @@ fn guest(home: &Home, mib: u64) -> Result<(Machine, Client), Failed> {
 }
 
 /// Its guest goes on, and every page is right.
-fn goes_on(home: &Home, machine: Machine) -> Result<(), Failed> {
+fn goes_on(home: &TestEnv, machine: Machine) -> Result<(), Failed> {
     eventually(LIMIT, "it is free", || Ok((home.standing("m").as_deref() == Some("running")).then_some(())))?;
     let list = home.vellum("list")?;
     let said = String::from_utf8_lossy(&list.stdout).into_owned();
@@ -64,9 +64,9 @@ fn next(events: &mut Client, name: &str) -> Result<Value, Failed> {
 
 /// Its files are written and nobody names them any more: not the time for that ends it, but the end of the connection. Until then `list`
 /// names the client, and no other one can pass for it.
-#[trial(real())]
+#[test(real())]
 fn a_snapshot_ends_with_its_client_although_all_of_it_is_written() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, mut events) = guest(&home, 16)?;
     let mut client = Client::connect(&home.socket("m"))?;
     let files = files()?;
@@ -98,9 +98,9 @@ fn a_snapshot_ends_with_its_client_although_all_of_it_is_written() -> Result<(),
 }
 
 /// A dump that nobody waits for any more is not gone on with.
-#[trial(real())]
+#[test(real())]
 fn a_dump_ends_with_its_client() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     // It takes several turns of the event loop (`dump::TURN`).
     let (machine, mut events) = guest(&home, 320)?;
     let file = memfd(c"nameless", 0, None)?;
@@ -114,14 +114,14 @@ fn a_dump_ends_with_its_client() -> Result<(), Failed> {
 
 /// What a courier that is stopped does not read is left out, but not how the migration ended: it says so when it goes on. Nor is it hung
 /// up on, which it would take for the machine's end.
-#[trial(real())]
+#[test(real())]
 fn a_courier_that_was_stopped_still_says_how_the_migration_ended() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (machine, _) = guest(&home, 64)?;
     let there = home.receive("there", "")?;
     let to = home.path("there.in");
     let courier =
-        home.courier(&format!("migrate m --liveness 5m --bandwidth 1m --to unix:{}", to.display()))?;
+        home.migration_client(&format!("migrate m --liveness 5m --bandwidth 1m --to unix:{}", to.display()))?;
     eventually(LIMIT, "it is under way", || {
         Ok((home.standing("m").as_deref() == Some("migrating")).then_some(()))
     })?;

@@ -10,30 +10,31 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use harness::Random;
-use harness::{Failed, LIMIT, Trials, ensure, eventually};
+use support::Random;
+use support::env::{Machine, TestEnv};
+use support::hosts::real;
+use support::{Failed, LIMIT, Tests, ensure, eventually};
 use vellum_control::client::Client;
 use vellum_control::operation::Kind;
 use vellum_control::{Do, MachineState, Status};
 
-use crate::bed::real;
-use crate::home::{Home, Machine, VELLUM};
+use crate::VELLUM;
 use crate::upgrade::upgrade;
-use crate::{ends_with, every_page_is_right, patient, succeeds};
+use crate::{ends_with, every_page_is_right, succeeds};
 
 const KINDS: [Kind; 4] = [Kind::Snapshot, Kind::Dump, Kind::Migration, Kind::Upgrade];
 const MEMORY: u64 = 16 << 20;
 /// Within this time after both clients were started one of them is killed.
 const WINDOW_US: u64 = 150_000;
 
-pub fn add(trials: &mut Trials) {
+pub fn add(tests: &mut Tests) {
     let rounds = if std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") { 20 } else { 2 };
     let mut random = Random::new();
     for first in KINDS {
         for second in KINDS {
             let mut random = random.split();
             let name = format!("{}_and_{}_at_once_lose_nothing", first.name(), second.name());
-            trials.add(name, real(), move || {
+            tests.add(name, real(), move || {
                 (0..rounds).try_for_each(|round| {
                     at_once([first, second], &mut random).map_err(|error| {
                         Failed::from(format!("round {round}: {}", error.message().unwrap_or("?")))
@@ -45,7 +46,7 @@ pub fn add(trials: &mut Trials) {
 }
 
 /// What client `at` is told to do. It names its own files and its own target.
-fn line(home: &Home, kind: Kind, at: usize) -> String {
+fn line(home: &TestEnv, kind: Kind, at: usize) -> String {
     match kind {
         Kind::Snapshot => {
             format!("snapshot m {} --downtime 1s --timeout 3s", home.path(&format!("s{at}")).display())
@@ -57,14 +58,14 @@ fn line(home: &Home, kind: Kind, at: usize) -> String {
             format!(
                 "migrate m --to unix:{} {}",
                 to.display(),
-                patient("--bandwidth 200m --timeout 3s,then=force")
+                support::env::patient("--bandwidth 200m --timeout 3s,then=force")
             )
         }
     }
 }
 
 fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let json = |name: &str| home.path(&format!("{name}.json"));
     let line_of_m = format!(
         "run --memory 16m,backing=memfd --passes 0 --workload write,rate=20000 --json {}",
@@ -90,7 +91,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
 
     let mut clients = Vec::new();
     for (at, kind) in kinds.iter().enumerate() {
-        clients.push(home.courier(&line(&home, *kind, at))?);
+        clients.push(home.migration_client(&line(&home, *kind, at))?);
     }
     let (victim, moment) = (random.below(3) as usize, Duration::from_micros(random.below(WINDOW_US)));
     thread::sleep(moment);
@@ -163,7 +164,7 @@ fn pages(dump: &Path) -> Result<usize, Failed> {
 }
 
 /// A directory that has points has whole ones, of which machines can be made; one that has been `done` has a point.
-fn is_whole(home: &Home, name: &str, done: bool) -> Result<(), Failed> {
+fn is_whole(home: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
     let dir = home.path(name);
     let points = fs::read_dir(&dir).is_ok_and(|mut files| {
         files.any(|file| file.is_ok_and(|file| file.file_name().to_string_lossy().starts_with("manifest")))
@@ -181,7 +182,7 @@ fn is_whole(home: &Home, name: &str, done: bool) -> Result<(), Failed> {
 }
 
 /// How a machine stands that does something is said with what that is; one that does nothing says nothing of the kind.
-fn is_explained(home: &Home) -> Result<(), Failed> {
+fn is_explained(home: &TestEnv) -> Result<(), Failed> {
     let list = home.vellum("list --json")?;
     ensure(list.status.success(), || format!("{list:?}"))?;
     for line in String::from_utf8_lossy(&list.stdout).lines() {

@@ -1,14 +1,14 @@
-//! Mistakes that a migration could make, planted in both processes (`vellum_sys::plant`): each is caught, and without it the same trial
+//! Mistakes that a migration could make, planted in both processes (`vellum_sys::plant`): each is caught, and without it the same test
 //! passes.
 
 use std::fs;
 
-use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually};
+use support::env::{Machine, TestEnv};
+use support::guests::Code;
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, Tests, ensure, eventually};
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{kvm, real};
-use crate::home::{Home, Machine};
-use crate::images::Code;
 use crate::{ends_with, every_page_is_right, numbered, succeeds};
 
 /// A migration that a mistake spoils.
@@ -101,16 +101,16 @@ const CASES: [Case; 9] = [
     },
 ];
 
-/// A trial for each mistake, and one for each case without any.
-pub fn add(trials: &mut Trials) {
+/// A test for each mistake, and one for each case without any.
+pub fn add(tests: &mut Tests) {
     for case in CASES {
         let name = |mistake: &str| format!("planted_{mistake}_is_caught");
-        trials.add(format!("without_{}_it_moves", case.mistakes.join("_")), real(), move || {
+        tests.add(format!("without_{}_it_moves", case.mistakes.join("_")), real(), move || {
             let (moved, said) = case.run(None)?;
             ensure(moved, || said)
         });
         for mistake in case.mistakes {
-            trials.add(name(mistake), kvm(), move || -> Result<Completion, Failed> {
+            tests.add(name(mistake), kvm(), move || -> Result<Completion, Failed> {
                 if !POSSIBLE {
                     return Ok(Completion::ignored_with(IMPOSSIBLE));
                 }
@@ -125,7 +125,7 @@ pub fn add(trials: &mut Trials) {
             });
         }
     }
-    trials.add("planted_locks-not-retaken_is_caught", kvm(), || match POSSIBLE {
+    tests.add("planted_locks-not-retaken_is_caught", kvm(), || match POSSIBLE {
         true => ensure(!refused(Some("locks-not-retaken"))?, || "nobody notices".into())
             .map(|()| Completion::Completed),
         false => Ok(Completion::ignored_with(IMPOSSIBLE)),
@@ -135,7 +135,7 @@ pub fn add(trials: &mut Trials) {
 impl Case {
     /// Whether the guest moves, and what both sides say.
     fn run(self, mistake: Option<&'static str>) -> Result<(bool, String), Failed> {
-        let home = Home::planted(mistake)?;
+        let home = TestEnv::planted(mistake)?;
         let (here, receive) = self.guest.start(&home)?;
         let there = home.receive("there", &receive)?;
         let output = home.migrate("here", "there", self.migrate)?;
@@ -156,7 +156,7 @@ impl Case {
 
 impl Guest {
     /// The guest, and the options of its target.
-    fn start(self, home: &Home) -> Result<(Machine, String), Failed> {
+    fn start(self, home: &TestEnv) -> Result<(Machine, String), Failed> {
         let [kernel, disk] = ["kernel", "disk"].map(|name| home.path(name));
         let pc = |image: Vec<u8>, devices: &str| -> Result<Machine, Failed> {
             fs::write(&kernel, image)?;
@@ -191,7 +191,7 @@ impl Guest {
 
 /// A target that cannot have its disk refuses the guest, which goes on where it was, with the lock of its own disk.
 fn refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let [kernel, disk, other] = ["kernel", "disk", "other"].map(|name| home.path(name));
     fs::write(&kernel, Code::default().spin().elf64())?;
     let pc = |disk: &std::path::Path| {
@@ -214,7 +214,7 @@ fn refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
     }
 }
 
-#[harness::trial(kvm())]
+#[support::test(kvm())]
 fn a_guest_that_is_refused_goes_on_with_the_lock_of_its_disk() -> Result<(), Failed> {
     ensure(refused(None)?, || "a second machine has its disk".into())
 }

@@ -11,30 +11,31 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use harness::{Completion, Failed, LIMIT, Random, Trials, ensure, eventually, trial};
+use support::env::{Machine, TestEnv};
+use support::hosts::{huge_pages, kvm, real};
+use support::{Completion, Failed, LIMIT, Random, Tests, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{huge_pages, kvm, real};
-use crate::home::{Home, Machine, VELLUM};
+use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, moved, numbered, succeeds, with};
 
 /// A guest that has written to all of its memory, on `memory`.
-fn writes(home: &Home, memory: &str) -> Result<Machine, Failed> {
+fn writes(home: &TestEnv, memory: &str) -> Result<Machine, Failed> {
     let workload = "--passes 0 --workload write,order=random,rate=20000,write=80,warm";
     let here = home.run("here", &format!("run --cpus 2 --memory {memory} {workload}"))?;
     home.has_written("here", 20_000)?;
     Ok(here)
 }
 
-fn stops(home: &Home, name: &str, machine: Machine) -> Result<(), Failed> {
+fn stops(home: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed> {
     succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
     ends_with(machine, 0)?;
     every_page_is_right(&home.path(&format!("{name}.json")))
 }
 
-fn receives(home: &Home, name: &str, memory: &str) -> Result<Machine, Failed> {
+fn receives(home: &TestEnv, name: &str, memory: &str) -> Result<Machine, Failed> {
     home.receive(name, &format!("--memory {memory} --json {}", home.path(&format!("{name}.json")).display()))
 }
 
@@ -53,7 +54,7 @@ fn is_right(from: &str, to: &str) -> Result<(), Failed> {
         ("--mode hybrid", "--downtime 1ms"),
         ("--timeout 100ms,then=postcopy", "--downtime 1ms --bandwidth 20m"),
     ] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = writes(&home, &format!("32m,slots=3,backing={from}"))?;
         let there = receives(&home, "there", to)?;
         let output = home.migrate("here", "there", &format!("{mode} {limits} --json"))?;
@@ -74,18 +75,18 @@ fn is_right(from: &str, to: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(real())]
+#[test(real())]
 fn anonymous_memory_follows_its_guest() -> Result<(), Failed> {
     is_right("anonymous", "thp")
 }
 
-#[trial(real())]
+#[test(real())]
 fn shared_memory_follows_its_guest() -> Result<(), Failed> {
     is_right("thp", "shmem")?;
     is_right("shmem", "memfd")
 }
 
-#[trial(real(), huge_pages(2 << 20, 32))]
+#[test(real(), huge_pages(2 << 20, 32))]
 fn huge_pages_follow_their_guest_and_are_put_together_of_small_ones() -> Result<(), Failed> {
     is_right("anonymous", "hugetlb-2m")?;
     is_right("hugetlb-2m", "memfd")?;
@@ -93,10 +94,10 @@ fn huge_pages_follow_their_guest_and_are_put_together_of_small_ones() -> Result<
 }
 
 /// On another KVM than this one, too, and over several connections.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
     for more in ["", "--connections 3"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = writes(&home, "8m")?;
         let there = receives(&home, "there", "anonymous")?;
         succeeds(&home.migrate("here", "there", &format!("--mode postcopy {more}"))?)?;
@@ -107,10 +108,10 @@ fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
 }
 
 /// What is to be there in full, or locked, is when the last page has come.
-#[trial(real())]
+#[test(real())]
 fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
     for memory in ["anonymous,prealloc", "shmem,lock", "memfd,prealloc,lock"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = writes(&home, "16m")?;
         let there = receives(&home, "there", memory)?;
         succeeds(&home.migrate("here", "there", "--mode hybrid --downtime 1ms")?)?;
@@ -121,9 +122,9 @@ fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
 }
 
 /// A disk's rings are looked at when its device is restored, by the event loop's thread, before the guest runs: pages come by then.
-#[trial(real())]
+#[test(real())]
 fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
     fs::write(&kernel, numbered::kernel())?;
     fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
@@ -152,7 +153,7 @@ pub struct Cutter {
 }
 
 impl Cutter {
-    fn new(home: &Home) -> Result<Arc<Self>, Failed> {
+    fn new(home: &TestEnv) -> Result<Arc<Self>, Failed> {
         Self::between(&home.path("relay.in"), home.path("there.in"))
     }
 
@@ -220,7 +221,7 @@ impl Cutter {
 
 /// The source waits to be recovered, and so does the target: or it runs whole, where the last of its memory had come and the cut took
 /// its word for that.
-fn both_are_paused(home: &Home) -> Result<(), Failed> {
+fn both_are_paused(home: &TestEnv) -> Result<(), Failed> {
     let standings = || ["here", "there"].map(|name| home.standing(name));
     let paused = eventually(LIMIT, "both sides are paused", || {
         let [here, there] = standings();
@@ -230,7 +231,7 @@ fn both_are_paused(home: &Home) -> Result<(), Failed> {
     paused.map_err(|error| format!("{error:?}: {:?}", standings()).into())
 }
 
-fn recovers(home: &Home) -> Result<Output, Failed> {
+fn recovers(home: &TestEnv) -> Result<Output, Failed> {
     home.vellum(&format!("migrate here --recover --to unix:{}", home.path("relay.in").display()))
 }
 
@@ -239,7 +240,7 @@ fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
     let mut random = Random::new();
     let (mut whole, mut severed, mut again) = (0, 0, 0);
     for round in 0..=rounds {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here = writes(&home, "8m")?;
         let there = receives(&home, "there", memory)?;
         let cutter = Cutter::new(&home)?;
@@ -284,23 +285,23 @@ fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
     ensure(severed > 0, || format!("none of {rounds} was cut behind its hand-over"))
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_link_that_is_cut_and_cut_again_loses_no_page() -> Result<(), Failed> {
     survives_cuts("anonymous", 6)
 }
 
-#[trial(real())]
+#[test(real())]
 fn shared_memory_survives_cuts() -> Result<(), Failed> {
     survives_cuts("memfd", 3)
 }
 
-#[trial(real(), huge_pages(2 << 20, 8))]
+#[test(real(), huge_pages(2 << 20, 8))]
 fn huge_pages_survive_cuts() -> Result<(), Failed> {
     survives_cuts("hugetlb-2m", 3)
 }
 
 /// A guest that runs on the target, cut off from the rest of its memory.
-fn severed(home: &Home) -> Result<(Machine, Machine), Failed> {
+fn severed(home: &TestEnv) -> Result<(Machine, Machine), Failed> {
     let here = home.run(
         "here",
         &format!(
@@ -318,9 +319,9 @@ fn severed(home: &Home) -> Result<(Machine, Machine), Failed> {
 }
 
 /// A source that waits to be recovered sleeps meanwhile.
-#[trial(real())]
+#[test(real())]
 fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there) = severed(&home)?;
     let taken = || -> Result<u64, Failed> {
         let stat = fs::read_to_string(format!("/proc/{}/stat", here.child.id()))?;
@@ -337,9 +338,9 @@ fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
 
 /// vCPUs that wait for pages cannot be taken out of the guest before Linux 6.2, and nobody tries: the machine answers, says what can be
 /// done, and is recovered as it is.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there) = severed(&home)?;
     // Each vCPU comes to a page that is missing, and then nothing is written any more.
     let mut events = Client::connect(&home.socket("there"))?;
@@ -361,9 +362,9 @@ fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
 
 /// Where the target dies the source has the guest as it was at the hand-over, for whoever insists; where the source dies the target
 /// says that it cannot go on.
-#[trial(real())]
+#[test(real())]
 fn the_death_of_either_side_is_told() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there) = severed(&home)?;
     let paused = home.vellum("ctl there pause")?;
     let refused = String::from_utf8_lossy(&paused.stderr).contains("is recovered there");
@@ -375,7 +376,7 @@ fn the_death_of_either_side_is_told() -> Result<(), Failed> {
     eventually(LIMIT, "it runs", || Ok((home.standing("here").as_deref() == Some("running")).then_some(())))?;
     stops(&home, "here", here)?;
 
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (here, there) = severed(&home)?;
     drop(here);
     ensure(home.standing("there").as_deref() == Some("postcopy-paused"), || "it does not wait".into())?;
@@ -386,9 +387,9 @@ fn the_death_of_either_side_is_told() -> Result<(), Failed> {
 }
 
 /// What makes no sense is one line, and nothing has changed.
-#[trial(real())]
+#[test(real())]
 fn what_cannot_follow_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 8m --passes 0")?;
     for (arguments, says) in [
         ("--mode sideways --to unix:x", "hybrid"),
@@ -406,11 +407,11 @@ fn what_cannot_follow_is_refused() -> Result<(), Failed> {
 }
 
 /// A target that may have no userfaultfd is a misfit, which names the remedy, before a page has gone.
-#[trial(real())]
+#[test(real())]
 fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
     let free = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let root = Command::new("setpriv").arg("--version").output().is_ok_and(|output| output.status.success());
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let nothing = home.path("nothing");
     fs::write(&nothing, "")?;
     fs::set_permissions(&nothing, fs::Permissions::from_mode(0o000))?;
@@ -443,7 +444,7 @@ fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Faile
 
 /// Whether a guest comes by `mode` to a target on `memory` with every page right.
 fn comes(mistake: Option<&'static str>, mode: &str, memory: &str) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let here = writes(&home, "16m")?;
     let there = receives(&home, "there", memory)?;
     let output = home.migrate("here", "there", &format!("{mode} --downtime 1ms --liveness 10s"))?;
@@ -457,14 +458,14 @@ fn comes(mistake: Option<&'static str>, mode: &str, memory: &str) -> Result<bool
 }
 
 /// What is planted here, and caught.
-pub fn add(trials: &mut Trials) {
+pub fn add(tests: &mut Tests) {
     let planted = [
         // A page that is sent and then written again is found where it was.
         ("kept-in-cache", kvm(), "--mode hybrid", "memfd"),
         ("small-copy", kvm().and_then(|()| huge_pages(2 << 20, 8)), "--mode postcopy", "hugetlb-2m"),
     ];
     for (mistake, need, mode, memory) in planted {
-        trials.add(format!("planted_{mistake}_is_caught_behind_the_guest"), need, move || match POSSIBLE {
+        tests.add(format!("planted_{mistake}_is_caught_behind_the_guest"), need, move || match POSSIBLE {
             true => ensure(!comes(Some(mistake), mode, memory)? && comes(None, mode, memory)?, || {
                 "nobody notices".into()
             })

@@ -8,13 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use harness::{Failed, LIMIT, ensure, eventually};
 use serde_json::Value;
+use support::env::{Process, TestEnv};
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_migration::message::{Message, SessionId};
 use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Header, Section};
 use vellum_sys::mmap::PAGE_SIZE;
-
-use crate::home::{Home, Process};
 
 /// What a relay does to the first connection.
 pub enum RelayFault {
@@ -92,11 +91,12 @@ pub fn relay(from: PathBuf, to: PathBuf, fault: RelayFault) -> Result<Arc<[Atomi
 }
 
 /// A courier between `here` and `there`, and what it was told by then to hold back until `release` is dropped.
-pub fn held_back(home: &Home, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
+pub fn held_back(home: &TestEnv, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
     let (release, until) = channel();
     relay(home.path("relay.in"), home.path("there.in"), RelayFault::Hold { after, until })?;
-    let line = format!("migrate here --to unix:{} {}", home.path("relay.in").display(), crate::patient(more));
-    Ok((home.courier(&line)?, release))
+    let line =
+        format!("migrate here --to unix:{} {}", home.path("relay.in").display(), support::env::patient(more));
+    Ok((home.migration_client(&line)?, release))
 }
 
 /// The next frame that comes, header and payload as they are; and what the header says.
@@ -111,7 +111,7 @@ pub fn next_frame(from: &mut UnixStream, decoder: &mut Decoder) -> std::io::Resu
 }
 
 /// A migration that the target has taken, while the source does not hear of it: the courier, and what lets it hear when it is dropped.
-pub fn unconfirmed(home: &Home) -> Result<(Process, Sender<()>), Failed> {
+pub fn unconfirmed(home: &TestEnv) -> Result<(Process, Sender<()>), Failed> {
     let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
     let held = held_back(home, after, "--liveness 1h")?;
     eventually(LIMIT, "the target runs", || {
@@ -188,7 +188,10 @@ fn changed_one_way(
 }
 
 /// As [`held_back`]; and what hears that the source has given up a final pass.
-pub fn held_back_until_again(home: &Home, after: u64) -> Result<(Process, Sender<()>, Receiver<()>), Failed> {
+pub fn held_back_until_again(
+    home: &TestEnv,
+    after: u64,
+) -> Result<(Process, Sender<()>, Receiver<()>), Failed> {
     let ((release, until), (said, again)) = (channel(), channel());
     relay(home.path("middle.in"), home.path("there.in"), RelayFault::Hold { after, until })?;
     changed(&home.path("relay.in"), home.path("middle.in"), move |part| {
@@ -198,5 +201,5 @@ pub fn held_back_until_again(home: &Home, after: u64) -> Result<(Process, Sender
         }
     })?;
     let line = format!("migrate here --liveness 5m --to unix:{}", home.path("relay.in").display());
-    Ok((home.courier(&line)?, release, again))
+    Ok((home.migration_client(&line)?, release, again))
 }

@@ -14,10 +14,10 @@ mod saves;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use harness::{Failed, Random, Trials, trial};
+use support::hosts::real;
+use support::{Failed, Random, Tests, test};
 
 use self::machine::Run;
-use crate::bed::real;
 
 /// One operation on the machine under test.
 type Operation = fn(&mut Run) -> Result<(), Failed>;
@@ -121,7 +121,7 @@ fn triples(random: &mut Random, count: usize) -> Vec<(Vec<&'static str>, u64)> {
     (0..count).map(&mut one).collect()
 }
 
-#[trial(real())]
+#[test(real())]
 fn sequences_of_operations_lose_no_page() -> Result<(), Failed> {
     let mut random = Random::new();
     match asked().filter(|asked| asked != "all") {
@@ -140,16 +140,16 @@ fn sequences_of_operations_lose_no_page() -> Result<(), Failed> {
 }
 
 /// What takes long: the pairs by what comes first, and the triples.
-pub fn add_long(trials: &mut Trials) {
+pub fn add_long(tests: &mut Tests) {
     if asked().as_deref() != Some("all") {
         return;
     }
     for (first, _) in OPERATIONS {
-        trials.add(format!("pairs_that_begin_with_{}", first.replace('-', "_")), real(), move || {
+        tests.add(format!("pairs_that_begin_with_{}", first.replace('-', "_")), real(), move || {
             let mut random = Random::new();
             let pair = |(second, _): (&'static str, _)| (vec![first, second], random.below(u64::MAX));
             all(&OPERATIONS.map(pair))
         });
     }
-    trials.add("five_hundred_random_triples", real(), || all(&triples(&mut Random::new(), 500)));
+    tests.add("five_hundred_random_triples", real(), || all(&triples(&mut Random::new(), 500)));
 }

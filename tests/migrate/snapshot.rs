@@ -6,27 +6,15 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use harness::{Completion, Failed, LIMIT, ensure, eventually, trial};
 use serde_json::Value;
+use support::env::{Machine, TestEnv};
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_kvm::arch::layout;
 
-use crate::bed::{kvm, real};
-use crate::home::{Home, Machine};
 use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, with};
-
-impl Home {
-    /// A machine out of a snapshot, once it runs or waits.
-    pub fn restore(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
-        let machine = self.run(name, &format!("restore {arguments}"))?;
-        eventually(LIMIT, "it is restored", || {
-            let standing = self.standing(name);
-            Ok(standing.filter(|state| state == "running" || state == "paused").map(drop))
-        })?;
-        Ok(machine)
-    }
-}
 
 pub fn files(dir: &Path) -> Result<Vec<String>, Failed> {
     let mut names = Vec::new();
@@ -39,11 +27,11 @@ pub fn files(dir: &Path) -> Result<Vec<String>, Failed> {
 
 /// While a guest writes, with each way to collect dirty pages; the machine and what was restored of each point have every page right,
 /// and the one that was restored can be migrated and snapshotted again.
-#[trial(real())]
+#[test(real())]
 fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed> {
     let ways = [("bitmap", ""), ("manual-protect", ""), ("initially-set", ""), ("ring", "--dirty-ring=1024")];
     for (tracker, ring) in ways {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let write = "--workload write,order=random,rate=20000,write=80";
         let json = home.path("first.json");
         let line =
@@ -91,10 +79,10 @@ fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed>
 
 /// A chain of points, each of which but the first has only what has changed; one of them fails on the way, and what it had taken is in the
 /// next. Each is restored, and has every page right. After a migration the next one is whole again.
-#[trial(real())]
+#[test(real())]
 fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
     for (tracker, ring) in [("initially-set", ""), ("ring", "--dirty-ring=1024")] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         // Most of memory is not written between two points.
         let write = "--workload write,order=random,rate=1000";
         let json = home.path("first.json");
@@ -171,25 +159,25 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
     Ok(())
 }
 
-fn list(home: &Home, dir: &Path) -> Result<Value, Failed> {
+fn list(home: &TestEnv, dir: &Path) -> Result<Value, Failed> {
     let output = home.vellum(&format!("snapshot list {} --json", dir.display()))?;
     succeeds(&output)?;
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-pub fn points(home: &Home, dir: &Path) -> Result<Vec<Value>, Failed> {
+pub fn points(home: &TestEnv, dir: &Path) -> Result<Vec<Value>, Failed> {
     Ok(list(home, dir)?["points"].as_array().cloned().unwrap_or_default())
 }
 
-fn chain(home: &Home, dir: &Path) -> Result<String, Failed> {
+fn chain(home: &TestEnv, dir: &Path) -> Result<String, Failed> {
     Ok(list(home, dir)?["chain"].as_str().unwrap_or_default().to_owned())
 }
 
 /// The log of dirty pages is off when a snapshot is over, and on where it is to be followed on who writes: while it is on, a guest that
 /// writes fills its rings.
-#[trial(kvm())]
+#[test(kvm())]
 fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let line = "run --memory 32m --passes 0 --workload write,order=random,rate=20000 --dirty-ring=1024";
     let here = home.run("here", line)?;
     let full = || -> Result<u64, Failed> {
@@ -218,10 +206,10 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
 }
 
 /// A kernel that counts on its serial port goes on where it was stopped: no byte is lost, and none comes twice.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
     for (irqchip, memory) in [("split", "eager"), ("kernel", "map"), ("split", "demand")] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let kernel = counting(&home)?;
         let (out, far, dir) = (home.path("out"), home.path("far"), home.path("snap"));
         let line = format!(
@@ -253,9 +241,9 @@ fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
 }
 
 /// Whichever file is damaged or missing is named in one line, with the place; nothing runs.
-#[trial(real())]
+#[test(real())]
 fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 16m --passes 0 --workload write,rate=20000")?;
     home.has_written("here", 4096)?;
     let dir = home.path("snap");
@@ -263,7 +251,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
     ends_with(here, 0)?;
     ensure(files(&dir)? == ["manifest.json", "map-0", "ram-0", "state-0"], || format!("{:?}", files(&dir)))?;
     let refused = |arguments: &str, says: &str| -> Result<(), Failed> {
-        let mut machine = home.courier(&format!("restore {arguments}"))?;
+        let mut machine = home.migration_client(&format!("restore {arguments}"))?;
         eventually(LIMIT, "it is refused", || Ok(machine.try_wait()?))?;
         let output = with(machine.output()?, 2)?;
         let said = String::from_utf8(output.stderr)?;
@@ -299,9 +287,9 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
 }
 
 /// A file system that is full leaves the guest as it was and nothing behind.
-#[trial(real())]
+#[test(real())]
 fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
     home.has_written("here", 8192)?;
     let small = home.path("small");
@@ -324,9 +312,9 @@ fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
 }
 
 /// A client that is killed, and one that is interrupted leave the guest as it was and nothing behind, and the next snapshot is whole.
-#[trial(real())]
+#[test(real())]
 fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 64m --passes 0")?;
     home.has_written("here", 16384)?;
     ensure(home.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
@@ -334,7 +322,7 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     let dir = home.path("snap");
     for signal in ["-KILL", "-INT"] {
         let line = format!("snapshot here {} --downtime 1ms --timeout 1h", dir.display());
-        let mut client = home.courier(&line)?;
+        let mut client = home.migration_client(&line)?;
         eventually(LIMIT, "it is under way", || {
             Ok((home.standing("here").as_deref() == Some("snapshotting")).then_some(()))
         })?;
@@ -360,9 +348,9 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
 
 /// Two restores of one snapshot, and what it was made of, each have a VM generation ID of their own in guest memory; a machine that moves
 /// keeps it. Read from the pages of snapshots, in which each of them ends.
-#[trial(real())]
+#[test(real())]
 fn a_restored_machine_is_a_new_generation_and_one_that_moves_is_not() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = counting(&home)?;
     let line = format!("run --kernel {} --memory 32m --serial null", kernel.display());
     let dir = |name: &str| home.path(&format!("{name}.snap"));

@@ -5,17 +5,18 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
+use support::env::{Machine, TestEnv};
+use support::hosts::{huge_pages, kvm, real};
+use support::{Completion, Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum_migration::snapshot::working_set::{self, WorkingSet};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{huge_pages, kvm, real};
-use crate::home::{Home, Machine, VELLUM};
+use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, numbered, succeeds, with};
 
 /// A snapshot of a guest that has written to all of its memory, and was stopped with it.
-fn taken(home: &Home, memory: &str, write: &str) -> Result<PathBuf, Failed> {
+fn taken(home: &TestEnv, memory: &str, write: &str) -> Result<PathBuf, Failed> {
     let here =
         home.run("here", &format!("run --cpus 2 --memory {memory} --passes 0 --workload write,{write}"))?;
     home.has_written("here", 20_000)?;
@@ -34,7 +35,7 @@ fn has_userfaultfd(machine: &Machine) -> Result<bool, Failed> {
 
 /// Whether it runs and needs no userfaultfd any more. A process that is just ending has no descriptors either, but it does not answer: so
 /// it is asked last.
-fn runs_with_all_there(home: &Home, name: &str, machine: &Machine) -> Result<bool, Failed> {
+fn runs_with_all_there(home: &TestEnv, name: &str, machine: &Machine) -> Result<bool, Failed> {
     Ok(!has_userfaultfd(machine)? && home.standing(name).as_deref() == Some("running"))
 }
 
@@ -44,7 +45,7 @@ fn is_all_there(machine: &Machine) -> Result<(), Failed> {
 
 /// On each backing: by faults alone and stopped at once, when all was there, moved at once, and saved at once.
 fn is_right_on(backing: &str) -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = taken(&home, "32m,slots=3", "order=random,rate=20000,write=80,warm")?;
     let json = |name: &str| home.path(&format!("{name}.json"));
     let restore = |name: &str, dir: &Path, more: &str| {
@@ -79,31 +80,31 @@ fn is_right_on(backing: &str) -> Result<(), Failed> {
     stop("last", last)
 }
 
-#[trial(real())]
+#[test(real())]
 fn anonymous_memory_that_comes_on_demand_is_right() -> Result<(), Failed> {
     is_right_on("anonymous")
 }
 
-#[trial(real())]
+#[test(real())]
 fn transparent_huge_pages_that_come_on_demand_are_right() -> Result<(), Failed> {
     is_right_on("thp")
 }
 
-#[trial(real())]
+#[test(real())]
 fn shared_memory_that_comes_on_demand_is_right() -> Result<(), Failed> {
     is_right_on("shmem")?;
     is_right_on("memfd")
 }
 
-#[trial(real(), huge_pages(2 << 20, 16))]
+#[test(real(), huge_pages(2 << 20, 16))]
 fn huge_pages_that_come_on_demand_are_right() -> Result<(), Failed> {
     is_right_on("hugetlb-2m")
 }
 
 /// On another KVM than this one, too: a guest, its devices' state and the VMM's own writes find what they want.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = taken(&home, "8m", "order=random,warm")?;
     let json = home.path("end.json");
     let host = format!("{} --memory demand --json {}", dir.display(), json.display());
@@ -120,10 +121,10 @@ fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
 
 /// A disk's thread, its rings and the restore of its device wait for pages as vCPUs do: each number that the guest has written and said is
 /// followed by the next.
-#[trial(real())]
+#[test(real())]
 fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
     for memory in ["anonymous,lock", "shmem"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
         fs::write(&kernel, numbered::kernel())?;
         fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
@@ -150,9 +151,9 @@ fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
 }
 
 /// What a restore has wanted is written down, and the next one begins with it; each refuses what makes no sense.
-#[trial(real())]
+#[test(real())]
 fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = taken(&home, "32m", "order=random,hot=10,share=100,rate=20000,warm")?;
     let path = dir.display().to_string();
     let refused = |arguments: &str, says: &str| -> Result<(), Failed> {
@@ -201,7 +202,7 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
 
 /// A damaged page that is found while the guest runs ends it, with the file and the place: whether it does.
 fn ends_by_a_damaged_page(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let dir = taken(&home, "16m", "order=random,warm")?;
     let file = fs::File::options().read(true).write(true).open(dir.join("ram-0"))?;
     // Of a page that stamps do not cover in full.
@@ -224,15 +225,15 @@ fn ends_by_a_damaged_page(mistake: Option<&'static str>) -> Result<bool, Failed>
     Ok(true)
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_damaged_page_is_given_to_nobody() -> Result<(), Failed> {
     ensure(ends_by_a_damaged_page(None)?, || "it runs on".into())
 }
 
 /// Files that become shorter are named, too.
-#[trial(real())]
+#[test(real())]
 fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = taken(&home, "16m", "order=random,rate=20000,warm")?;
     let restore = format!("{} --memory demand --record=1h --paused", dir.display());
     let mut again = home.restore("again", &restore)?;
@@ -245,9 +246,9 @@ fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
 }
 
 /// Who may have no userfaultfd is told how to get one, before anything starts.
-#[trial(real())]
+#[test(real())]
 fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = taken(&home, "8m", "rate=20000")?;
     for (path, mode) in [(&home.0, 0o755), (&dir, 0o755)] {
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
@@ -274,7 +275,7 @@ fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed
 
 /// Whether a machine of which nothing was brought yet has every page right where it moves to.
 fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let dir = taken(&home, "16m", "rate=20000,warm")?;
     let again = home.restore("again", &format!("{} --memory demand --record=1h --paused", dir.display()))?;
     let there = home.receive("there", "")?;
@@ -286,7 +287,7 @@ fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
 
 /// Whether huge pages come.
 fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let dir = taken(&home, "16m", "order=random,warm")?;
     let json = home.path("end.json");
     let memory = format!("--memory demand,backing=hugetlb-2m --json {}", json.display());
@@ -304,7 +305,7 @@ fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
 }
 
 /// What is planted here, and caught.
-pub fn add(trials: &mut Trials) {
+pub fn add(tests: &mut Tests) {
     type Right = fn(Option<&'static str>) -> Result<bool, Failed>;
     let planted: [(&str, _, Right); 3] = [
         ("sums-unchecked", kvm(), ends_by_a_damaged_page),
@@ -312,7 +313,7 @@ pub fn add(trials: &mut Trials) {
         ("small-copy", kvm().and_then(|()| huge_pages(2 << 20, 8)), comes_on_huge_pages),
     ];
     for (mistake, need, is_right) in planted {
-        trials.add(format!("planted_{mistake}_is_caught_on_demand"), need, move || match POSSIBLE {
+        tests.add(format!("planted_{mistake}_is_caught_on_demand"), need, move || match POSSIBLE {
             true => ensure(!is_right(Some(mistake))? && is_right(None)?, || "nobody notices".into())
                 .map(|()| Completion::Completed),
             false => Ok(Completion::ignored_with(IMPOSSIBLE)),

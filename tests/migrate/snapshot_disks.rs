@@ -6,17 +6,17 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, tools, trial};
+use support::env::{Machine, TestEnv};
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, Tests, ensure, eventually, test, tools};
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{kvm, real};
-use crate::home::{Home, Machine};
 use crate::snapshot::{files, points};
 use crate::{ends_with, numbered, succeeds, with};
 
 /// A guest that writes numbers to its disk and says them, at `disk` and in the midst of it.
 struct Writer<'a> {
-    home: &'a Home,
+    home: &'a TestEnv,
     disk: PathBuf,
 }
 
@@ -39,7 +39,7 @@ impl Writer<'_> {
     /// What `vellum restore` says that refuses it.
     fn refused(&self, dir: &Path) -> Result<String, Failed> {
         let devices = self.devices(&self.home.path("refused"));
-        let mut machine = self.home.courier(&format!("restore {} {devices}", dir.display()))?;
+        let mut machine = self.home.migration_client(&format!("restore {} {devices}", dir.display()))?;
         eventually(LIMIT, "it is refused", || Ok(machine.try_wait()?))?;
         let said = String::from_utf8(with(machine.output()?, 2)?.stderr)?;
         ensure(said.lines().count() == 1, || said.clone())?;
@@ -69,9 +69,9 @@ fn changed(path: &Path) -> Result<i64, Failed> {
     Ok(data.mtime() * 1_000_000_000 + data.mtime_nsec())
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Writer { home: &home, disk: home.path("disk") };
     let here = guest.start()?;
     let dir = home.path("snap");
@@ -105,9 +105,9 @@ fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
 }
 
 /// A restore does not wait for pages before it finds that another machine has its disk.
-#[trial(real())]
+#[test(real())]
 fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let guest = Writer { home: &home, disk: home.path("disk") };
     let here = guest.start()?;
     let dir = home.path("snap");
@@ -120,13 +120,13 @@ fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
 }
 
 /// Where blocks cannot be shared no snapshot comes of it, and nothing is left behind.
-#[trial(real())]
+#[test(real())]
 fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
     let elsewhere = Path::new("/dev/shm");
     if !elsewhere.is_dir() {
         return Ok(Completion::ignored_with("needs a file system of its own at /dev/shm"));
     }
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let disk = elsewhere.join(home.0.file_name().ok_or("a home has a name")?);
     let guest = Writer { home: &home, disk };
     let result = guest.start().and_then(|here| {
@@ -169,12 +169,12 @@ impl Drop for Mounted {
 }
 
 /// The guest goes on and writes its disk; what is restored has the clone, as it was at the pause, and then is the one that has written it.
-#[trial(real())]
+#[test(real())]
 fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
     if tools::find("mkfs.xfs").is_none() {
         return Ok(Completion::ignored_with(tools::lacks("mkfs.xfs")));
     }
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let Some(mounted) = Mounted::xfs(&home.path("xfs"), home.path("mnt"))? else {
         return Ok(Completion::ignored_with(
             "needs root and a kernel with xfs, for a file system whose files share blocks",
@@ -210,7 +210,7 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
 
 /// With and without the mistake: whether a disk that has changed is refused.
 fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let guest = Writer { home: &home, disk: home.path("disk") };
     let here = guest.start()?;
     let dir = home.path("snap");
@@ -218,7 +218,7 @@ fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
     ends_with(here, 0)?;
     fs::write(&guest.disk, [1; 4096])?;
     let devices = guest.devices(&home.path("far"));
-    let mut machine = home.courier(&format!("restore {} --name again {devices}", dir.display()))?;
+    let mut machine = home.migration_client(&format!("restore {} --name again {devices}", dir.display()))?;
     let refused = eventually(LIMIT, "it is refused or runs", || {
         let runs = home.standing("again").as_deref() == Some("running");
         Ok(if machine.try_wait()?.is_some() { Some(true) } else { runs.then_some(false) })
@@ -233,8 +233,8 @@ fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
 }
 
 /// What is planted here, and caught.
-pub fn add(trials: &mut Trials) {
-    trials.add("planted_disks-unchecked_is_caught", kvm(), || match POSSIBLE {
+pub fn add(tests: &mut Tests) {
+    tests.add("planted_disks-unchecked_is_caught", kvm(), || match POSSIBLE {
         true => {
             ensure(!is_refused(Some("disks-unchecked"))? && is_refused(None)?, || "nobody notices".into())
                 .map(|()| Completion::Completed)

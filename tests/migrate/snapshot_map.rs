@@ -3,19 +3,19 @@
 use std::fs;
 use std::path::Path;
 
-use harness::{Completion, Failed, LIMIT, Need, Trials, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{kvm, real};
-use crate::home::Home;
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
 /// Each point of a chain, in slots of which none begins where a layer does, is right; the machine is then moved, saved, and restored again.
-#[trial(real())]
+#[test(real())]
 fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let write = "--workload write,order=random,rate=20000,write=80";
     let here = home.run("here", &format!("run --cpus 2 --memory 32m,slots=3 --passes 0 {write}"))?;
     let dir = home.path("snap");
@@ -83,7 +83,7 @@ fn shown(pid: u32, file: &Path) -> Result<[u64; 2], Failed> {
 
 /// Ten clones of one snapshot, each of which writes to some of its memory: what it adds to the host's is what it has written, and of the
 /// files' pages there is one copy for all. The machine has 64 MiB; 1 GiB with `VELLUM_MIGRATION=all`.
-#[trial(real())]
+#[test(real())]
 fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
     const CLONES: u64 = 10;
     /// Pages that devices and KVM write to, and such as are written while it is counted.
@@ -91,7 +91,7 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
     let mib: u64 =
         if std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") { 1024 } else { 64 };
     let pages = mib << 8;
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     // In order and once: each write is to a page of its own.
     let write = "--workload write,order=sequential,rate=2000,warm";
     let here = home.run("here", &format!("run --memory {mib}m --passes 0 {write}"))?;
@@ -139,9 +139,9 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
 }
 
 /// A layer that becomes shorter under a machine ends it with the file's name.
-#[trial(real())]
+#[test(real())]
 fn a_layer_that_becomes_shorter_is_named() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
     home.has_written("here", 8192)?;
     let dir = home.path("snap");
@@ -171,9 +171,9 @@ const MAX_MAP_COUNT: &str = "/proc/sys/vm/max_map_count";
 const PIECES: u64 = 33_000;
 
 /// A machine that has written to every second page, and whose snapshot would take more mappings than a process can have.
-#[trial(few_mappings())]
+#[test(few_mappings())]
 fn more_pieces_than_mappings_are_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let line = format!("run --memory {}k --passes 0 --workload write,stride=8k", PIECES * 8);
     let here = home.run("here", &line)?;
     home.has_written("here", PIECES)?;
@@ -193,7 +193,7 @@ fn more_pieces_than_mappings_are_refused() -> Result<(), Failed> {
 
 /// Whether a machine that shows files has every page right where it moves to at once.
 fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let here = home.run("here", "run --memory 16m --passes 0 --workload write,rate=20000,warm")?;
     home.has_written("here", 8192)?;
     let dir = home.path("snap");
@@ -208,8 +208,8 @@ fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
 }
 
 /// What is planted here, and caught.
-pub fn add(trials: &mut Trials) {
-    trials.add("planted_shown-left-out_is_caught", kvm(), || match POSSIBLE {
+pub fn add(tests: &mut Tests) {
+    tests.add("planted_shown-left-out_is_caught", kvm(), || match POSSIBLE {
         true => ensure(!moves(Some("shown-left-out"))? && moves(None)?, || "nobody notices".into())
             .map(|()| Completion::Completed),
         false => Ok(Completion::ignored_with(IMPOSSIBLE)),

@@ -6,15 +6,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use harness::{Completion, Failed, LIMIT, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::hosts::real;
+use support::{Completion, Failed, LIMIT, ensure, eventually, test};
 
-use crate::bed::real;
-use crate::home::Home;
 use crate::snapshot::{files, points};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// A point of `dir` that is restored has every page right.
-fn is_right_at(home: &Home, dir: &Path, point: u64) -> Result<(), Failed> {
+fn is_right_at(home: &TestEnv, dir: &Path, point: u64) -> Result<(), Failed> {
     let json = home.path(&format!("{point}.json"));
     let again =
         home.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
@@ -24,7 +24,7 @@ fn is_right_at(home: &Home, dir: &Path, point: u64) -> Result<(), Failed> {
 }
 
 /// A guest whose snapshot has a full point and `more` that continue it.
-fn chain(home: &Home, dir: &Path, memory: &str, more: u64) -> Result<crate::home::Machine, Failed> {
+fn chain(home: &TestEnv, dir: &Path, memory: &str, more: u64) -> Result<support::env::Machine, Failed> {
     let write = "--workload write,order=random,rate=1000";
     let here = home.run("here", &format!("run --memory {memory},slots=3 --passes 0 {write}"))?;
     for point in 0..=more {
@@ -36,9 +36,9 @@ fn chain(home: &Home, dir: &Path, memory: &str, more: u64) -> Result<crate::home
     Ok(here)
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let dir = home.path("snap");
     let here = chain(&home, &dir, "32m", 3)?;
     let merged = home.vellum(&format!("snapshot merge {} --to 2", dir.display()))?;
@@ -64,9 +64,9 @@ fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
 }
 
 /// Killed anywhere, it leaves the old chain or the new one, and nothing more once somebody else has written.
-#[trial(real())]
+#[test(real())]
 fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let first = home.path("snap");
     let here = chain(&home, &first, "8m", 2)?;
     succeeds(&home.vellum("ctl here stop")?)?;
@@ -84,7 +84,7 @@ fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
     let (mut old, mut new) = (0, 0);
     for part in 0..12u32 {
         let dir = copy(&format!("part{part}"))?;
-        let mut client = home.courier(&merge(&dir))?;
+        let mut client = home.migration_client(&merge(&dir))?;
         let since = Instant::now();
         // Anywhere will do: where in it that is depends on the host.
         while since.elapsed() < took * part / 10 {
@@ -135,9 +135,9 @@ impl Drop for Small<'_> {
 }
 
 /// A file system that is full, wherever in it that is, leaves the old chain and nothing more; with room for all of it, it is merged.
-#[trial(real())]
+#[test(real())]
 fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let first = home.path("snap");
     let here = chain(&home, &first, "8m", 2)?;
     succeeds(&home.vellum("ctl here stop")?)?;

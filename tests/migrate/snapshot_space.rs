@@ -5,11 +5,11 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use harness::{Completion, Failed, LIMIT, Trials, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::bed::{kvm, real};
-use crate::home::Home;
 use crate::snapshot::points;
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
@@ -48,7 +48,7 @@ impl Drop for Small<'_> {
 /// Whether each point of a chain has every page right, of which one was tried again and again while there was room for one page more each
 /// time; none where nothing may be mounted.
 fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let at = home.path("small");
     let Some(small) = Small::mount(&at)? else { return Ok(None) };
     small.resize(64 << 20)?;
@@ -99,7 +99,7 @@ fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Fa
     Ok(Some(right))
 }
 
-#[trial(real())]
+#[test(real())]
 fn a_disk_that_is_full_at_any_write_loses_nothing_of_the_next_point() -> Result<Completion, Failed> {
     match survives_each_write(None)? {
         Some(right) => ensure(right, || "a page is wrong".into()).map(|()| Completion::Completed),
@@ -108,9 +108,9 @@ fn a_disk_that_is_full_at_any_write_loses_nothing_of_the_next_point() -> Result<
 }
 
 /// A page in each mebibyte of 6 GiB, in several memslots: two points, each of which comes back in each way, and moves on in each way.
-#[trial(real())]
+#[test(real())]
 fn memory_above_four_gib_is_saved_and_comes_back_in_each_way() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let workload = "--passes 0 --workload write,order=random,stride=1m,rate=20000";
     let here = home.run("here", &format!("run --memory 6g,slots=3 {workload}"))?;
     home.has_written("here", 10_000)?;
@@ -139,7 +139,7 @@ fn memory_above_four_gib_is_saved_and_comes_back_in_each_way() -> Result<(), Fai
 
 /// Whether a machine of several memslots comes out of its snapshot with every page right.
 fn comes_back(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
-    let home = Home::planted(mistake)?;
+    let home = TestEnv::planted(mistake)?;
     let here =
         home.run("here", "run --memory 16m,slots=3 --passes 0 --workload write,order=random,rate=20000")?;
     home.has_written("here", 4096)?;
@@ -152,12 +152,12 @@ fn comes_back(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
 }
 
 /// What is planted here, and caught.
-pub fn add(trials: &mut Trials) {
+pub fn add(tests: &mut Tests) {
     type Right = fn(Option<&'static str>) -> Result<Option<bool>, Failed>;
     let planted: [(&str, _, Right); 2] =
         [("owed-forgotten", real(), survives_each_write), ("layer-off-by-a-slot", kvm(), comes_back)];
     for (mistake, need, is_right) in planted {
-        trials.add(format!("planted_{mistake}_is_caught_in_a_snapshot"), need, move || {
+        tests.add(format!("planted_{mistake}_is_caught_in_a_snapshot"), need, move || {
             if !POSSIBLE {
                 return Ok(Completion::ignored_with(IMPOSSIBLE));
             }

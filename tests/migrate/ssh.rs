@@ -6,11 +6,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use harness::{Failed, LIMIT, Need, ensure, eventually, tools, trial};
+use support::env::{Process, TestEnv};
+use support::hosts::real;
+use support::{Failed, LIMIT, Need, ensure, eventually, test, tools};
 use vellum_migration::message::Message;
 
-use crate::bed::real;
-use crate::home::{self, Home, Process};
 use crate::relay::{bytes, until_fit};
 use crate::{ends_with, every_page_is_right, succeeds};
 
@@ -26,14 +26,14 @@ struct Server {
 }
 
 impl Server {
-    fn start(home: &Home) -> Result<Self, Failed> {
+    fn start(home: &TestEnv) -> Result<Self, Failed> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         for key in ["host_key", "user_key"] {
             let mut make = Command::new("ssh-keygen");
             succeeds(&make.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(home.path(key)).output()?)?;
         }
         fs::copy(home.path("user_key.pub"), home.path("authorized"))?;
-        let vellum = Path::new(home::VELLUM).parent().ok_or("a program has a directory")?;
+        let vellum = Path::new(crate::VELLUM).parent().ok_or("a program has a directory")?;
         let dir = home.0.display();
         let config = format!(
             "ListenAddress 127.0.0.1\nPort {port}\nHostKey {dir}/host_key\nAuthorizedKeysFile {dir}/authorized\nStrictModes no\n\
@@ -64,7 +64,7 @@ impl Server {
     }
 
     /// What `ssh` is for those who start it by [`Self::path`].
-    fn client(&self, home: &Home, last: &str) -> Result<(), Failed> {
+    fn client(&self, home: &TestEnv, last: &str) -> Result<(), Failed> {
         let rest = std::env::var("PATH").unwrap_or_default();
         let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", home.0.display());
         let ssh = self.bin.join("ssh");
@@ -76,13 +76,13 @@ impl Server {
         format!("{}:{}", self.bin.display(), std::env::var("PATH").unwrap_or_default())
     }
 
-    fn ssh(&self, home: &Home) -> Command {
+    fn ssh(&self, home: &TestEnv) -> Command {
         let mut command = Command::new(self.bin.join("ssh"));
         command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
         command
     }
 
-    fn migrate(&self, home: &Home, more: &str) -> Result<Output, Failed> {
+    fn migrate(&self, home: &TestEnv, more: &str) -> Result<Output, Failed> {
         Ok(home
             .command(&format!("migrate here --to ssh:there:there {more}"))
             .env("PATH", self.path())
@@ -92,10 +92,10 @@ impl Server {
 
 /// Over one connection, and compressed over three; and one that brings nothing back from DONE on, and is gone then: the second asks what became
 /// of it.
-#[trial(needs())]
+#[test(needs())]
 fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(), Failed> {
     for (more, cut) in [("", false), ("--connections 3 --compress zstd", false), ("--json", true)] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let server = Server::start(&home)?;
         let json = home.path("json");
         let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;

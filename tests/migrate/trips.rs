@@ -1,17 +1,17 @@
 //! A guest that writes moves from process to process, with each way to collect dirty pages; then every page is looked at.
 //!
 //! `VELLUM_MIGRATION=all` has it go there and back fifty times with 512 MiB and three times with 2 GiB, over a link of 400 MiB/s of which
-//! it writes half anew; each way is a trial of its own then, and says how long the guest stood still beside what was allowed.
+//! it writes half anew; each way is a test of its own then, and says how long the guest stood still beside what was allowed.
 
 use std::process::Output;
 use std::sync::{Mutex, PoisonError};
 
-use harness::{Failed, Trials, ensure, trial};
 use serde_json::Value;
+use support::env::TestEnv;
+use support::hosts::kvm;
+use support::{Failed, Tests, ensure, test};
 use vellum_host::Facts;
 
-use crate::bed::kvm;
-use crate::home::Home;
 use crate::{ends_with, every_page_is_right, moved, succeeds};
 
 /// A way to collect dirty pages: its tracker, and what the machine is started with for it.
@@ -39,8 +39,8 @@ struct Trips {
     last: u64,
 }
 
-/// The trials that take long.
-pub fn add_long(trials: &mut Trials) {
+/// The tests that take long.
+pub fn add_long(tests: &mut Tests) {
     if !std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") {
         return;
     }
@@ -55,7 +55,7 @@ pub fn add_long(trials: &mut Trials) {
                 way.0,
                 way.1.replace("--dirty-", "_")
             );
-            trials.add(name, kvm(), move || {
+            tests.add(name, kvm(), move || {
                 // One after the other: beside another's vCPUs two CPUs do not carry so much over such a link.
                 static LINK: Mutex<()> = Mutex::new(());
                 let _link = LINK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +66,7 @@ pub fn add_long(trials: &mut Trials) {
 }
 
 /// Three times there and back under load, with each way.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
     let limits = "--downtime 1s --timeout 3s,then=force";
     // An emulated processor needs as long for a page as others for a hundred; and once is as good as often for what differs there.
@@ -78,7 +78,7 @@ fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
 }
 
 fn go((tracker, ring): Way, Trips { mib, hops, rate, limits, last }: Trips) -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let write = format!("--workload write,order=random,rate={rate},write=80");
     let mut here =
         home.run("m0", &format!("run --cpus 2 --memory {mib}m,slots=3 --passes 0 {write} {ring}"))?;

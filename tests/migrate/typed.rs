@@ -4,11 +4,11 @@ use std::fs;
 use std::io::Write;
 use std::process::Stdio;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::real;
+use support::{Failed, LIMIT, ensure, eventually, test};
 
-use crate::bed::real;
-use crate::home::Home;
-use crate::images::Code;
 use crate::relay::{held_back, until_fit};
 use crate::{ends_with, succeeds, with};
 
@@ -17,10 +17,10 @@ const TYPED: &[u8] = &[b't'; 200];
 
 /// A guest that sends back what it receives. What is typed in its final pass comes back on the target; or on the source, where that
 /// pass is given up.
-#[trial(real())]
+#[test(real())]
 fn what_is_typed_in_the_final_pass_gets_to_the_guest_once() -> Result<(), Failed> {
     for (moves, irqchip) in [(true, "split"), (false, "kernel")] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let [kernel, out, far] = ["kernel", "out", "far"].map(|name| home.path(name));
         fs::write(&kernel, Code::default().echo().elf64())?;
         let line = format!("run --kernel {} --memory 8m --irqchip {irqchip}", kernel.display());

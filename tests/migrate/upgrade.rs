@@ -5,24 +5,25 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::process::Command;
 
-use harness::{Failed, LIMIT, ensure, eventually, trial};
+use support::env::{TestEnv, process};
+use support::hosts::{kvm, real};
+use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
-use crate::bed::{kvm, real};
-use crate::home::{Home, VELLUM, process};
+use crate::VELLUM;
 use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, with};
 
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
 
 /// The process that has the machine `name`.
-pub fn pid(home: &Home, name: &str) -> Result<u32, Failed> {
+pub fn pid(home: &TestEnv, name: &str) -> Result<u32, Failed> {
     let status = Client::connect(&home.socket(name))?.ask(&Do::Status {})?;
     Ok(status["pid"].as_u64().ok_or("no pid")? as u32)
 }
 
 /// Upgrades `name` to a build of its own path; the process that has it then.
-pub fn upgrade(home: &Home, name: &str) -> Result<u32, Failed> {
+pub fn upgrade(home: &TestEnv, name: &str) -> Result<u32, Failed> {
     let (before, build) = (pid(home, name)?, home.path("other-build"));
     if !build.exists() {
         symlink(VELLUM, &build)?;
@@ -40,9 +41,9 @@ fn kill(pid: u32, signal: &str) -> Result<(), Failed> {
 
 /// Twice, moved and saved in between as any machine: every page is right, and the process that was started first, which has no memory of
 /// the guest's any more, ends as the last one does.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let json = home.path("json");
     let line =
         format!("run --cpus 2 --memory 32m,slots=3,backing=memfd {WORKLOAD} --json {}", json.display());
@@ -80,9 +81,9 @@ fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Resu
 }
 
 /// A disk with its lock, a serial port, a vsock, a console: each goes over, and the guest counts on without a gap.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = counting(&home)?;
     let [out, disk, vsock] = ["out", "disk", "vsock"].map(|name| home.path(name));
     fs::write(&disk, [0; 4096])?;
@@ -117,12 +118,12 @@ fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
 
 /// A signal to the first process ends the guest in the second one, which has the result; a first process that is killed takes the second
 /// with it, and a second one that is killed is missed.
-#[trial(real())]
+#[test(real())]
 fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
     for (of_first, signal, status) in
         [(true, "-TERM", Some(128 + 15)), (true, "-KILL", None), (false, "-KILL", Some(1))]
     {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let json = home.path("json");
         let line = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
         let first = home.run("m", &line)?;
@@ -139,9 +140,9 @@ fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
 }
 
 /// Memory without a descriptor, a program that is none, or is none of these: the machine runs on where it was.
-#[trial(real())]
+#[test(real())]
 fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let json = home.path("json");
     let _anonymous = home.run("anonymous", "run --memory 8m --passes 0")?;
     let memfd = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
@@ -166,7 +167,7 @@ fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed
 }
 
 /// A build that runs `script`, at the end of which `exec vellum "$@"` makes it a Vellum.
-fn build(home: &Home, name: &str, script: &str) -> Result<PathBuf, Failed> {
+fn build(home: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
     let path = home.path(name);
     fs::write(&path, format!("#!/bin/sh\n{}\n", script.replace("exec vellum", &format!("exec {VELLUM}"))))?;
     fs::set_permissions(&path, Permissions::from_mode(0o755))?;
@@ -175,9 +176,9 @@ fn build(home: &Home, name: &str, script: &str) -> Result<PathBuf, Failed> {
 
 /// A process that stands in for another has that one's supervisor, and so has each that is to stand in for it: one that gets no machine takes
 /// none along. Each way in which an upgrade comes to nothing, before one that succeeds and after it.
-#[trial(real())]
+#[test(real())]
 fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let json = home.path("json");
     let line = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
     let first = home.run("m", &line)?;
@@ -196,7 +197,8 @@ fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is()
             let gate = home.path("gate");
             succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;
             let script = format!("read -r _ < {}; exec vellum \"$@\"", gate.display());
-            let client = home.courier(&format!("ctl m upgrade {}", build(&home, how, &script)?.display()))?;
+            let client =
+                home.migration_client(&format!("ctl m upgrade {}", build(&home, how, &script)?.display()))?;
             eventually(LIMIT, "it is under way", || {
                 Ok((home.standing("m").as_deref() == Some("upgrading")).then_some(()))
             })?;

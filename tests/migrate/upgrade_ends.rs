@@ -4,12 +4,13 @@ use std::fs;
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
-use harness::{Failed, LIMIT, Need, ensure, eventually, trial};
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::{kvm, real};
+use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_sys::terminal::open_pty;
 
-use crate::bed::{kvm, real};
-use crate::home::{Home, VELLUM};
-use crate::images::Code;
+use crate::VELLUM;
 use crate::upgrade::{pid, upgrade};
 use crate::{counting, ends_with, has_counted, succeeds};
 
@@ -17,13 +18,13 @@ use crate::{counting, ends_with, has_counted, succeeds};
 fn setsid() -> Need {
     let works =
         Command::new("setsid").args(["--wait", "true"]).output().is_ok_and(|out| out.status.success());
-    if works { Ok(()) } else { Err(harness::tools::lacks("setsid")) }
+    if works { Ok(()) } else { Err(support::tools::lacks("setsid")) }
 }
 
 /// Every key but Ctrl-A x is the guest's, in the other build as in the first; that ends it, and then the terminal is as it was before.
-#[trial(real(), setsid())]
+#[test(real(), setsid())]
 fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = home.path("kernel");
     fs::write(&kernel, Code::default().print("V").echo().elf64())?;
     let (mut master, slave, name) = open_pty()?;
@@ -60,7 +61,7 @@ fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<
 
 /// Who may make a network namespace, and a tap in it.
 fn taps() -> Need {
-    ["unshare", "ip"].into_iter().try_for_each(harness::tools::program)?;
+    ["unshare", "ip"].into_iter().try_for_each(support::tools::program)?;
     let make = "ip tuntap add dev probe mode tap";
     let made = Command::new("unshare").args(["-n", "sh", "-c", make]).stderr(Stdio::null()).status();
     match made.is_ok_and(|status| status.success()) {
@@ -82,9 +83,9 @@ fn taps_of(of: u32) -> Result<Vec<String>, Failed> {
 
 /// A tap that is in a network namespace in which nobody who starts the other build is: the descriptor goes over, and the
 /// first process has none of it any more.
-#[trial(kvm(), taps())]
+#[test(kvm(), taps())]
 fn a_tap_goes_over_to_another_build() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (kernel, out) = (counting(&home)?, home.path("out"));
     let mut command = Command::new("unshare");
     command.args(["-n", VELLUM, "run", "--memory", "32m,backing=memfd", "--net", "tap=vt0,create", "-k"]);

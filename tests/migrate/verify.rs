@@ -5,14 +5,14 @@ use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
-use harness::{Failed, ensure, trial};
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, ensure, test};
 use vellum_migration::message::Message;
 use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, RUN};
 use vellum_sys::mmap::PAGE_SIZE;
 
-use crate::bed::kvm;
-use crate::home::Home;
-use crate::images::Code;
 use crate::relay::{Part, changed_back, next_frame};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
@@ -25,10 +25,10 @@ fn compared(said: &[u8]) -> Option<u64> {
 }
 
 /// Of 1 GiB that is hardly touched, what is touched; of a guest that writes all of its memory, what it has written.
-#[trial(kvm())]
+#[test(kvm())]
 fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> {
     for backing in ["anonymous", "memfd"] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let kernel = home.path("kernel");
         fs::write(&kernel, Code::default().spin().elf64())?;
         let line =
@@ -57,7 +57,7 @@ fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> 
         succeeds(&home.vellum("ctl m2 stop")?)?;
         ends_with(here, 0)?;
     }
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = home.run(
         "here",
         "run --cpus 2 --memory 16m,slots=3 --passes 0 --workload write,order=random,rate=20000",
@@ -118,10 +118,10 @@ fn carry(mut from: UnixStream, mut to: UnixStream, lose: bool) -> std::io::Resul
 
 /// One bit on the way that no checksum shows, and a page that came as zero: the guest stays where it is, unharmed, and the address of
 /// the page is told.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> {
     for lose in [false, true] {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let here =
             home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("json").display()))?;
         let there = home.receive("there", "")?;
@@ -144,7 +144,7 @@ fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> 
 }
 
 /// A target that has compared nothing, that names no misfit, or whose reason is text for a terminal: one line, and the guest stays.
-#[trial(kvm())]
+#[test(kvm())]
 fn what_a_target_says_is_neither_believed_nor_shown_unread() -> Result<(), Failed> {
     type Change = fn(&mut Part);
     let answers: [(Change, &str); 3] = [
@@ -173,7 +173,7 @@ fn what_a_target_says_is_neither_believed_nor_shown_unread() -> Result<(), Faile
             "no\\nvellum: \\u{202e}moved",
         ),
     ];
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let json = home.path("json");
     let here = home.run("here", &format!("run --memory 8m --passes 0 --json {}", json.display()))?;
     home.has_written("here", 1000)?;

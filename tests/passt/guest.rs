@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use harness::{Failed, LIMIT};
 use smoltcp::iface::{Config, Interface, SocketHandle, SocketSet};
 use smoltcp::phy::{self, Device, DeviceCapabilities, Medium};
 use smoltcp::socket::{dhcpv4, dns, tcp, udp};
@@ -11,9 +10,10 @@ use smoltcp::wire::{
     DnsQueryType, EthernetAddress, EthernetFrame, EthernetProtocol, IpAddress, IpCidr, IpProtocol,
     Ipv4Address, Ipv4Packet, Ipv4Repr, TcpControl, TcpPacket, TcpRepr, TcpSeqNumber, UdpPacket, UdpRepr,
 };
+use support::virtio::driver::*;
+use support::{Failed, LIMIT};
 use vellum_devices::virtio::net::{self, Net};
-
-use super::driver::*;
+use vellum_devices::virtio::transport::Codec;
 
 pub const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const RECEIVE: usize = 0;
@@ -128,7 +128,7 @@ pub struct Guest {
 
 impl Guest {
     pub fn new(net: &str) -> Result<Self, Failed> {
-        let mut driver = Driver::new(interface(net)?);
+        let mut driver = Driver::new(Codec::Mmio, interface(net)?);
         driver.start();
         for head in 0..QUEUE_SIZE {
             driver.submit(RECEIVE, &[writable(buffer(RECEIVE, head), (HEADER + FRAME) as u32)]);

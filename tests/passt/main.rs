@@ -10,32 +10,17 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::thread;
 
-use harness::{Failed, LIMIT, Need, Random, Trials, ensure, eventually, tools, trial};
 use smoltcp::socket::tcp::State;
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, LIMIT, Need, Random, Tests, ensure, eventually, test, tools};
 use vellum_devices::virtio::net::user::RESOLVER;
-use vellum_devices::virtio::transport::Codec;
 
-#[path = "../bed/mod.rs"]
-mod bed;
-#[path = "../virtio/driver.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod driver;
-#[path = "../home/mod.rs"]
-mod home;
-#[path = "../images/mod.rs"]
-mod images;
-#[path = "../virtio/reach.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod reach;
-
-/// How this test reaches its interface: what is behind it is the same by either codec.
-const CODEC: Codec = Codec::Mmio;
-
-use bed::kvm;
 use guest::Guest;
-use home::{Home, VELLUM};
-use images::Code;
 use own::{GATEWAY, HOST};
+
+support::vellum!();
 
 /// What is sent through it in one piece.
 const MUCH: usize = 64 << 20;
@@ -44,7 +29,7 @@ const PORT: u16 = 5000;
 
 fn main() -> ExitCode {
     own::enter();
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 fn passt() -> Need {
@@ -57,7 +42,7 @@ fn free() -> Result<u16, Failed> {
     Ok(UdpSocket::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn dhcp_gives_the_host_s_address_and_dns_a_resolver_on_loopback() -> Result<(), Failed> {
     let mut guest = Guest::new("user")?;
     let lease = guest.dhcp()?;
@@ -98,7 +83,7 @@ fn connected(guest: &mut Guest, port: u16) -> Result<(smoltcp::iface::SocketHand
     Ok((handle, stream))
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn a_forward_leads_in_by_tcp() -> Result<(), Failed> {
     let (port, other) = (free()?, free()?);
     let mut guest = Guest::new(&format!("user,forward=[{port}:{PORT},{HOST}:{other}:{PORT}]"))?;
@@ -122,7 +107,7 @@ fn a_forward_leads_in_by_tcp() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn a_forward_leads_in_by_udp() -> Result<(), Failed> {
     let port = free()?;
     // Debian 12's passt loses a guest's answers by UDP to senders on the host itself where the gateway does not stand for it.
@@ -146,7 +131,7 @@ fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes)
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn sixty_four_mebibytes_go_through_each_way_unharmed() -> Result<(), Failed> {
     let mut random = Random::new();
     let bytes: Vec<u8> = (0..MUCH / 8).flat_map(|_| random.below(u64::MAX).to_le_bytes()).collect();
@@ -198,7 +183,7 @@ impl Loopback {
     }
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn the_host_s_loopback_is_reached_where_that_was_asked_for_and_else_not() -> Result<(), Failed> {
     for asked in [true, false] {
         let there = Loopback::new()?;
@@ -240,7 +225,7 @@ fn passt_of(port: u16) -> Result<Option<u32>, Failed> {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let is_it = line.split(|byte| *byte == 0).any(|word| word == told.as_bytes());
-        if is_it && home::process(pid).is_some_and(|name| name.starts_with("passt")) {
+        if is_it && support::env::process(pid).is_some_and(|name| name.starts_with("passt")) {
             return Ok(Some(pid));
         }
     }
@@ -252,7 +237,7 @@ fn kill(pid: u32) -> Result<(), Failed> {
     ensure(killed.success(), || format!("kill {pid}"))
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn a_passt_that_is_killed_takes_the_link_down() -> Result<(), Failed> {
     let port = free()?;
     let mut guest = Guest::new(&format!("user,forward={port}:{PORT}"))?;
@@ -263,7 +248,7 @@ fn a_passt_that_is_killed_takes_the_link_down() -> Result<(), Failed> {
 }
 
 /// It ends with the interface.
-#[trial(passt())]
+#[test(passt())]
 fn no_passt_is_left_behind() -> Result<(), Failed> {
     let port = free()?;
     let guest = Guest::new(&format!("user,forward={port}:{PORT}"))?;
@@ -272,7 +257,7 @@ fn no_passt_is_left_behind() -> Result<(), Failed> {
     eventually(LIMIT, "passt ends", || Ok(passt_of(port)?.is_none().then_some(())))
 }
 
-#[trial(passt())]
+#[test(passt())]
 fn a_guest_that_moves_keeps_its_address_and_loses_its_connections() -> Result<(), Failed> {
     let (before, after) = (free()?, free()?);
     let mut guest = Guest::new(&format!("user,forward={before}:{PORT}"))?;
@@ -291,20 +276,20 @@ fn a_guest_that_moves_keeps_its_address_and_loses_its_connections() -> Result<()
 }
 
 /// A kernel that runs for ever, in a file below `home`.
-fn spinning(home: &Home) -> Result<PathBuf, Failed> {
+fn spinning(home: &TestEnv) -> Result<PathBuf, Failed> {
     let kernel = home.0.join("kernel");
     std::fs::write(&kernel, Code::default().spin().elf64())?;
     Ok(kernel)
 }
 
-fn is_running(home: &Home, name: &str) -> Result<bool, Failed> {
+fn is_running(home: &TestEnv, name: &str) -> Result<bool, Failed> {
     let status: serde_json::Value = serde_json::from_str(&home.ctl(&format!("{name} status"))?)?;
     Ok(status["state"] == "running")
 }
 
-#[trial(kvm(), passt())]
+#[test(kvm(), passt())]
 fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = spinning(&home)?;
     for killed in [true, false] {
         let port = free()?;
@@ -329,9 +314,9 @@ fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(kvm(), passt())]
+#[test(kvm(), passt())]
 fn a_machine_moves_to_a_passt_of_its_own() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (kernel, port) = (spinning(&home)?, free()?);
     let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
     let machine = home.start("p", &mut home.command(&run))?;
@@ -342,7 +327,7 @@ fn a_machine_moves_to_a_passt_of_its_own() -> Result<(), Failed> {
     let output = home.vellum(&format!("migrate p --to {address}"))?;
     ensure(output.status.success(), || format!("{output:?}"))?;
     machine.end()?;
-    eventually(LIMIT, "the first passt ends", || Ok((home::process(old).is_none()).then_some(())))?;
+    eventually(LIMIT, "the first passt ends", || Ok((support::env::process(old).is_none()).then_some(())))?;
     ensure(is_running(&home, "q")? && passt_of(other)?.is_some(), || "it does not run there".into())?;
     home.ctl("q stop")?;
     there.end()?;
@@ -357,9 +342,9 @@ fn refused(command: &mut Command, flag: &str, says: &str) -> Result<(), Failed> 
     ensure(line && output.status.code() == Some(2), || format!("{flag}, {says}: {output:?}"))
 }
 
-#[trial(kvm(), passt())]
+#[test(kvm(), passt())]
 fn a_port_in_use_is_named() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = spinning(&home)?;
     let taken = TcpListener::bind("127.0.0.1:0")?;
     let port = taken.local_addr()?.port();
@@ -367,9 +352,9 @@ fn a_port_in_use_is_named() -> Result<(), Failed> {
     refused(&mut home.command(&run), "--net", &format!("127.0.0.1/{port}:80"))
 }
 
-#[trial]
+#[test]
 fn what_is_missing_is_named_with_the_remedy() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let run = |arguments: &str| home.command(&format!("run -k {VELLUM} {arguments}"));
     refused(&mut run("--forward 80:80"), "--net", "required")?;
     refused(&mut run("--net tap=x --forward 80:80"), "--forward", "--net user")?;
@@ -379,9 +364,9 @@ fn what_is_missing_is_named_with_the_remedy() -> Result<(), Failed> {
 }
 
 /// A host without passt, and one without a default route.
-#[trial(kvm(), passt())]
+#[test(kvm(), passt())]
 fn a_host_without_a_route_or_without_passt_says_so() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let run = format!("run --net user -k {}", spinning(&home)?.display());
     let mut alone = Command::new("unshare");
     alone.args(["-n", VELLUM]).args(run.split_whitespace());

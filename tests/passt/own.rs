@@ -1,12 +1,12 @@
 //! A network of this program's own, so that nothing depends on the host's: an interface whose other end nobody answers, a default route, and
-//! a resolver on loopback, which the trials play.
+//! a resolver on loopback, which the tests play.
 
 use std::net::Ipv4Addr;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::{env, fs, process};
 
-use harness::Need;
+use support::Need;
 
 /// Says that the program is in there.
 const VARIABLE: &str = "VELLUM_TEST_NETWORK";
@@ -49,7 +49,7 @@ pub fn enter() {
 
 /// That there is one.
 pub fn network() -> Need {
-    ["unshare", "ip"].into_iter().try_for_each(harness::tools::program)?;
+    ["unshare", "ip"].into_iter().try_for_each(support::tools::program)?;
     let remedy = "needs a network of its own: root, and veth interfaces";
     env::var_os(VARIABLE).map(drop).ok_or_else(|| remedy.into())
 }

@@ -6,18 +6,13 @@
 //! priority (`chrt -f 10`) keeps most of it out of the figures. The floors are a static C program, `tests/perf/floor.c`, which `cc` compiles first: the
 //! calls that Vellum makes, and the fewest that bring a guest's byte out.
 
-#[path = "../images/mod.rs"]
-mod images;
-
-mod floor;
-
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use floor::{compiled, installed, median, multiples};
-use images::Code;
+use support::guests::Code;
+use support::perf::floor::{compiled, installed, median, multiples};
 
 const ROUNDS: usize = 100;
 
@@ -74,14 +69,14 @@ fn main() {
         return;
     }
     let vellum = PathBuf::from(env!("CARGO_BIN_EXE_vellum"));
-    let floor = match compiled() {
+    let floor = match compiled(Path::new(env!("CARGO_TARGET_TMPDIR"))) {
         Ok(floor) => floor,
         Err(error) => {
             println!("skipped: the floor cannot be compiled: {error}; install gcc and libc6-dev");
             return;
         }
     };
-    let vellum = installed(&vellum);
+    let vellum = installed(&vellum, Path::new(env!("CARGO_TARGET_TMPDIR")));
     let image = |name: &str, code: Code| {
         let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
         std::fs::write(&path, code.elf64()).expect("the image");

@@ -8,17 +8,16 @@
 //!
 //! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
 
-#[path = "../home/mod.rs"]
-mod home;
-
 use std::time::Instant;
 
-use harness::{Failed, LIMIT, ensure, eventually};
-use home::{Home, Machine};
 use serde_json::Value;
+use support::env::{Machine, TestEnv};
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::mmap::PAGE_SIZE;
+
+support::vellum!();
 
 const ROUNDS: usize = 15;
 /// What the guests have touched that are moved, and those that are handed over.
@@ -31,13 +30,13 @@ fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
     [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
 }
 
-fn receive(home: &Home) -> Result<Machine, Failed> {
+fn receive(home: &TestEnv) -> Result<Machine, Failed> {
     let socket = home.0.join("there.in");
     home.start("there", &mut home.command(&format!("receive --listen unix:{}", socket.display())))
 }
 
 /// A guest with `memory` bytes that writes to the first `bytes` of them alone, over and over again, and has written to all of these.
-fn written(home: &Home, bytes: u64, memory: u64, backing: &str, more: &str) -> Result<Machine, Failed> {
+fn written(home: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) -> Result<Machine, Failed> {
     let percent = bytes as f64 * 100.0 / memory as f64;
     let hot = if bytes < memory { format!(",hot={percent},share=100") } else { String::new() };
     let arguments = format!(
@@ -55,7 +54,7 @@ fn written(home: &Home, bytes: u64, memory: u64, backing: &str, more: &str) -> R
 
 /// For how many milliseconds a guest of `memory` stands still that is handed over while it runs.
 fn handed(memory: u64) -> Result<f64, Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = written(&home, HANDED, memory, ",backing=memfd", ",rate=100000")?;
     let there = receive(&home)?;
     let to = home.0.join("there.in");
@@ -73,7 +72,7 @@ fn handed(memory: u64) -> Result<f64, Failed> {
 
 /// Milliseconds that a paused guest of `memory` takes to move, once it has written to [`TOUCHED`] bytes.
 fn moves(memory: u64) -> Result<f64, Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let here = written(&home, TOUCHED, memory, "", "")?;
     home.ctl("here pause")?;
     let there = receive(&home)?;
@@ -90,13 +89,13 @@ fn moves(memory: u64) -> Result<f64, Failed> {
 
 /// Milliseconds from the end of the target of a migration until the source says that its guest runs on.
 fn closed() -> Result<f64, Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let arguments = "run --memory 64m --passes 0 --workload write,rate=1000";
     let here = home.start("here", &mut home.command(arguments))?;
     let there = receive(&home)?;
     let to = home.0.join("there.in");
     let line = format!("migrate here --bandwidth 1m --to unix:{}", to.display());
-    let courier = home::Process::spawn(home.command(&line).stderr(std::process::Stdio::piped()))?;
+    let courier = support::env::Process::spawn(home.command(&line).stderr(std::process::Stdio::piped()))?;
     let mut client = Client::connect(&home.socket("here"))?;
     let mut is = |state: &str| -> Result<bool, Failed> { Ok(client.ask(&Do::Status {})?["state"] == state) };
     eventually(LIMIT, "it is under way", || Ok(is("migrating")?.then_some(())))?;

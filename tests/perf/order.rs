@@ -4,16 +4,11 @@
 //! `tests/perf/steps.c` runs the program step by step; `nm` says which functions its instructions are of. The names of functions carry
 //! hashes that change with each build, so that all functions that differ in a hash alone count as one.
 
-#[path = "../images/mod.rs"]
-mod images;
-
-mod floor;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use images::Code;
+use support::guests::Code;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/resources/start-up.order");
 
@@ -80,7 +75,10 @@ fn main() {
     output(Command::new("cc").args(["-O2", "-o"]).arg(&steps).arg(source));
     let kernel = scratch("order-kernel");
     std::fs::write(&kernel, Code::default().print("V").spin().elf64()).expect("the image");
-    let vellum = floor::installed(Path::new(env!("CARGO_BIN_EXE_vellum")));
+    let vellum = support::perf::floor::installed(
+        Path::new(env!("CARGO_BIN_EXE_vellum")),
+        Path::new(env!("CARGO_TARGET_TMPDIR")),
+    );
     let functions = functions(&vellum);
     let mut executed = BTreeSet::new();
     for arguments in [

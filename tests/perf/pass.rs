@@ -3,19 +3,16 @@
 //!
 //! Passes alternate, so that whatever else the host does falls on both alike.
 
-mod function;
-
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use support::perf::function::Function;
 use vellum_guests::control::Control;
 use vellum_guests::guest::GuestConfig;
 use vellum_guests::program::write_code;
 use vellum_guests::{Guest, WriteConfig};
 use vellum_kvm::memory::{Memory, MemoryConfig};
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
-
-use function::Function;
 
 const RAM: u64 = 256 << 20;
 const ROUNDS: usize = 41;

@@ -7,20 +7,17 @@
 //! The rivals take turns; printed are medians with quartiles, and the median of the ratios of each round's demand with `--prefetch` to
 //! demand without.
 
-#[path = "../home/mod.rs"]
-mod home;
-#[path = "../images/mod.rs"]
-mod images;
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use harness::{Failed, LIMIT, ensure, eventually};
-use home::Home;
-use images::Code;
+use support::env::TestEnv;
+use support::guests::Code;
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_migration::snapshot::working_set;
+
+support::vellum!();
 
 const ROUNDS: usize = 15;
 const WAYS: [&str; 4] = ["eager", "map", "demand", "demand --prefetch"];
@@ -58,13 +55,13 @@ fn forget(file: &Path) -> Result<(), Failed> {
 }
 
 /// Milliseconds until a machine has been round.
-fn round(home: &Home, dir: &Path, how: &str) -> Result<f64, Failed> {
+fn round(home: &TestEnv, dir: &Path, how: &str) -> Result<f64, Failed> {
     let serial = home.0.join("again.out");
     let _ = fs::remove_file(&serial);
     let line =
         format!("restore {} --serial file={} --name again --memory {how}", dir.display(), serial.display());
     let start = Instant::now();
-    let machine = home::Process::spawn(&mut home.command(&line))?;
+    let machine = support::env::Process::spawn(&mut home.command(&line))?;
     while len(&serial) < 2 {
         ensure(start.elapsed() < LIMIT, || format!("{how}: it does not go round"))?;
         std::thread::sleep(std::time::Duration::from_micros(100));
@@ -81,7 +78,7 @@ fn main() -> Result<(), Failed> {
         println!("skipped: {error}");
         return Ok(());
     }
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (image, out, dir) = (home.0.join("kernel"), home.0.join("out"), home.0.join("snap"));
     fs::write(&image, kernel())?;
     let line = format!("run --kernel {} --memory 512m --serial file={}", image.display(), out.display());

@@ -8,12 +8,6 @@
 //!
 //! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
 
-mod floor;
-#[path = "../home/mod.rs"]
-mod home;
-#[path = "../images/mod.rs"]
-mod images;
-
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::fs::FileExt;
@@ -21,13 +15,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use floor::installed;
-use harness::{Failed, LIMIT, ensure, eventually};
-use home::Home;
-use images::Code;
+use support::env::TestEnv;
+use support::guests::Code;
+use support::perf::floor::installed;
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::mmap::PAGE_SIZE;
+
+support::vellum!();
 
 /// Bytes that are written, how many at a time by who does it bare, and how often.
 const BYTES: u64 = 512 << 20;
@@ -64,7 +60,7 @@ fn bare(file: &Path, content: &[u8]) -> Result<f64, Failed> {
     Ok(took)
 }
 
-fn writing(home: &Home) -> Result<(), Failed> {
+fn writing(home: &TestEnv) -> Result<(), Failed> {
     let line = "run --memory 512m --passes 0 --workload write,order=sequential";
     let here = home.start("here", &mut home.command(line))?;
     let mut client = Client::connect(&home.socket("here"))?;
@@ -126,11 +122,11 @@ fn first_byte(command: &mut Command) -> Result<f64, Failed> {
     Ok(took)
 }
 
-fn starting(home: &Home) -> Result<(), Failed> {
+fn starting(home: &TestEnv) -> Result<(), Failed> {
     let (touches_all, prints) = (home.0.join("touches"), home.0.join("prints"));
     fs::write(&touches_all, touches())?;
     fs::write(&prints, Code::default().print("V").spin().elf64())?;
-    let vellum = installed(Path::new(home::VELLUM));
+    let vellum = installed(Path::new(VELLUM), Path::new(env!("CARGO_TARGET_TMPDIR")));
     let dir = |memory: &str| PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("shown-{memory}"));
     for memory in ["256m", "8g"] {
         let _ = fs::remove_dir_all(dir(memory));
@@ -196,7 +192,7 @@ fn main() -> Result<(), Failed> {
         println!("skipped: {error}");
         return Ok(());
     }
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     starting(&home)?;
     writing(&home)
 }

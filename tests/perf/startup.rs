@@ -3,12 +3,10 @@
 //! Both are started in turn, so that whatever else the host does falls on both alike; the medians of each are printed, and of
 //! their ratio, round by round, with the quartiles. The floor is the same calls of a static C program, `tests/perf/floor.c`, which `cc` compiles first.
 
-mod floor;
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use floor::{compiled, installed, median, multiples};
+use support::perf::floor::{compiled, installed, median, multiples};
 use vellum_sys::clock::monotonic;
 
 const ROUNDS: usize = 60;
@@ -29,14 +27,14 @@ fn main() {
         println!("skipped: {error}");
         return;
     }
-    let floor = match compiled() {
+    let floor = match compiled(Path::new(env!("CARGO_TARGET_TMPDIR"))) {
         Ok(floor) => floor,
         Err(error) => {
             println!("skipped: the floor cannot be compiled: {error}; install gcc and libc6-dev");
             return;
         }
     };
-    let vellum = installed(Path::new(env!("CARGO_BIN_EXE_vellum")));
+    let vellum = installed(Path::new(env!("CARGO_BIN_EXE_vellum")), Path::new(env!("CARGO_TARGET_TMPDIR")));
     // Two pages, 64 MiB apart: what is timed is the way there.
     let args = ["test", "startup", "--memory", "128m", "--passes", "1", "--workload", "write,stride=64m"];
     let sandboxes = [["--sandbox", "on"], ["--sandbox", "off"]];

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use harness::{Failed, Random, ensure, trial};
+use support::virtio::disk::disk;
+use support::{Failed, Random, ensure, test};
+use vellum_devices::virtio::transport::Codec;
 use vellum_sys::signal;
 
-use crate::disk::disk;
 use crate::{Scratch, ask, overlaid};
 
 /// The word of the command line by which this program writes.
@@ -35,7 +36,7 @@ pub fn write() -> Result<(), String> {
     use std::io::Write;
     let argument = |at| std::env::args().nth(at).ok_or("an argument is missing");
     let (base, over, first) = (argument(2)?, argument(3)?, argument(4)?);
-    let mut driver = disk(&overlaid(base.into(), over.into()));
+    let mut driver = disk(Codec::Mmio, &overlaid(base.into(), over.into()));
     driver.start();
     for version in first.parse().map_err(|error| format!("{first}: {error}"))?.. {
         for number in written(version) {
@@ -50,7 +51,7 @@ pub fn write() -> Result<(), String> {
     Ok(())
 }
 
-#[trial]
+#[test]
 fn what_was_flushed_outlives_its_process() -> Result<(), Failed> {
     let (mut random, scratch) = (Random::new(), Scratch::new("killed")?);
     let (base, over) = (scratch.path("base"), scratch.path("over"));
@@ -76,7 +77,7 @@ fn what_was_flushed_outlives_its_process() -> Result<(), Failed> {
             .map_err(|error| Failed::from(format!("kill {kill}: {}", error.message().unwrap_or("?"))))?;
         // What was not flushed may be there: the next one goes on behind it.
         flushed += 1;
-        let mut driver = disk(&overlaid(base.clone(), over.clone()));
+        let mut driver = disk(Codec::Mmio, &overlaid(base.clone(), over.clone()));
         driver.start();
         for number in written(flushed) {
             ask::write(&mut driver, number * 512, &sector(number, flushed));
@@ -91,7 +92,7 @@ fn check(base: &Path, over: &Path, flushed: u64) -> Result<(), Failed> {
     let mut due = vec![0; SECTORS as usize];
     (1..=flushed).for_each(|version| written(version).for_each(|number| due[number as usize] = version));
     let next: Vec<u64> = written(flushed + 1).collect();
-    let mut driver = disk(&overlaid(base.to_owned(), over.to_owned()));
+    let mut driver = disk(Codec::Mmio, &overlaid(base.to_owned(), over.to_owned()));
     driver.start();
     let found = ask::read(&mut driver, 0, SECTORS as usize * 512);
     for (number, bytes) in (0..).zip(found.chunks(512)) {

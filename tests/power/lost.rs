@@ -6,11 +6,12 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use harness::{Failed, Need, Random, ensure, trial};
+use support::share::mount::{Act, Mount, acts, fuse};
+use support::virtio::disk::disk;
+use support::{Failed, Need, Random, ensure, test};
+use vellum_devices::virtio::transport::Codec;
 use vellum_share::{Cache, Config};
 
-use crate::disk::disk;
-use crate::mount::{Act, Mount, acts, fuse};
 use crate::{Scratch, ask, overlaid};
 
 /// How often it is lost, unless VELLUM_CUTS says another number.
@@ -26,7 +27,7 @@ fn ext4() -> Need {
     if !Path::new("/dev/loop-control").exists() {
         return Err("needs loop devices: modprobe loop".into());
     }
-    ["mkfs.ext4", "e2fsck", "debugfs"].into_iter().try_for_each(harness::tools::program)
+    ["mkfs.ext4", "e2fsck", "debugfs"].into_iter().try_for_each(support::tools::program)
 }
 
 /// Runs a command: its status, and what it said.
@@ -104,7 +105,7 @@ fn used(root: &Path, record: &Path, random: &mut Random) -> Result<Vec<Promise>,
     Ok(promises)
 }
 
-#[trial(ext4())]
+#[test(ext4())]
 fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     let (mut random, scratch) = (Random::new(), Scratch::new("lost")?);
     let base = scratch.path("base");
@@ -130,11 +131,11 @@ fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     fs::create_dir(&mounted)?;
     let over = mounted.join("overlay");
     // It is made, and so is there, before it is used.
-    drop(disk(&overlaid(base.clone(), there.join("overlay"))));
+    drop(disk(Codec::Mmio, &overlaid(base.clone(), there.join("overlay"))));
     let begin = fs::read(there.join("overlay"))?;
     let config = Config { writable: true, cache: Cache::None, ..Config::default() };
     let mount = Mount::recorded(&there, mounted, config, Some(&record))?;
-    let mut driver = disk(&overlaid(base.clone(), over));
+    let mut driver = disk(Codec::Mmio, &overlaid(base.clone(), over));
     driver.start();
     // How much was recorded when each act began.
     let mut starts = Vec::with_capacity(asked.len() + 1);
@@ -154,20 +155,20 @@ fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     eprintln!("{} acts of ext4's, {} of the overlay's, {syncs} of them syncs", asked.len(), done.len());
     ensure(syncs > 100 && promises.len() == 60, || "that is no workload".into())?;
     let cuts = std::env::var("VELLUM_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(CUTS);
-    let trial = Cut { base: &base, original, asked, starts, begin, done, promises };
+    let test = Cut { base: &base, original, asked, starts, begin, done, promises };
     let mut repaired = 0;
     for cut in 0..cuts {
-        let at = random.below(trial.done.len() as u64 + 1) as usize;
+        let at = random.below(test.done.len() as u64 + 1) as usize;
         // By turns when the most is under way: right before the overlay asks for what it has written to last.
-        let next = trial.done[at..].iter().position(|act| matches!(act, Act::Sync)).unwrap_or(0);
+        let next = test.done[at..].iter().position(|act| matches!(act, Act::Sync)).unwrap_or(0);
         let at = at + if cut % 2 == 0 { next } else { 0 };
-        let lost = trial.lost(at, &mut random, &scratch).map_err(|error| {
+        let lost = test.lost(at, &mut random, &scratch).map_err(|error| {
             Failed::from(format!("loss {cut}, after {at} acts: {}", error.message().unwrap_or("?")))
         })?;
         repaired += u32::from(lost);
     }
     eprintln!("{cuts} losses of power, the journal was needed after {repaired}");
-    ensure(fs::read(&base)? == trial.original, || "the base has changed".into())
+    ensure(fs::read(&base)? == test.original, || "the base has changed".into())
 }
 
 /// All that is known of a run.
@@ -207,7 +208,7 @@ impl Cut<'_> {
         }
         let over: PathBuf = scratch.path("after");
         fs::write(&over, medium)?;
-        let mut driver = disk(&overlaid(self.base.to_owned(), over));
+        let mut driver = disk(Codec::Mmio, &overlaid(self.base.to_owned(), over));
         driver.start();
         let found = ask::read(&mut driver, 0, BYTES as usize);
         drop(driver);

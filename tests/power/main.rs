@@ -10,27 +10,11 @@ mod lost;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use harness::Trials;
+use support::Tests;
+use support::share::mount;
 use vellum_devices::virtio::blk::BlkConfig;
-use vellum_devices::virtio::transport::Codec;
 use vellum_disk::overlay::Place;
 use vellum_share::process;
-
-#[path = "../virtio/disk.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod disk;
-#[path = "../virtio/driver.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod driver;
-#[path = "../share/mount.rs"]
-#[allow(dead_code, reason = "the test `share` uses more of it")]
-mod mount;
-#[path = "../virtio/reach.rs"]
-#[allow(dead_code, reason = "the test `virtio` uses more of it")]
-mod reach;
-
-/// How this test reaches its disk: what is behind it is the same by either codec.
-const CODEC: Codec = Codec::Mmio;
 
 fn main() -> ExitCode {
     let ended = match std::env::args().nth(1).as_deref() {
@@ -38,10 +22,10 @@ fn main() -> ExitCode {
         Some(mount::WORD) => mount::carry().map_err(|error| error.message().unwrap_or_default().to_owned()),
         Some(killed::WORD) => killed::write(),
         _ => {
-            let mut trials = Trials::from_args();
-            // A process that another trial starts has this one's descriptors until it runs its program, and with them an overlay's lock.
-            trials.one_at_a_time();
-            return trials.run();
+            let mut tests = Tests::from_args();
+            // A process that another test starts has this one's descriptors until it runs its program, and with them an overlay's lock.
+            tests.one_at_a_time();
+            return tests.run();
         }
     };
     match ended {
@@ -53,7 +37,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Where a trial has its files, which go with it.
+/// Where a test has its files, which go with it.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -83,15 +67,15 @@ fn overlaid(base: PathBuf, over: PathBuf) -> BlkConfig {
 mod ask {
     use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 
-    use crate::disk::{DATA, STATUS, header};
-    use crate::driver::{Buf, Driver, readable, writable};
+    use support::virtio::disk::{DATA, STATUS, header};
+    use support::virtio::driver::{Buf, Driver, readable, writable};
 
     /// Bytes of a request.
     pub const MAX_WRITE: usize = 64 << 10;
 
     fn request(driver: &mut Driver, kind: u32, at: u64, data: &[Buf]) {
         header(driver, kind, at / 512);
-        let mut chain = vec![readable(crate::disk::HEADER, 16)];
+        let mut chain = vec![readable(support::virtio::disk::HEADER, 16)];
         chain.extend(data);
         chain.push(writable(STATUS, 1));
         driver.submit(0, &chain);

@@ -3,14 +3,15 @@
 use std::fs;
 use std::process::{Command, Output, Stdio};
 
-use harness::{Failed, ensure, trial};
+use support::env::TestEnv;
+use support::guests::Code;
+use support::hosts::kvm;
+use support::{Failed, ensure, test};
 
-use super::bed::kvm;
-use super::home::{Home, VELLUM};
-use super::images::Code;
+use crate::VELLUM;
 
 /// `vellum ARGUMENTS` where a file may have so many blocks (of 512 bytes or 1 KiB, as this shell counts).
-fn limited(home: &Home, blocks: u32, arguments: &str) -> Command {
+fn limited(home: &TestEnv, blocks: u32, arguments: &str) -> Command {
     let mut command = Command::new("sh");
     // What is added to it comes behind the arguments.
     command.args(["-c", &format!("ulimit -f {blocks} && exec {VELLUM} {arguments} \"$@\""), "sh"]);
@@ -26,22 +27,22 @@ fn is_refused(output: &Output) -> Result<(), Failed> {
     ensure(good, || format!("{output:?}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn memory_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     is_refused(&limited(&home, 1000, "run --memory 16m,backing=memfd --passes 1").output()?)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_result_is_refused() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let arguments = format!("run --memory 16m --passes 1 --json {}", home.0.join("result").display());
     is_refused(&limited(&home, 0, &arguments).output()?)
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let machine =
         home.start("limited", &mut limited(&home, 1000, "run --memory 64m --workload write --passes 0"))?;
     let path = home.0.join("snapshot");
@@ -54,9 +55,9 @@ fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
 }
 
 /// A guest without an end, whose log is full after its first bytes.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_log_that_is_full_does_not_end_the_machine() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let kernel = home.0.join("kernel");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;
     let (log, kernel) = (home.0.join("log"), kernel.display());

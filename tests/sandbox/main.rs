@@ -1,12 +1,6 @@
 //! The sandbox against real processes: each test starts this program again as a helper that enters the sandbox as one
 //! kind of thread and does one thing, and looks at how it ended and what it said.
 
-#[path = "../bed/mod.rs"]
-mod bed;
-#[path = "../home/mod.rs"]
-mod home;
-#[path = "../images/mod.rs"]
-mod images;
 mod limits;
 mod privileges;
 mod signals;
@@ -21,10 +15,12 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::mpsc;
 
-use harness::{Failed, Need, Trials, trial};
+use support::{Failed, Need, Tests, test};
 use vellum_sandbox::user::{User, drop_privileges};
 use vellum_sandbox::{EXIT_STATUS, Mode, Sandbox, ThreadKind};
 use vellum_sys::{host, terminal};
+
+support::vellum!();
 
 const HELPER: &str = "--sandbox-helper";
 
@@ -51,21 +47,21 @@ fn main() -> ExitCode {
     {
         return help(kind, action, mode.parse().unwrap());
     }
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     for kind in ThreadKind::ALL {
         for (action, call) in FORBIDDEN {
-            trials.add(format!("{kind}_is_killed_for_{action}"), Ok(()), move || killed(kind, action, call));
+            tests.add(format!("{kind}_is_killed_for_{action}"), Ok(()), move || killed(kind, action, call));
         }
-        trials.add(format!("{kind}_may_do_its_work"), Ok(()), move || unharmed(kind, "work", Mode::On));
-        trials.add(format!("{kind}_may_abort"), Ok(()), move || aborts(kind));
-        trials.add(format!("{kind}_is_heard_when_it_panics"), Ok(()), move || panics(kind));
-        trials.add(format!("{kind}_is_not_killed_by_log"), Ok(()), move || unharmed(kind, "open", Mode::Log));
-        trials.add(format!("{kind}_is_free_when_off"), Ok(()), move || unharmed(kind, "open", Mode::Off));
+        tests.add(format!("{kind}_may_do_its_work"), Ok(()), move || unharmed(kind, "work", Mode::On));
+        tests.add(format!("{kind}_may_abort"), Ok(()), move || aborts(kind));
+        tests.add(format!("{kind}_is_heard_when_it_panics"), Ok(()), move || panics(kind));
+        tests.add(format!("{kind}_is_not_killed_by_log"), Ok(()), move || unharmed(kind, "open", Mode::Log));
+        tests.add(format!("{kind}_is_free_when_off"), Ok(()), move || unharmed(kind, "open", Mode::Off));
     }
-    trials.run()
+    tests.run()
 }
 
-#[trial]
+#[test]
 fn only_vcpus_run() -> Result<(), Failed> {
     killed(ThreadKind::Main, "run", "ioctl")?;
     killed(ThreadKind::Disk, "run", "ioctl")?;
@@ -76,7 +72,7 @@ fn root() -> Need {
     if host::is_root() { Ok(()) } else { Err("needs root: run the tests with sudo".into()) }
 }
 
-#[trial(root())]
+#[test(root())]
 fn root_is_dropped_for_good() -> Result<(), Failed> {
     unharmed(ThreadKind::Main, "drop-root", Mode::On)
 }
@@ -129,7 +125,7 @@ fn panics(kind: ThreadKind) -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial]
+#[test]
 fn main_may_start_no_process() -> Result<(), Failed> {
     // musl blocks every signal while it forks: the kernel then kills without a word.
     if cfg!(target_env = "musl") {
@@ -139,12 +135,12 @@ fn main_may_start_no_process() -> Result<(), Failed> {
     killed(ThreadKind::Main, "fork", "clone")
 }
 
-#[trial]
+#[test]
 fn main_may_start_no_thread_in_namespaces_of_its_own() -> Result<(), Failed> {
     killed(ThreadKind::Main, "enter-namespace", "clone")
 }
 
-#[trial]
+#[test]
 fn landlock_denies_what_seccomp_has_not_forbidden_yet() -> Result<(), Failed> {
     let mut sandbox = Sandbox::new(Mode::On);
     // In a thread of its own, which takes its domain with it when it ends.
@@ -161,7 +157,7 @@ fn landlock_denies_what_seccomp_has_not_forbidden_yet() -> Result<(), Failed> {
     }
 }
 
-#[trial]
+#[test]
 fn a_raw_terminal_is_restored() -> Result<(), Failed> {
     let (master, slave, _) = terminal::open_pty()?;
     // The pair starts raw; make it one that a person would sit at.

@@ -8,12 +8,12 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Stdio;
 
-use harness::{Failed, Need, ensure, trial};
 use rustix::thread::CapabilitySet;
+use support::env::TestEnv;
+use support::hosts::kvm;
+use support::{Failed, Need, ensure, test};
 use vellum_sandbox::{Mode, ThreadKind};
 
-use super::bed::kvm;
-use super::home::Home;
 use super::{helper, root};
 
 /// What the table and the kernel say of a thread.
@@ -93,7 +93,7 @@ fn all_of_root() -> Need {
     }
 }
 
-#[trial(all_of_root())]
+#[test(all_of_root())]
 fn each_kind_of_thread_keeps_what_the_table_says() -> Result<(), Failed> {
     let table = table()?;
     // The file server's is another for each way to serve: below.
@@ -113,9 +113,9 @@ fn each_kind_of_thread_keeps_what_the_table_says() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(all_of_root())]
+#[test(all_of_root())]
 fn a_share_s_writes_clear_setuid_bits() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let path = home.0.join("program");
     fs::write(&path, "x")?;
     fs::set_permissions(&path, fs::Permissions::from_mode(0o6755))?;
@@ -128,12 +128,12 @@ fn a_share_s_writes_clear_setuid_bits() -> Result<(), Failed> {
     })
 }
 
-#[trial(kvm().and(all_of_root()))]
+#[test(kvm().and(all_of_root()))]
 fn a_machine_s_threads_and_processes_keep_what_the_table_says() -> Result<(), Failed> {
     let table = table()?;
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let (kernel, disk, shared) = (home.0.join("kernel"), home.0.join("disk"), home.0.join("shared"));
-    fs::write(&kernel, super::images::Code::default().spin().elf64())?;
+    fs::write(&kernel, support::guests::Code::default().spin().elf64())?;
     fs::write(&disk, vec![0; 1 << 20])?;
     fs::create_dir(&shared)?;
     for (options, row) in [

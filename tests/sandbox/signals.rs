@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use harness::{Failed, ensure, trial};
-
-use super::bed::kvm;
-use super::home::Home;
+use support::env::TestEnv;
+use support::hosts::kvm;
+use support::{Failed, ensure, test};
 
 /// What becomes of a machine's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,9 +67,9 @@ fn send(signal: i32, pid: u32) -> Result<(), Failed> {
     ensure(sent.success(), || format!("kill -{signal} {pid}"))
 }
 
-#[trial(kvm())]
+#[test(kvm())]
 fn a_machine_does_with_each_signal_what_the_table_says() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     for (signal, becomes) in table() {
         let mut child = home.endless("signalled")?.child;
         send(signal, child.id())?;
@@ -92,9 +91,9 @@ fn a_machine_does_with_each_signal_what_the_table_says() -> Result<(), Failed> {
 }
 
 /// Its work begins when the machine has ended.
-#[trial(kvm())]
+#[test(kvm())]
 fn a_guard_goes_on_whatever_it_is_sent() -> Result<(), Failed> {
-    let home = Home::new()?;
+    let home = TestEnv::new()?;
     let mut machine = home.endless("guarded")?;
     let guard = machine.started("vellum-guard").ok_or("it has no guard")?;
     // Nor can it block those of the C library.
@@ -103,7 +102,7 @@ fn a_guard_goes_on_whatever_it_is_sent() -> Result<(), Failed> {
     }
     ensure(home.socket("guarded").exists(), || "no socket".into())?;
     machine.child.kill()?;
-    harness::eventually(harness::LIMIT, "the guard removes the socket", || {
+    support::eventually(support::LIMIT, "the guard removes the socket", || {
         Ok((!home.socket("guarded").exists()).then_some(()))
     })
 }

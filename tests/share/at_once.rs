@@ -6,16 +6,16 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use harness::{Failed, LIMIT, Random, ensure, eventually, trial};
 use rustix::fs::{CWD, FileType, Mode, RenameFlags, mknodat, renameat_with};
+use support::share::mount::fuse;
+use support::{Failed, LIMIT, Random, ensure, eventually, test};
 
-use crate::mount::fuse;
 use crate::mounted::{Both, CACHES, tree, writable};
 
 const THREADS: u64 = 4;
 const STEPS: u32 = 1500;
 
-#[trial(fuse())]
+#[test(fuse())]
 fn many_change_a_tree_at_once() -> Result<(), Failed> {
     let mut seeds = Random::new();
     for cache in CACHES {

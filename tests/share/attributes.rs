@@ -5,14 +5,14 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use harness::{Failed, Need, ensure, trial};
 use rustix::fs::{
     CWD, FileType, Mode, XattrFlags, getxattr, getxattr_query, listxattr, listxattr_query, mknodat, setxattr,
 };
 use rustix::io::Errno;
+use support::share::mount::fuse;
+use support::{Failed, Need, ensure, test};
 
 use crate::Directory;
-use crate::mount::fuse;
 use crate::mounted::{Both, CACHES, writable};
 
 const VALUES: [(&str, &[u8]); 4] =
@@ -61,7 +61,7 @@ fn set(path: &Path) -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(attributes())]
+#[test(attributes())]
 fn a_size_that_is_asked_for_is_the_size() -> Result<(), Failed> {
     for cache in CACHES {
         let both = Both::new(writable(cache))?;
@@ -85,7 +85,7 @@ fn a_size_that_is_asked_for_is_the_size() -> Result<(), Failed> {
 }
 
 /// A FIFO has attributes of the privileged kinds alone, and to ask for them does not open it.
-#[trial(attributes())]
+#[test(attributes())]
 fn a_fifo_is_asked_for_its_attributes_without_being_opened() -> Result<(), Failed> {
     let both = Both::new(writable(CACHES[0]))?;
     mknodat(CWD, both.here.path("fifo"), FileType::Fifo, Mode::RUSR, 0)?;
@@ -93,7 +93,7 @@ fn a_fifo_is_asked_for_its_attributes_without_being_opened() -> Result<(), Faile
 }
 
 /// `cp -a` and `tar --xattrs` ask for the sizes first.
-#[trial(attributes())]
+#[test(attributes())]
 fn copies_keep_attributes() -> Result<(), Failed> {
     for cache in CACHES {
         let both = Both::new(writable(cache))?;

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use harness::{Failed, Need, ensure, trial};
+use support::{Failed, Need, ensure, test};
 use vellum_sandbox::Mode;
 use vellum_share::Config;
 use vellum_share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
@@ -94,7 +94,7 @@ fn writable() -> Config {
 }
 
 /// No name leads out of the directory, and no file that is none is opened.
-#[trial]
+#[test]
 fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
     let directory = super::Directory::new()?;
     fs::create_dir(directory.path("inside"))?;
@@ -156,7 +156,7 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
 }
 
 /// Of what is shared to be read nothing changes, whatever a guest asks for.
-#[trial]
+#[test]
 fn what_is_read_only_does_not_change() -> Result<(), Failed> {
     let directory = super::Directory::new()?;
     fs::write(directory.path("file"), "data")?;
@@ -195,7 +195,7 @@ fn what_is_read_only_does_not_change() -> Result<(), Failed> {
 }
 
 /// What would give a guest's file rights on the host is refused, unless it was asked for by name.
-#[trial]
+#[test]
 fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
     for allowed in [false, true] {
         let directory = super::Directory::new()?;
@@ -212,7 +212,7 @@ fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
         let device =
             [&(libc::S_IFCHR | 0o600).to_ne_bytes()[..], &0x103u32.to_ne_bytes(), &[0; 8], &text("null")]
                 .concat();
-        // Asked for, they are the next trial's: not every host lets its tests make them.
+        // Asked for, they are the next test's: not every host lets its tests make them.
         if !allowed {
             let error = guest.error(MKNOD, ROOT, &device)?;
             ensure(error == libc::EPERM, || format!("device: {error}"))?;
@@ -249,7 +249,7 @@ fn privileged() -> Need {
     })
 }
 
-#[trial(privileged())]
+#[test(privileged())]
 fn device_nodes_and_trusted_attributes_are_made_where_they_are_asked_for() -> Result<(), Failed> {
     let directory = super::Directory::new()?;
     fs::write(directory.path("file"), "")?;
@@ -275,7 +275,7 @@ pub fn root() -> Need {
 }
 
 /// The host's proc, sysfs and devices are not the guest's: what is there is an empty directory.
-#[trial(root())]
+#[test(root())]
 fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
     let mut guest = Guest::new(Path::new("/"), Config::default())?;
     for name in ["proc", "sys", "dev"] {
@@ -296,7 +296,7 @@ fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
 }
 
 /// An overlay's lower layer has no automounts, and yet no two files with one number.
-#[trial(root())]
+#[test(root())]
 fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
     let directory = super::Directory::new()?;
     let place = directory.path("mounted");
@@ -347,7 +347,7 @@ fn limit(most: u64) -> Result<u64, Failed> {
 }
 
 /// A guest knows 100,000 files where a process may have 512 descriptors, and opens each; none leaks.
-#[trial]
+#[test]
 fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
     const DIRECTORIES: usize = 100;
     const FILES: usize = 1000;
@@ -391,7 +391,7 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
 }
 
 /// The number of an open file is read where it is.
-#[trial]
+#[test]
 fn an_opened_file_is_named_by_its_answer() -> Result<(), Failed> {
     let directory = super::Directory::new()?;
     let mut guest = Guest::new(&directory.0, writable())?;

@@ -8,18 +8,18 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use harness::{Failed, Need, ensure, trial};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use support::share::mount::fuse;
+use support::{Failed, Need, ensure, test};
 
 use crate::Directory;
 use crate::at_once::descriptors;
 use crate::by_hand::root;
-use crate::mount::fuse;
 use crate::mounted::{Both, CACHES, writable};
 
 /// A directory of the share is exchanged for a link that leads out, all the time, and back.
-#[trial(fuse())]
+#[test(fuse())]
 fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
     for cache in CACHES {
         let (both, outside) = (Both::new(writable(cache))?, Directory::new()?);
@@ -104,7 +104,7 @@ fn mounts() -> Need {
 }
 
 /// Each kind of file system that is none of files, mounted in the share before it is served and after; a file of one on a file.
-#[trial(mounts())]
+#[test(mounts())]
 fn no_pseudo_file_system_is_shared() -> Result<(), Failed> {
     for cache in CACHES {
         let both = Both::new(writable(cache))?;
@@ -152,7 +152,7 @@ fn no_pseudo_file_system_is_shared() -> Result<(), Failed> {
 }
 
 /// More files than there may be descriptors are opened, through a mount: each is the one of its name, and none stays open.
-#[trial(fuse())]
+#[test(fuse())]
 fn opens_leave_no_descriptors() -> Result<(), Failed> {
     const FILES: usize = 10_000;
     let before = getrlimit(Resource::Nofile);

@@ -9,19 +9,18 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use harness::{Failed, Random, ensure, trial};
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
-
+use support::share::mount::fuse;
+use support::{Failed, Random, ensure, test};
 use vellum_share::Cache;
 
 use crate::Directory;
-use crate::mount::fuse;
 use crate::mounted::{Both, CACHES, writable};
 
 const MAX_FILE: u64 = 512 << 10;
 const STEPS: u32 = 600;
 
-#[trial(fuse())]
+#[test(fuse())]
 fn a_file_is_used_in_every_way_at_once() -> Result<(), Failed> {
     let mut random = Random::new();
     let plain = Directory::new()?;

@@ -4,26 +4,23 @@
 mod at_once;
 mod attributes;
 mod by_hand;
-mod checks;
 mod escapes;
 mod file;
-mod mount;
 mod mounted;
-mod posix;
-mod posix_changes;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use harness::Trials;
+use support::Tests;
+use support::share::mount;
 use vellum_share::process;
 
 fn main() -> ExitCode {
     let ended = match std::env::args().nth(1).as_deref() {
         Some(process::WORD) => process::serve().map_err(|error| error.to_string()),
         Some(mount::WORD) => mount::carry().map_err(|error| error.message().unwrap_or_default().to_owned()),
-        _ => return Trials::from_args().run(),
+        _ => return Tests::from_args().run(),
     };
     match ended {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,12 +6,12 @@ use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use harness::{Failed, Random, ensure, trial};
+use support::share::mount::{Mount, fuse};
+use support::share::posix::checked;
+use support::{Failed, Random, ensure, test};
 use vellum_share::{Cache, Config};
 
 use crate::Directory;
-use crate::mount::{Mount, fuse};
-use crate::posix::checked;
 
 /// A directory, and where it is mounted.
 pub struct Both {
@@ -39,7 +39,7 @@ pub fn writable(cache: Cache) -> Config {
 
 pub const CACHES: [Cache; 3] = [Cache::Auto, Cache::Always, Cache::None];
 
-#[trial(fuse())]
+#[test(fuse())]
 fn calls_do_what_posix_says() -> Result<(), Failed> {
     let plain = Directory::new()?;
     let (all, wrong) = checked(&plain.0, None, false)?;
@@ -54,7 +54,7 @@ fn calls_do_what_posix_says() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(fuse())]
+#[test(fuse())]
 fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
     for cache in CACHES {
         let both = Both::new(writable(cache))?;
@@ -105,7 +105,7 @@ fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
     Ok(())
 }
 
-#[trial(fuse())]
+#[test(fuse())]
 fn all_entries_of_a_directory_are_listed_once() -> Result<(), Failed> {
     for cache in CACHES {
         let both = Both::new(writable(cache))?;
@@ -132,7 +132,7 @@ fn all_entries_of_a_directory_are_listed_once() -> Result<(), Failed> {
 }
 
 /// What the host has changed is seen when a file is opened the next time.
-#[trial(fuse())]
+#[test(fuse())]
 fn what_the_host_changes_is_seen_at_the_next_open() -> Result<(), Failed> {
     for cache in [Cache::Auto, Cache::None] {
         let both = Both::new(Config { cache, ..Config::default() })?;
@@ -155,7 +155,7 @@ fn what_the_host_changes_is_seen_at_the_next_open() -> Result<(), Failed> {
 }
 
 /// Reads, writes, truncations, holes and reopenings at random, beside a model in memory.
-#[trial(fuse())]
+#[test(fuse())]
 fn a_file_holds_what_was_written_to_it() -> Result<(), Failed> {
     const MAX_FILE: u64 = 3 << 20;
     let mut random = Random::new();
@@ -215,7 +215,7 @@ fn random_size(random: &mut Random) -> u64 {
 }
 
 /// Random changes to a tree of names, here and on a file system of the host's: both end alike.
-#[trial(fuse())]
+#[test(fuse())]
 fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed> {
     let mut random = Random::new();
     for cache in CACHES {

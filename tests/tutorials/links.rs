@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use harness::{Failed, ensure};
+use support::{Failed, ensure};
 
 /// The Markdown files of `dir` and below.
 fn pages(dir: &Path, into: &mut Vec<PathBuf>) -> Result<(), Failed> {

@@ -1,16 +1,15 @@
 //! The commands of README and tutorials do what the pages say, and links lead somewhere. `page` has what a
 //! page may say.
 
-#[path = "../bed/mod.rs"]
-mod bed;
 mod links;
-mod page;
 
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use harness::{Failed, Need, Trials, ensure, trial};
+use support::hosts;
+use support::page;
+use support::{Failed, Need, Tests, ensure, test};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
@@ -24,9 +23,9 @@ const PAGES: [(&str, &str); 5] = [
 ];
 
 fn main() -> ExitCode {
-    let mut trials = Trials::from_args();
+    let mut tests = Tests::from_args();
     for (name, text) in PAGES {
-        trials.add(name, bed::real(), move || page::run(name, text, VELLUM, |_| Ok(())));
+        tests.add(name, hosts::real(), move || page::run(name, text, VELLUM, |_| Ok(())));
     }
     let guest = std::env::var_os("VELLUM_GUESTS").map(|dir| PathBuf::from(dir).join("6.1"));
     let need = guest.clone().map(drop).ok_or_else(|| {
@@ -34,25 +33,25 @@ fn main() -> ExitCode {
          DIR/6.1 and VELLUM_GUESTS=DIR"
             .to_owned()
     });
-    trials.add("linux_guest", bed::kvm().and(need), move || {
+    tests.add("linux_guest", hosts::kvm().and(need), move || {
         let page = include_str!("../../docs/src/tutorials/linux-guest.md");
         page::run("linux_guest", page, VELLUM, |dir| {
             Ok(symlink(guest.unwrap_or_default(), dir.join("guest"))?)
         })
     });
-    trials.run()
+    tests.run()
 }
 
 fn no_need() -> Need {
     Ok(())
 }
 
-#[trial(no_need())]
+#[test(no_need())]
 fn links_lead_somewhere() -> Result<(), Failed> {
     links::check()
 }
 
-#[trial(no_need())]
+#[test(no_need())]
 fn a_page_that_is_wrong_fails() -> Result<(), Failed> {
     let page =
         "```console\n$ printf 'a  1\\nb\\nc'\na …\n…\nc\n$ false\n$ echo $?\n1\n```\n\n```text\n$ no\n```\n";

@@ -1,11 +1,12 @@
 //! Disks.
 
+use support::virtio::disk::*;
+use support::virtio::driver::*;
 use vellum_devices::virtio::VirtioDevice;
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use virtio_bindings::virtio_blk::*;
 
-use super::disk::*;
-use super::driver::*;
+use super::CODEC;
 
 /// One request with `data` between header and status; (status, written).
 fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Buf]) -> (u8, u32) {
@@ -33,7 +34,7 @@ fn segment(driver: &Driver, sector: u64, count: u32, flags: u32) {
 #[test]
 fn what_is_written_is_read_back_and_is_in_the_image() {
     let image = Image::new("readwrite", &[0; 64 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     assert_eq!(driver.config(0, 8), 64u64.to_le_bytes());
     let data = sectors(3);
@@ -56,7 +57,7 @@ fn writes_by_the_device_are_in_the_memory_dirty_bitmap() {
     use vm_memory::bitmap::Bitmap;
     use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
     let image = Image::new("dirty", &[1; 16 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     let region = |driver: &Driver, at| {
         driver.mem.find_region(GuestAddress(at)).unwrap().bitmap().dirty_at(at as usize)
@@ -70,7 +71,7 @@ fn writes_by_the_device_are_in_the_memory_dirty_bitmap() {
 #[test]
 fn the_end_of_the_disk_and_half_sectors_are_io_errors() {
     let image = Image::new("bounds", &[7; 8 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     let ioerr = VIRTIO_BLK_S_IOERR as u8;
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 7, &[writable(DATA, 512)]), (0, 513));
@@ -93,7 +94,7 @@ fn the_end_of_the_disk_and_half_sectors_are_io_errors() {
 #[test]
 fn an_image_truncated_underfoot_is_an_io_error_not_a_loop() {
     let image = Image::new("truncated", &[7; 8 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     std::fs::OpenOptions::new().write(true).open(&image.0).unwrap().set_len(512).unwrap();
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 4, &[writable(DATA, 512)]).0, VIRTIO_BLK_S_IOERR as u8);
@@ -103,7 +104,7 @@ fn an_image_truncated_underfoot_is_an_io_error_not_a_loop() {
 fn a_readonly_disk_says_so_and_stays_as_it_was() {
     let image = Image::new("readonly", &[7; 8 * 512]);
     let config = BlkConfig { readonly: true, ..BlkConfig::new(&image.0) };
-    let mut driver = disk(&config);
+    let mut driver = disk(CODEC, &config);
     assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_RO, 0);
     driver.start();
     driver.put(DATA, &[1; 512]);
@@ -117,7 +118,7 @@ fn a_readonly_disk_says_so_and_stays_as_it_was() {
 #[test]
 fn zeroes_and_discards_reach_the_image_and_their_limits_hold() {
     let image = Image::new("zeroes", &[7; 64 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     for (kind, sector, flags) in
         [(VIRTIO_BLK_T_WRITE_ZEROES, 8, 0), (VIRTIO_BLK_T_WRITE_ZEROES, 16, 1), (VIRTIO_BLK_T_DISCARD, 24, 0)]
@@ -152,7 +153,7 @@ fn zeroes_and_discards_reach_the_image_and_their_limits_hold() {
 fn the_serial_number_and_unknown_requests_are_answered() {
     let image = Image::new("serial", &[0; 512]);
     let config = BlkConfig { serial: Some("vellum-0001".into()), ..BlkConfig::new(&image.0) };
-    let mut driver = disk(&config);
+    let mut driver = disk(CODEC, &config);
     driver.start();
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_GET_ID, 0, &[writable(DATA, 20)]), (0, 21));
     assert_eq!(driver.fetch(DATA, 20), b"vellum-0001\0\0\0\0\0\0\0\0\0");
@@ -163,7 +164,7 @@ fn the_serial_number_and_unknown_requests_are_answered() {
 fn every_queue_of_a_multiqueue_disk_works() {
     let image = Image::new("multiqueue", &sectors(16));
     let config = BlkConfig { queues: 4, ..BlkConfig::new(&image.0) };
-    let mut driver = disk(&config);
+    let mut driver = disk(CODEC, &config);
     driver.start();
     assert_eq!(driver.config(34, 2), [4, 0]);
     header(&driver, VIRTIO_BLK_T_IN, 0);

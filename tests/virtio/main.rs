@@ -10,14 +10,10 @@ mod on_mmio {
     const CODEC: Codec = Codec::Mmio;
 
     mod blk;
-    mod disk;
-    #[allow(dead_code, reason = "PCI's own tests use more of it")]
-    mod driver;
     mod misuse;
     mod mmio;
     mod net;
     mod ports;
-    mod reach;
     mod small;
     mod transport;
     mod user;
@@ -33,13 +29,10 @@ mod on_pci {
     const CODEC: Codec = Codec::Pci;
 
     mod blk;
-    mod disk;
-    mod driver;
     mod misuse;
     mod net;
     mod pci;
     mod ports;
-    mod reach;
     mod small;
     mod transport;
     mod user;

@@ -1,11 +1,12 @@
 //! A driver that breaks every rule of the ring: the device stops and says so, and works again after a reset. A disk
 //! stands for all devices, for all take their requests through the same queue.
 
+use support::virtio::disk::{DATA, HEADER, Image, STATUS, header};
+use support::virtio::driver::*;
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ring::*;
 
-use super::disk::{DATA, HEADER, Image, STATUS, header};
-use super::driver::*;
+use super::CODEC;
 
 const NEXT: u32 = VRING_DESC_F_NEXT;
 const WRITE: u32 = VRING_DESC_F_WRITE;
@@ -14,7 +15,7 @@ const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
 /// Starts a disk, lets `misuse` loose on it, and expects it to stop, to touch nothing, and to work after a reset.
 fn breaks(name: &str, misuse: impl FnOnce(&mut Driver)) {
     let image = Image::new(name, &[9; 64 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     header(&driver, VIRTIO_BLK_T_IN, 0);
     misuse(&mut driver);
@@ -41,7 +42,7 @@ fn an_available_index_too_far_ahead() {
 #[test]
 fn an_available_index_that_goes_back() {
     let image = Image::new("back", &[9; 64 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     works(&mut driver);
     driver.set_available_index(0, 0);
     driver.wait_broken();
@@ -143,7 +144,7 @@ fn indirect_tables_that_are_none() {
 #[test]
 fn an_indirect_table_that_is_one_works() {
     let image = Image::new("indirect", &[9; 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     header(&driver, VIRTIO_BLK_T_IN, 0);
     let table = DATA + 0x2000;
@@ -158,7 +159,7 @@ fn an_indirect_table_that_is_one_works() {
 #[test]
 fn zero_lengths_and_missing_parts_are_answered_or_dropped() {
     let image = Image::new("zero", &[9; 64 * 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     // Empty buffers anywhere, even outside memory: nothing is read or written there.
     header(&driver, VIRTIO_BLK_T_IN, 0);

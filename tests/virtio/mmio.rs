@@ -1,16 +1,17 @@
 //! What virtio-mmio alone has: its registers say what they are.
 
+use support::virtio::disk::Image;
+use support::virtio::reach::Reach;
 use vellum_devices::bus::BusDevice;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_mmio::*;
 
-use super::disk::Image;
-use super::reach::Reach;
+use super::CODEC;
 
 #[test]
 fn the_registers_name_a_modern_device() {
     let image = Image::new("registers", &[0; 512]);
-    let driver = image.open();
+    let driver = image.open(CODEC);
     assert_eq!(driver.get(VIRTIO_MMIO_MAGIC_VALUE).to_le_bytes(), *b"virt");
     assert_eq!(driver.get(VIRTIO_MMIO_VERSION), 2);
     assert_eq!(driver.get(VIRTIO_MMIO_DEVICE_ID), 2);

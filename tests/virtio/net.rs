@@ -2,12 +2,13 @@
 
 use std::os::unix::net::UnixDatagram;
 
+use support::virtio::driver::*;
 use vellum_devices::virtio::VirtioDevice;
 use vellum_devices::virtio::net::{Net, NetConfig, NetError};
 use vellum_sys::tap::{Tap, TapError};
 use virtio_bindings::virtio_net::*;
 
-use super::driver::*;
+use super::CODEC;
 
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 const RECEIVE: usize = 0;
@@ -18,7 +19,7 @@ fn network() -> (Driver, UnixDatagram) {
     for socket in [&ours, &theirs] {
         socket.set_nonblocking(true).unwrap();
     }
-    (Driver::new(Net::on(Tap::from_fd("pair", theirs.into()), MAC)), ours)
+    (Driver::new(CODEC, Net::on(Tap::from_fd("pair", theirs.into()), MAC)), ours)
 }
 
 fn packet(len: usize) -> Vec<u8> {

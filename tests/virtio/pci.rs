@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use support::virtio::driver::*;
+use support::virtio::reach::{FUNCTION, WINDOW};
 use vellum_devices::bus::BusDevice;
 use vellum_devices::pci::Function;
 use vellum_devices::pci::host::{Ecam, Host, Ports, Window};
@@ -10,8 +12,7 @@ use vellum_devices::virtio::pci::{Kvm, Pci, lines};
 use vellum_devices::virtio::rng::Rng;
 use virtio_bindings::virtio_mmio::*;
 
-use super::driver::*;
-use super::reach::{FUNCTION, WINDOW};
+use super::CODEC;
 
 const ENABLE: u32 = 1 << 31;
 
@@ -188,7 +189,7 @@ fn the_window_in_the_configuration_space_reaches_the_bar() {
 
 #[test]
 fn fewer_vectors_than_queues_and_none() {
-    let mut driver = Driver::new(Rng::new().unwrap());
+    let mut driver = Driver::new(CODEC, Rng::new().unwrap());
     driver.start();
     let interrupt = driver.device.interrupt().clone();
     let signalled =
@@ -213,7 +214,7 @@ fn fewer_vectors_than_queues_and_none() {
 
 #[test]
 fn a_masked_vector_waits_and_goes_to_a_new_process_with_what_it_owes() {
-    let mut driver = Driver::new(Rng::new().unwrap());
+    let mut driver = Driver::new(CODEC, Rng::new().unwrap());
     driver.start();
     let mask = |driver: &Driver, masked: u32| driver.in_bar(0x400c, &masked.to_le_bytes());
     let pending = |driver: &Driver| driver.of_bar(0x5000, 8)[0];

@@ -3,9 +3,10 @@
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 
+use support::virtio::driver::*;
 use vellum_devices::virtio::console::Console;
 
-use super::driver::*;
+use super::CODEC;
 
 /// The queues of a console with several ports.
 const TOLD: usize = 2;
@@ -33,7 +34,7 @@ fn device() -> (Console, UnixStream) {
 /// Only the port.
 fn alone() -> (Driver, UnixStream) {
     let (theirs, ours) = UnixStream::pair().unwrap();
-    (Driver::new(Console::with_port(None, "a.port", &theirs).unwrap()), ours)
+    (Driver::new(CODEC, Console::with_port(None, "a.port", &theirs).unwrap()), ours)
 }
 
 fn message(id: u32, event: u16, value: u16) -> Vec<u8> {
@@ -68,7 +69,7 @@ fn open(driver: &mut Driver) {
 #[test]
 fn a_console_and_a_named_port_are_told_apart() {
     let (device, _host) = device();
-    let mut driver = Driver::new(device);
+    let mut driver = Driver::new(CODEC, device);
     assert_eq!(driver.offered() & MULTIPORT, MULTIPORT);
     driver.start();
     assert_eq!(driver.config(4, 4), 2u32.to_le_bytes());
@@ -89,7 +90,7 @@ fn a_console_and_a_named_port_are_told_apart() {
 #[test]
 fn a_driver_of_one_port_has_the_console_alone() {
     let (device, mut host) = device();
-    let mut driver = Driver::new(device);
+    let mut driver = Driver::new(CODEC, device);
     driver.start_with(driver.offered() & !MULTIPORT);
     host.write_all(b"for nobody").unwrap();
     for queue in [TOLD, RECEIVE] {
@@ -246,10 +247,10 @@ fn a_port_goes_on_where_it_was_in_a_new_device() {
 #[test]
 fn a_port_is_neither_missing_nor_there_by_a_saved_state() {
     let null = || std::fs::File::options().write(true).open("/dev/null").unwrap();
-    let plain = || Driver::new(Console::new(None, null()));
+    let plain = || Driver::new(CODEC, Console::new(None, null()));
     let (device, _host) = device();
     let saved = |driver: &Driver| serde_json::to_value(driver.reach.save()).unwrap();
-    let with_port = Driver::new(device);
+    let with_port = Driver::new(CODEC, device);
     let mut state = saved(&with_port);
     let read = |state: &serde_json::Value| serde_json::from_value(state.clone()).unwrap();
     assert!(plain().reach.restore(read(&state)).is_err());

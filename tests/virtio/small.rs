@@ -4,16 +4,17 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
+use support::virtio::driver::*;
 use vellum_devices::virtio::balloon::{Balloon, Stat};
 use vellum_devices::virtio::console::Console;
 use vellum_devices::virtio::rng::Rng;
 use virtio_bindings::virtio_mmio::*;
 
-use super::driver::*;
+use super::CODEC;
 
 #[test]
 fn entropy_fills_what_the_guest_offers_up_to_a_limit() {
-    let mut driver = Driver::new(Rng::new().unwrap());
+    let mut driver = Driver::new(CODEC, Rng::new().unwrap());
     driver.start();
     driver.submit(0, &[writable(BUFFERS, 32), writable(BUFFERS + 0x100, 32)]);
     assert_eq!(driver.wait_used(0).1, 64);
@@ -27,7 +28,7 @@ fn entropy_fills_what_the_guest_offers_up_to_a_limit() {
 
 #[test]
 fn entropy_goes_on_in_a_new_process() {
-    let mut driver = Driver::new(Rng::new().unwrap());
+    let mut driver = Driver::new(CODEC, Rng::new().unwrap());
     driver.start();
     driver.submit(0, &[writable(BUFFERS, 32)]);
     driver.wait_used(0);
@@ -41,7 +42,7 @@ fn entropy_goes_on_in_a_new_process() {
 
 #[test]
 fn a_device_that_has_stopped_itself_stays_so_in_a_new_process() {
-    let mut driver = Driver::new(Rng::new().unwrap());
+    let mut driver = Driver::new(CODEC, Rng::new().unwrap());
     driver.start();
     driver.set_available_index(0, QUEUE_SIZE + 1);
     driver.run();
@@ -55,7 +56,7 @@ fn a_device_that_has_stopped_itself_stays_so_in_a_new_process() {
 #[test]
 fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     let (balloon, handle) = Balloon::new();
-    let mut driver = Driver::new(balloon);
+    let mut driver = Driver::new(CODEC, balloon);
     driver.start();
     handle.set_target(5 * PAGE, &driver.device);
     driver.set(VIRTIO_MMIO_CONFIG + 4, 2);
@@ -89,7 +90,7 @@ fn device(theirs: &UnixStream) -> Console {
 /// A console on one end of a socket pair, and the other end.
 fn console() -> (Driver, UnixStream) {
     let (theirs, ours) = ends();
-    (Driver::new(device(&theirs)), ours)
+    (Driver::new(CODEC, device(&theirs)), ours)
 }
 
 #[test]
@@ -117,7 +118,7 @@ fn a_console_carries_bytes_both_ways() {
 #[test]
 fn a_host_that_does_not_listen_stalls_the_guest_not_the_event_loop() {
     let (theirs, mut host) = ends();
-    let mut driver = Driver::new(device(&theirs));
+    let mut driver = Driver::new(CODEC, device(&theirs));
     driver.start();
     let line: Vec<u8> = (0..0x10000).map(|at| (at % 251) as u8).collect();
     driver.put(BUFFERS, &line);
@@ -169,7 +170,7 @@ fn a_console_goes_on_when_its_disk_has_room_again() {
     fcntl_add_seals(&file, SealFlags::GROW).unwrap();
     let mut position = file.try_clone().unwrap();
     position.seek(SeekFrom::End(0)).unwrap();
-    let mut driver = Driver::new(Console::new(None, file));
+    let mut driver = Driver::new(CODEC, Console::new(None, file));
     driver.start();
     driver.put(BUFFERS, b"lostkept");
     driver.submit(1, &[readable(BUFFERS, 4)]);
@@ -189,7 +190,8 @@ fn a_regular_file_is_read_to_its_end() {
     std::fs::write(&path, b"from a file").unwrap();
     let input = std::fs::File::open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
-    let mut driver = Driver::new(Console::new(Some(input), std::fs::File::create("/dev/null").unwrap()));
+    let mut driver =
+        Driver::new(CODEC, Console::new(Some(input), std::fs::File::create("/dev/null").unwrap()));
     driver.start();
     for _ in 0..3 {
         driver.submit(0, &[writable(BUFFERS, 8)]);
@@ -208,7 +210,7 @@ fn is_zero(driver: &Driver, page: u64) -> bool {
 #[test]
 fn a_balloon_drops_the_pages_it_is_given() {
     let (balloon, handle) = Balloon::new();
-    let mut driver = Driver::new(balloon);
+    let mut driver = Driver::new(CODEC, balloon);
     driver.start();
     handle.set_target(3 * PAGE, &driver.device);
     assert_ne!(driver.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
@@ -238,7 +240,7 @@ fn a_balloon_drops_the_pages_it_is_given() {
 fn pages_that_a_balloon_drops_are_in_the_memory_dirty_bitmap() {
     use vm_memory::bitmap::Bitmap;
     use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
-    let mut driver = Driver::new(Balloon::new().0);
+    let mut driver = Driver::new(CODEC, Balloon::new().0);
     driver.start();
     driver.put(BUFFERS, &0x182u32.to_le_bytes());
     driver.submit(0, &[readable(BUFFERS, 4)]);
@@ -252,7 +254,7 @@ fn pages_that_a_balloon_drops_are_in_the_memory_dirty_bitmap() {
 
 #[test]
 fn free_pages_that_are_reported_are_dropped() {
-    let mut driver = Driver::new(Balloon::new().0);
+    let mut driver = Driver::new(CODEC, Balloon::new().0);
     driver.start();
     driver.put(0x180 * PAGE, &[9; 4 * PAGE as usize]);
     driver.submit(3, &[writable(0x180 * PAGE, PAGE as u32), writable(0x182 * PAGE, PAGE as u32)]);
@@ -265,7 +267,7 @@ fn free_pages_that_are_reported_are_dropped() {
 #[test]
 fn balloon_statistics_come_when_asked_for() {
     let (balloon, handle) = Balloon::new();
-    let mut driver = Driver::new(balloon);
+    let mut driver = Driver::new(CODEC, balloon);
     driver.start();
     let report = |driver: &mut Driver, free: u64| {
         let mut raw = 4u16.to_le_bytes().to_vec();

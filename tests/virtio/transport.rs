@@ -1,5 +1,7 @@
 //! The registers that both codecs have, reset, and saved state.
 
+use support::virtio::disk::{DATA, HEADER, Image, STATUS, blk, header};
+use support::virtio::driver::*;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::transport::Codec;
 use vellum_devices::virtio::{PAUSE_TIMEOUT, RestoreError};
@@ -8,13 +10,11 @@ use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 
 use super::CODEC;
-use super::disk::{DATA, HEADER, Image, STATUS, blk, header};
-use super::driver::*;
 
 #[test]
 fn features_that_were_not_offered_are_refused() {
     let image = Image::new("features", &[0; 512]);
-    let driver = image.open();
+    let driver = image.open(CODEC);
     let features_ok = |features| {
         driver.negotiate(features);
         driver.status() & VIRTIO_CONFIG_S_FEATURES_OK != 0
@@ -29,7 +29,7 @@ fn features_that_were_not_offered_are_refused() {
 #[test]
 fn a_queue_that_is_none_stops_the_device_until_reset() {
     let image = Image::new("badqueue", &[0; 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     let breakers: [(u32, u32); 8] = [
         (VIRTIO_MMIO_QUEUE_NUM, 3),
         (VIRTIO_MMIO_QUEUE_NUM, 0),
@@ -56,7 +56,7 @@ fn a_queue_that_is_none_stops_the_device_until_reset() {
 #[test]
 fn a_ready_queue_does_not_move() {
     let image = Image::new("moved", &[9; 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     driver.set(VIRTIO_MMIO_QUEUE_SEL, 0);
     driver.set(VIRTIO_MMIO_QUEUE_READY, 0);
@@ -73,7 +73,7 @@ fn a_ready_queue_does_not_move() {
 #[test]
 fn an_interrupt_stays_until_it_is_acknowledged() {
     let image = Image::new("interrupt", &[9; 512]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     driver.start();
     assert_eq!(driver.get(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
     header(&driver, VIRTIO_BLK_T_IN, 0);
@@ -87,7 +87,7 @@ fn an_interrupt_stays_until_it_is_acknowledged() {
 #[test]
 fn after_a_reset_in_flight_nothing_touches_the_old_buffers() {
     let image = Image::new("reset", &[9; 1 << 20]);
-    let mut driver = image.open();
+    let mut driver = image.open(CODEC);
     // The race itself is the test: whatever the worker is doing when the reset comes must be over when it returns.
     for _ in 0..200 {
         driver.start();
@@ -106,7 +106,7 @@ fn after_a_reset_in_flight_nothing_touches_the_old_buffers() {
 #[test]
 fn a_disk_moves_to_a_new_process_in_the_middle_of_its_rings() {
     let image = Image::new("restore", &[9; 64 * 512]);
-    let mut old = image.open();
+    let mut old = image.open(CODEC);
     old.start();
     let chain = [readable(HEADER, 16), readable(DATA, 512), writable(STATUS, 1)];
     for sector in 0..5 {
@@ -122,7 +122,7 @@ fn a_disk_moves_to_a_new_process_in_the_middle_of_its_rings() {
     let state = serde_json::to_string(&old.reach.save()).unwrap();
     let (mem, rings) = old.into_parts();
 
-    let mut new = Driver::on(blk(&BlkConfig::new(&image.0)), mem);
+    let mut new = Driver::on(CODEC, blk(&BlkConfig::new(&image.0)), mem);
     new.take_rings(rings);
     new.reach.restore(serde_json::from_str(&state).unwrap()).unwrap();
     assert_ne!(new.get(VIRTIO_MMIO_INTERRUPT_STATUS), 0, "unacknowledged interrupts come again");
@@ -137,7 +137,7 @@ fn a_disk_moves_to_a_new_process_in_the_middle_of_its_rings() {
 fn a_state_of_another_disk_is_refused() {
     let small = Image::new("small", &[0; 512]);
     let large = Image::new("large", &[0; 1024]);
-    let state = small.open().reach.save();
-    let error = large.open().reach.restore(state).unwrap_err();
+    let state = small.open(CODEC).reach.save();
+    let error = large.open(CODEC).reach.restore(state).unwrap_err();
     assert!(matches!(error, RestoreError::Field { field: "disk", .. }), "{error}");
 }

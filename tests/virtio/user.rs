@@ -3,11 +3,12 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
+use support::virtio::driver::*;
 use vellum_devices::virtio::net::Net;
 use vellum_devices::virtio::net::user::Stream;
 use virtio_bindings::virtio_net::*;
 
-use super::driver::*;
+use super::CODEC;
 
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 const RECEIVE: usize = 0;
@@ -22,7 +23,7 @@ fn device() -> (Net, UnixStream) {
 
 fn network() -> (Driver, UnixStream) {
     let (net, ours) = device();
-    (Driver::new(net), ours)
+    (Driver::new(CODEC, net), ours)
 }
 
 fn frame(len: usize) -> Vec<u8> {

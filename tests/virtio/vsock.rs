@@ -5,9 +5,10 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
+use support::virtio::driver::*;
 use vellum_devices::virtio::vsock::{Vsock, VsockConfig, VsockError};
 
-use super::driver::*;
+use super::CODEC;
 
 const CID: u64 = 7;
 const RECEIVE: usize = 0;
@@ -46,7 +47,7 @@ impl Guest {
     fn new(name: &str) -> Self {
         let path = own_path(&format!("vsock-{name}"));
         let device = Vsock::open(&VsockConfig { path: path.clone(), cid: CID as u32 }).unwrap();
-        let mut driver = Driver::new(device);
+        let mut driver = Driver::new(CODEC, device);
         driver.start();
         Guest { driver, path, forwarded: 0 }
     }

@@ -7,6 +7,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use support::virtio::disk::Image;
+use support::virtio::driver::*;
 use vellum_devices::virtio::VirtioDevice;
 use vellum_devices::virtio::balloon::Balloon;
 use vellum_devices::virtio::blk::{Blk, BlkConfig};
@@ -17,8 +19,7 @@ use vellum_devices::virtio::vsock::{Vsock, VsockConfig};
 use vellum_sys::tap::Tap;
 use virtio_bindings::virtio_blk::VIRTIO_BLK_T_OUT;
 
-use super::disk::Image;
-use super::driver::*;
+use super::CODEC;
 
 /// A chain of buffers, its queue, and how many bytes of it the device writes.
 type Chain = (usize, Vec<Buf>, u32);
@@ -39,7 +40,7 @@ fn move_with<D: VirtioDevice + 'static>(
     let device = make();
     let queues = 0..device.queue_sizes().len();
     assert!(queues.clone().all(|queue| chains.iter().any(|(of, ..)| *of == queue)), "a queue is left out");
-    let mut driver = Driver::new(device);
+    let mut driver = Driver::new(CODEC, device);
     driver.start();
     let mut open = Vec::new();
     let mut driver = driver.move_to(make(), |driver| {
@@ -190,7 +191,7 @@ fn vsock() -> Vsock {
 /// that it puts back when it has handled the move, for nobody else may ever wake the device.
 #[test]
 fn a_socket_device_hears_of_the_buffer_that_is_put_back() {
-    let mut driver = Driver::new(vsock());
+    let mut driver = Driver::new(CODEC, vsock());
     driver.start();
     for number in 0..3 {
         driver.submit(2, &[writable(at(number), 4)]);

@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/fleet.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::fleet(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::fleet(data));

@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/gdb.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::gdb(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::gdb(data));

@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/keyvalue.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::keyvalue(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::keyvalue(data));

@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/loaders.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::loaders(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::loaders(data));

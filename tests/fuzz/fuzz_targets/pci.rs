@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/pci.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::pci(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::pci(data));

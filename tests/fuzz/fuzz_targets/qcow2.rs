@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/qcow2.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::qcow2(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::qcow2(data));

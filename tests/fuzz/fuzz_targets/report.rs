@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/report.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::report(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::report(data));

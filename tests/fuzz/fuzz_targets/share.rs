@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/share.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::share(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::share(data));

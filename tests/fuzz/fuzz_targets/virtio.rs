@@ -1,5 +1,3 @@
 #![no_main]
-#[path = "../targets/virtio.rs"]
-mod target;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| target::virtio(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_targets::virtio(data));

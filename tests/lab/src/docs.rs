@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Command as Clap;
-use harness::record::{self, Record};
+use support::record::{self, Record};
 use vellum::cli;
 
 use crate::cache::Cache;

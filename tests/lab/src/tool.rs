@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use crate::{Error, Result};
 
-/// Debian's package for each program the laboratory calls; those that tests call are in [`harness::tools::TOOLS`].
+/// Debian's package for each program the laboratory calls; those that tests call are in [`support::tools::TOOLS`].
 const PACKAGES: [(&str, &str); 30] = [
     ("qemu-system-aarch64", "qemu-system-arm"),
     ("qemu-system-x86_64", "qemu-system-x86"),
@@ -44,7 +44,7 @@ const PACKAGES: [(&str, &str); 30] = [
 
 /// The package that has `program`.
 pub fn package_of(program: &str) -> &str {
-    let rows = PACKAGES.iter().chain(harness::tools::TOOLS);
+    let rows = PACKAGES.iter().chain(support::tools::TOOLS);
     rows.clone().find(|(name, _)| *name == program).map_or(program, |(_, package)| package)
 }
 

@@ -5,15 +5,15 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use harness::{Failed, Need, Trials, ensure, trial};
 use lab::Error;
 use lab::artifacts::{Kernel, Programs};
 use lab::cache::Cache;
 use lab::hosts::{self, Emulated, HOSTS, HostKernel, Outcome, Request};
+use support::{Failed, Need, Tests, ensure, test};
 
 fn main() -> ExitCode {
     // One host keeps one CPU busy, and there are as many at once as there are CPUs.
-    Trials::from_args().run()
+    Tests::from_args().run()
 }
 
 /// The bed that the laboratory runs these for.
@@ -48,7 +48,7 @@ fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Erro
 /// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
 /// what was sent to /tmp does not make that smaller. Commands that follow say how long the host was idle, and which host it is: a
 /// parameter that it has anyway is taken.
-#[trial(bed())]
+#[test(bed())]
 fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
         mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
@@ -105,14 +105,14 @@ fn is_its_mode(bed: Emulated, second_stage: bool, said: &[u8]) -> Result<(), Fai
     ensure(said == format!("{switch}{}\n", bed.name()), || format!("{}: {said:?}", bed.mode(second_stage)))
 }
 
-#[trial(bed(), switch())]
+#[test(bed(), switch())]
 fn a_host_without_nested_paging_has_none() -> Result<(), Failed> {
     let bed = asked()?;
     let outcome = boot(|request| request.second_stage = false, &says_its_mode(bed, false))?;
     is_its_mode(bed, false, &outcome.ran[0].stdout)
 }
 
-#[trial(bed(), switch())]
+#[test(bed(), switch())]
 fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
     let bed = asked()?;
     // The kernel takes the later of two, so that what the request itself wants is not in force.
@@ -128,7 +128,7 @@ fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
     }
 }
 
-#[trial(bed())]
+#[test(bed())]
 fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
     let limit = |request: &mut Request| request.time_limit = Duration::from_secs(30);
     match boot(limit, "while :; do :; done") {
@@ -139,7 +139,7 @@ fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
     }
 }
 
-#[trial(bed())]
+#[test(bed())]
 fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
     match boot(|_| (), "echo c > /proc/sysrq-trigger") {
         Err(Error::Host { tail, timed_out: false, .. }) => {

@@ -444,7 +444,7 @@ fn every_public_item_is_used_by_another_crate() {
         crates.insert(name, files);
     }
     let mut tests = sources(&root.join("tests"));
-    for crate_of_its_own in ["lab", "harness", "fuzz"] {
+    for crate_of_its_own in ["lab", "support", "fuzz-targets", "fuzz"] {
         let theirs = tests.extract_if(.., |path, _| path.starts_with(crate_of_its_own)).collect();
         others.insert(format!("tests/{crate_of_its_own}"), theirs);
     }

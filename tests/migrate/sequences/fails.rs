@@ -3,10 +3,10 @@
 use std::fs;
 use std::process::Command;
 
-use harness::{Failed, LIMIT, ensure, eventually};
+use support::env::Process;
+use support::{Failed, LIMIT, ensure, eventually};
 
 use super::machine::{MIB, Run, cannot_be_upgraded, ends, is_in_another, script, slowly};
-use crate::home::Process;
 use crate::postcopy::Cutter;
 use crate::relay::{RelayFault, relay};
 use crate::{ends_with, succeeds, with};
@@ -50,7 +50,7 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;
     let build = script(run, &format!("read -r go <{}", gate.display()))?;
     let line = format!("ctl {} upgrade --downtime 1m {}", run.name, build.display());
-    let courier = run.home.courier(&line)?;
+    let courier = run.home.migration_client(&line)?;
     eventually(LIMIT, "the upgrade is under way", || {
         Ok((run.home.standing(&run.name).as_deref() == Some("upgrading")).then_some(()))
     })?;

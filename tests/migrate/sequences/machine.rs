@@ -5,12 +5,13 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use harness::{Failed, LIMIT, Random, ensure, eventually};
 use serde_json::Value;
+use support::env::{Machine, Process, TestEnv};
+use support::{Failed, LIMIT, Random, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
-use crate::home::{Home, Machine, Process, VELLUM};
+use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 pub const MIB: u64 = 16;
@@ -20,7 +21,7 @@ pub const SOON: &str = "--downtime 1s --timeout 5s,then=force";
 
 /// A machine, and what is known of it.
 pub struct Run {
-    pub home: Home,
+    pub home: TestEnv,
     pub random: Random,
     /// Its name; and the process that whoever started it waits for.
     pub name: String,
@@ -36,7 +37,7 @@ pub struct Run {
 impl Run {
     /// One that writes, with a socket for a debugger where one is to attach.
     pub fn new(seed: u64, has_gdb: bool) -> Result<Self, Failed> {
-        let home = Home::new()?;
+        let home = TestEnv::new()?;
         let [json, gdb] = ["m0.json", "m0.gdb"].map(|name| home.path(name));
         let gdb = if has_gdb { format!("--gdb {}", gdb.display()) } else { String::new() };
         let workload = "--passes 0 --workload write,order=random,rate=5000,write=80,warm";
@@ -76,7 +77,7 @@ impl Run {
 
     /// The command line that `arguments` are, done to its end, which comes.
     pub fn does(&self, arguments: &str) -> Result<Output, Failed> {
-        ends(arguments, self.home.courier(arguments)?)
+        ends(arguments, self.home.migration_client(arguments)?)
     }
 
     pub fn status(&self) -> Result<Value, Failed> {
@@ -213,5 +214,5 @@ pub fn migrate(run: &mut Run) -> Result<(), Failed> {
 /// A courier that takes its time: the migration is under way.
 pub fn slowly(run: &Run, to: &Path) -> Result<Process, Failed> {
     let line = format!("migrate {} --liveness 5m --bandwidth 1m --to unix:{}", run.name, to.display());
-    run.home.courier(&line)
+    run.home.migration_client(&line)
 }

@@ -7,13 +7,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use harness::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::client::Client;
 use vellum_control::{Do, Snapshot};
 use vellum_sys::mmap::memfd;
 
 use super::machine::{MIB, Run, ends};
-use crate::home::VELLUM;
+use crate::VELLUM;
 use crate::{succeeds, with};
 
 const SOON: &str = "--downtime 1s --timeout 5s";
@@ -50,7 +50,7 @@ pub fn incremental(run: &mut Run) -> Result<(), Failed> {
 pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
     let line = format!("snapshot {} {} {SOON}", run.name, dir.display());
-    let mut courier = run.home.courier(&line)?;
+    let mut courier = run.home.migration_client(&line)?;
     eventually(LIMIT, "it is saved, or about to be", || {
         let saves = run.home.standing(&run.name).as_deref() == Some("snapshotting");
         Ok((saves || courier.try_wait()?.is_some()).then_some(()))
@@ -66,7 +66,8 @@ pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
 /// A client that is killed at any time, and one that goes when all is written and nothing is named.
 pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
-    let mut courier = run.home.courier(&format!("snapshot {} {} {SOON}", run.name, dir.display()))?;
+    let mut courier =
+        run.home.migration_client(&format!("snapshot {} {} {SOON}", run.name, dir.display()))?;
     eventually(LIMIT, "it is saved, or about to be", || {
         let saves = run.home.standing(&run.name).as_deref() == Some("snapshotting");
         Ok((saves || courier.try_wait()?.is_some()).then_some(()))

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use harness::record::{self, Record};
+use support::record::{self, Record};
 
 pub use files::write as write_files;
 

@@ -52,7 +52,7 @@ fn libraries(package: &str, listed: &str) -> Result<Vec<Placed>> {
             [name, "=>", "not", "found"] => {
                 return Err(Error::Package(format!(
                     "{package} needs {name}, which this machine lacks: {}, or as root: apt-get install gdb makedumpfile",
-                    harness::tools::SETUP
+                    support::tools::SETUP
                 )));
             }
             [name, "=>", path, _] => {

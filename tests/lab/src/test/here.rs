@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use harness::record;
+use support::record;
 
 use super::load::Load;
 use super::programs::{self, Place};
@@ -19,7 +19,7 @@ use crate::hosts::Emulated;
 use crate::hosts::doctor;
 use crate::{Error, Result, tool};
 
-/// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over their trials themselves.
+/// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over their tests themselves.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Every test of the workspace, as `cargo test` has them.

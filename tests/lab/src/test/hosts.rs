@@ -68,7 +68,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
     // Those of x86 have a bed of their own.
     if architecture == Architecture::Arm {
         jobs.extend(linux_on_arm(&cache, bed, &kernel, options)?);
-        // Arguments name trials.
+        // Arguments name tests.
         let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
         if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
             jobs.extend(larger_pages(&cache, bed, options, tally));
@@ -312,7 +312,7 @@ fn placed(
     })
 }
 
-/// What debuggers there are for a host: what cannot be had the trials name themselves.
+/// What debuggers there are for a host: what cannot be had the tests name themselves.
 fn brought(
     bed: &str,
     debuggers: Result<Vec<debuggers::Placed>>,

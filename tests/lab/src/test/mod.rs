@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use harness::record::{self, Record};
+use support::record::{self, Record};
 
 use crate::architecture::Architecture;
 use crate::cache::Cache;
@@ -297,7 +297,7 @@ pub fn run(mut options: Options) -> Result<u8> {
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         here::fleet(options, &mut tally)?;
     }
-    // Arguments name trials of this machine's part.
+    // Arguments name tests of this machine's part.
     let moves = options.bed == Some(TestHost::Pair)
         || options.bed == Some(TestHost::Migration) && options.arguments.is_empty();
     let needs = [svm::HOST.programs(), &["lz4", "zstd"]].concat();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use harness::record::{self, Line};
+use support::record::{self, Line};
 
 use super::tally::Tally;
 use crate::architecture::Architecture;

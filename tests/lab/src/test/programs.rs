@@ -1,6 +1,6 @@
 //! Which test programs there are, and where each of them can run.
 //!
-//! Cargo says which there are. Those with a harness of their own keep a record (`harness::record`), and their package's
+//! Cargo says which there are. Those with a harness of their own keep a record (`support::record`), and their package's
 //! Cargo.toml says in `[package.metadata.beds]` where they run. The others are libtest's, and run on this machine.
 
 use std::collections::BTreeMap;
@@ -192,7 +192,7 @@ mod tests {
     #[test]
     fn every_program_of_the_workspace_is_declared() {
         let mut all = Vec::new();
-        for package in [".", "guest-agent", "tests/harness", "tests/lab"] {
+        for package in [".", "guest-agent", "tests/support", "tests/lab"] {
             let places = places(&artifacts::workspace().join(package).join("Cargo.toml")).unwrap();
             all.extend(places.into_values());
         }

@@ -5,7 +5,7 @@ use std::fs;
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use harness::tools::{self, TOOLS};
+use support::tools::{self, TOOLS};
 
 use super::tally::Tally;
 use crate::cache::Cache;

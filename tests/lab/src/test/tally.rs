@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use harness::record::{self, Line, Outcome, Record};
-use harness::tools::SETUP;
+use support::record::{self, Line, Outcome, Record};
+use support::tools::SETUP;
 use vellum_report::{Case, Report, Status};
 
 use super::clock::Clock;
@@ -285,9 +285,9 @@ mod tests {
     fn after_setup_what_it_could_have_installed_is_no_reason_to_skip() {
         let mut tally = tally();
         let skips = |tally: &mut Tally| {
-            tally.skip(LOCAL, "gdb::looks", &harness::tools::lacks("gdb"));
+            tally.skip(LOCAL, "gdb::looks", &support::tools::lacks("gdb"));
             tally.skip(LOCAL, "boot::runs", "needs KVM");
-            tally.skip("svm npt=1", "gdb::looks", &harness::tools::lacks("gdb"));
+            tally.skip("svm npt=1", "gdb::looks", &support::tools::lacks("gdb"));
             tally.lack("linux", "a disk", "mmdebstrap failed");
         };
         skips(&mut tally);

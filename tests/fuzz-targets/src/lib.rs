@@ -1,0 +1,44 @@
+//! The fuzz targets: functions of bytes that end without a panic, whatever these are. `cargo test` calls them with the corpus in
+//! `tests/fuzz/corpus`, `cargo fuzz` by way of the shell in `tests/fuzz`.
+
+mod control;
+#[cfg(target_arch = "x86_64")]
+mod dump;
+mod fleet;
+#[cfg(target_arch = "x86_64")]
+mod gdb;
+#[cfg(target_arch = "x86_64")]
+mod keyvalue;
+#[cfg(target_arch = "x86_64")]
+mod loaders;
+mod migration;
+#[cfg(target_arch = "x86_64")]
+mod pci;
+mod qcow2;
+mod report;
+mod share;
+mod snapshot;
+#[cfg(target_arch = "x86_64")]
+mod state;
+mod virtio;
+
+pub use control::control;
+#[cfg(target_arch = "x86_64")]
+pub use dump::dump;
+pub use fleet::fleet;
+#[cfg(target_arch = "x86_64")]
+pub use gdb::gdb;
+#[cfg(target_arch = "x86_64")]
+pub use keyvalue::keyvalue;
+#[cfg(target_arch = "x86_64")]
+pub use loaders::loaders;
+pub use migration::migration;
+#[cfg(target_arch = "x86_64")]
+pub use pci::pci;
+pub use qcow2::qcow2;
+pub use report::report;
+pub use share::share;
+pub use snapshot::snapshot;
+#[cfg(target_arch = "x86_64")]
+pub use state::{restored, state};
+pub use virtio::virtio;

@@ -1,0 +1,269 @@
+//! Where a test's machines have their sockets, and how they are started and ended.
+
+use std::fs;
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::{Failed, LIMIT, ensure, eventually};
+use vellum_control::Do;
+use vellum_control::client::Client;
+
+/// The `vellum` that the machines of a test program run. Cargo tells its path to Vellum's own test programs and to no library.
+pub struct Vellum(pub &'static str);
+
+inventory::collect!(Vellum);
+
+/// Gives a test program the constant `VELLUM`, and every [`TestEnv`] the same path. Stands once, in `main.rs`.
+#[macro_export]
+macro_rules! vellum {
+    () => {
+        const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+        $crate::inventory::submit! { $crate::env::Vellum(VELLUM) }
+    };
+}
+
+fn vellum() -> &'static str {
+    inventory::iter::<Vellum>.into_iter().next().expect("main.rs has support::vellum!()").0
+}
+
+/// A directory in which a user's machines have their sockets; the mistake that they make, if any.
+pub struct TestEnv(pub PathBuf, Option<&'static str>);
+
+impl TestEnv {
+    /// An empty one.
+    pub fn new() -> Result<Self, Failed> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vellum-home-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path)?;
+        Ok(Self(path, None))
+    }
+
+    /// One whose machines make this mistake, if any.
+    pub fn planted(mistake: Option<&'static str>) -> Result<Self, Failed> {
+        let mut home = Self::new()?;
+        home.1 = mistake;
+        Ok(home)
+    }
+
+    /// The control socket of the machine of that name.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.0.join(format!("vellum/{name}.sock"))
+    }
+
+    /// `vellum` with these arguments, which blanks separate, and without standard input.
+    pub fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(vellum());
+        command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", &self.0).stdin(Stdio::null());
+        if let Some(mistake) = self.1 {
+            command.env(vellum_sys::plant::VARIABLE, mistake);
+        }
+        command
+    }
+
+    /// Runs it to its end.
+    pub fn vellum(&self, arguments: &str) -> Result<Output, Failed> {
+        Ok(self.command(arguments).output()?)
+    }
+
+    /// What `vellum ctl` prints, which must succeed.
+    pub fn ctl(&self, arguments: &str) -> Result<String, Failed> {
+        let output = self.vellum(&format!("ctl {arguments}"))?;
+        ensure(output.status.success() && output.stderr.is_empty(), || format!("{arguments}: {output:?}"))?;
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// A built-in guest without an end of its own.
+    pub fn endless(&self, name: &str) -> Result<Machine, Failed> {
+        self.start(name, &mut self.command("run --memory 16m --passes 0"))
+    }
+
+    /// Starts `command` as a machine of that name, and waits until it answers.
+    pub fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
+        command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut machine = Machine { child: Process::spawn(command)?, children: Vec::new() };
+        let socket = self.socket(name);
+        let answers = || Client::connect(&socket).is_ok_and(|mut client| client.ask(&Do::Status {}).is_ok());
+        let up = eventually(LIMIT, "the machine answers", || {
+            let ended = machine.child.try_wait()?.is_some();
+            Ok((ended || answers()).then_some(!ended))
+        })?;
+        if !up {
+            return Err(format!("it has ended: {:?}", machine.child.output()?).into());
+        }
+        let (children, own) = (children(machine.child.id())?, process(machine.child.id()));
+        // A guard has the machine's own name until it gives itself another.
+        machine.children = eventually(LIMIT, "what it has started has names", || {
+            let named = children.iter().filter_map(|pid| Some((*pid, process(*pid)?)));
+            let named: Vec<(u32, String)> = named.collect();
+            Ok(named.iter().all(|(_, name)| Some(name) != own.as_ref()).then_some(named))
+        })?;
+        Ok(machine)
+    }
+}
+
+/// Migrations.
+impl TestEnv {
+    /// The path of a file in the directory.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// The state of the machine `name`, if it answers.
+    pub fn standing(&self, name: &str) -> Option<String> {
+        let status = Client::connect(&self.socket(name)).ok()?.ask(&Do::Status {}).ok()?;
+        status["state"].as_str().map(str::to_owned)
+    }
+
+    /// The machine `name` of these arguments, once it answers.
+    pub fn run(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
+        self.start(name, &mut self.command(arguments))
+    }
+
+    /// A target called `name`, to which [`TestEnv::migrate`] leads.
+    pub fn receive(&self, name: &str, more: &str) -> Result<Machine, Failed> {
+        let socket = self.path(&format!("{name}.in"));
+        self.run(name, &format!("receive --listen unix:{} {}", socket.display(), patient(more)))
+    }
+
+    /// Migrates `from` to the target `to`.
+    pub fn migrate(&self, from: &str, to: &str, more: &str) -> Result<Output, Failed> {
+        let socket = self.path(&format!("{to}.in"));
+        self.vellum(&format!("migrate {from} --to unix:{} {}", socket.display(), patient(more)))
+    }
+
+    /// A migration client that nobody waits for.
+    pub fn migration_client(&self, arguments: &str) -> Result<Process, Failed> {
+        Ok(Process::spawn(self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()))?)
+    }
+
+    /// A machine out of a snapshot, once it runs or is paused.
+    pub fn restore(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
+        let machine = self.run(name, &format!("restore {arguments}"))?;
+        eventually(LIMIT, "it is restored", || {
+            let standing = self.standing(name);
+            Ok(standing.filter(|state| state == "running" || state == "paused").map(drop))
+        })?;
+        Ok(machine)
+    }
+
+    /// Waits until the built-in guest `name` has written so many pages. Returns a client that receives its events.
+    pub fn has_written(&self, name: &str, pages: u64) -> Result<Client, Failed> {
+        let mut events = Client::connect(&self.socket(name))?;
+        events.ask(&Do::Events {})?;
+        eventually(LIMIT, "the guest has written enough", || {
+            Ok((events.line()?["done"].as_u64() > Some(pages)).then_some(()))
+        })?;
+        Ok(events)
+    }
+}
+
+/// The arguments `more` of one side of a migration, with a long `--liveness` unless they set one: where guests keep every CPU
+/// busy, KVM was seen to take more than ten seconds to make a machine (synchronize_srcu).
+pub fn patient(more: &str) -> String {
+    if more.contains("--liveness") { more.to_owned() } else { format!("--liveness 5m {more}") }
+}
+
+impl Drop for TestEnv {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A machine, with the processes that it has started: their numbers and names.
+pub struct Machine {
+    /// The machine's process.
+    pub child: Process,
+    children: Vec<(u32, String)>,
+}
+
+/// A process that does not outlive the test that started it, however that ends.
+pub struct Process(Option<Child>);
+
+impl Process {
+    /// Starts it.
+    pub fn spawn(command: &mut Command) -> io::Result<Self> {
+        Ok(Self(Some(command.spawn()?)))
+    }
+
+    /// Waits for its end.
+    pub fn output(mut self) -> io::Result<Output> {
+        self.0.take().expect("nobody else takes it").wait_with_output()
+    }
+}
+
+impl Deref for Process {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        self.0.as_ref().expect("only its end takes it")
+    }
+}
+
+impl DerefMut for Process {
+    fn deref_mut(&mut self) -> &mut Child {
+        self.0.as_mut().expect("only its end takes it")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            // One that has ended already cannot be killed.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Machine {
+    /// The process of this name that it has started.
+    pub fn started(&self, name: &str) -> Option<u32> {
+        self.children.iter().find(|(_, is)| is == name).map(|(pid, _)| *pid)
+    }
+
+    /// Waits for its end and for the end of its guard, of which there must be one and nothing else.
+    pub fn end(self) -> Result<Output, Failed> {
+        self.end_with(&["vellum-guard"])
+    }
+
+    /// Waits for its end and for that of the processes that it has started, which are called `names` in any order.
+    pub fn end_with(self, names: &[&str]) -> Result<Output, Failed> {
+        let output = self.child.output()?;
+        let mut found: Vec<&str> = self.children.iter().map(|(_, name)| name.as_str()).collect();
+        found.sort_unstable();
+        ensure(found == names, || format!("it has started {found:?}"))?;
+        for (child, name) in &self.children {
+            eventually(LIMIT, "what it has started ends", || {
+                Ok((process(*child).as_ref() != Some(name)).then_some(()))
+            })?;
+        }
+        Ok(output)
+    }
+}
+
+/// The name of a process that is not over.
+pub fn process(pid: u32) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = |key: &str| Some(status.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned());
+    (!line("State:")?.starts_with('Z')).then(|| line("Name:"))?
+}
+
+fn children(of: u32) -> Result<Vec<u32>, Failed> {
+    let mut children = Vec::new();
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // pid (name) state parent …
+        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1));
+        if parent == Some(&of.to_string()) {
+            children.push(pid);
+        }
+    }
+    Ok(children)
+}

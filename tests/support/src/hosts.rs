@@ -1,0 +1,48 @@
+//! What tests need of a host, beside what `harness` has for all of them.
+
+use crate::{Failed, Need, ensure};
+use vellum_report::Premise;
+
+/// A KVM that we may use.
+pub fn kvm() -> Need {
+    vellum_kvm::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
+}
+
+/// The same on a host that is not emulated, for what hardly depends on KVM.
+pub fn real() -> Need {
+    kvm()?;
+    match vellum_host::Facts::collect(String::new()).emulated {
+        true => Err(
+            "hardly depends on KVM, and an emulated host takes minutes for it: cargo test does it in seconds"
+                .into(),
+        ),
+        false => Ok(()),
+    }
+}
+
+/// A processor that stops its guests at breakpoints.
+pub fn breakpoints() -> Need {
+    let amd = std::path::Path::new("/sys/module/kvm_amd").exists();
+    if amd && vellum_host::Facts::collect(String::new()).emulated {
+        return Err(
+            "needs a processor that intercepts int3 and obeys DR7 in a guest, which QEMU's SVM does not \
+             (target/i386/tcg: raise_interrupt2, helper_vmrun): cargo lab test vmx, or metal"
+                .into(),
+        );
+    }
+    Ok(())
+}
+
+/// `count` free huge pages of `size` bytes.
+pub fn huge_pages(size: u64, count: u64) -> Need {
+    vellum_host::hugepages::check(size, size * count)
+        .map_err(|shortage| format!("needs huge pages: {shortage}"))
+}
+
+/// Fails the test unless a result's premises held; but that an emulated host hardly idles no test of a few mebibytes can
+/// promise.
+pub fn premises(report: &vellum_report::Report) -> Result<(), Failed> {
+    let failed = report.invalid.iter().filter(|failed| !matches!(failed.premise, Premise::HostIdled { .. }));
+    let failed: Vec<String> = failed.map(|failed| failed.to_string()).collect();
+    ensure(failed.is_empty(), || format!("{failed:?}"))
+}

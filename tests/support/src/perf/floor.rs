@@ -1,0 +1,41 @@
+//! What the benchmarks of starting share: the floors of `tests/perf/floor.c`, and how a program is started that was installed.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A copy of `program` in `dir`, as installing makes one. A linker writes its file here and there, so the page cache holds what it wrote
+/// in single pages, of which a page fault maps fewer at once than of a file that was copied or read from disk: some 20
+/// page faults of 180 for Vellum, and 0.1 of the ratio.
+pub fn installed(program: &Path, dir: &Path) -> PathBuf {
+    let name = program.file_name().expect("a program has a name");
+    let copy = dir.join(name);
+    std::fs::copy(program, &copy).expect("a copy");
+    copy
+}
+
+/// `tests/perf/floor.c` as a static program in `dir`.
+pub fn compiled(dir: &Path) -> Result<PathBuf, String> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../perf/floor.c");
+    let program = dir.join("floor");
+    let status = Command::new("cc").args(["-O2", "-static", "-o"]).arg(&program).arg(source).status();
+    match status {
+        Ok(status) if status.success() => Ok(program),
+        Ok(status) => Err(format!("cc: {status}")),
+        Err(error) => Err(format!("cc: {error}")),
+    }
+}
+
+/// The median.
+pub fn median(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    (sorted[sorted.len() / 2] + sorted[(sorted.len() - 1) / 2]) / 2.0
+}
+
+/// `samples` as multiples of the floor's, round by round: the median, and between which half of them lie.
+pub fn multiples(samples: &[f64], floor: &[f64]) -> String {
+    let mut ratios: Vec<f64> = samples.iter().zip(floor).map(|(sample, floor)| sample / floor).collect();
+    ratios.sort_by(f64::total_cmp);
+    let at = |part: usize| ratios[(ratios.len() - 1) * part / 4];
+    format!("{:5.2} ({:.2} to {:.2})", median(&ratios), at(1), at(3))
+}

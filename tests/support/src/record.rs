@@ -1,0 +1,110 @@
+//! How tests ended, for programs: a [`Line`] of JSON each, in the file that [`VARIABLE`] names.
+//!
+//! The last line says how many there were. A record without it, or with another number of tests, is of a program that
+//! did not come to its end.
+
+use std::any::Any;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use libtest_mimic::{Completion, Failed};
+use serde::{Deserialize, Serialize};
+
+/// The environment variable that names the file.
+pub const VARIABLE: &str = "VELLUM_TEST_RECORD";
+
+/// A line of a record.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Line {
+    /// A test ended.
+    Test {
+        /// Its name.
+        name: String,
+        /// How.
+        outcome: Outcome,
+    },
+    /// All have, and there were so many.
+    End(u64),
+}
+
+/// How a test ended.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// Well.
+    Passed,
+    /// Not well, and why.
+    Failed(String),
+    /// It could not run, and why.
+    Skipped(String),
+}
+
+/// What a test gave, or what it panicked with.
+type Ended = Result<Result<Completion, Failed>, Box<dyn Any + Send>>;
+
+impl Outcome {
+    pub(crate) fn of(ended: &Ended) -> Self {
+        match ended {
+            Ok(Ok(Completion::Completed)) => Self::Passed,
+            Ok(Ok(Completion::Ignored { reason })) => {
+                Self::Skipped(reason.clone().unwrap_or_else(|| "it says no reason".into()))
+            }
+            Ok(Err(failed)) => Self::Failed(failed.message().unwrap_or("it says no reason").to_owned()),
+            Err(payload) => {
+                let text = payload.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
+                Self::Failed(format!("it panicked: {}", text.unwrap_or("without a message")))
+            }
+        }
+    }
+}
+
+/// The lines of `text` up to the first that is none, and what is wrong with that one.
+pub fn parse(text: &str) -> (Vec<Line>, Result<(), String>) {
+    let mut lines = Vec::new();
+    for line in text.lines() {
+        match serde_json::from_str(line) {
+            Ok(line) => lines.push(line),
+            Err(error) => return (lines, Err(format!("{line:?} is no line of a record: {error}"))),
+        }
+    }
+    (lines, Ok(()))
+}
+
+/// Where lines go.
+#[derive(Debug)]
+pub struct Record(Option<Mutex<PathBuf>>);
+
+impl Record {
+    /// A record in that file; without one, lines go nowhere.
+    pub fn new(file: Option<PathBuf>) -> Self {
+        Self(file.map(Mutex::new))
+    }
+
+    /// Whether anybody wants it.
+    pub fn is_kept(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Adds a line.
+    ///
+    /// # Panics
+    ///
+    /// Where the file cannot be written: what is not recorded is not counted.
+    pub fn write(&self, line: &Line) {
+        let Some(path) = &self.0 else { return };
+        let path = path.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let text = format!("{}\n", serde_json::to_string(line).expect("a line is plain data"));
+        let written = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(&*path)
+            .and_then(|mut file| file.write_all(text.as_bytes()));
+        if let Err(error) = written {
+            panic!("the record {} cannot be written: {error}", path.display());
+        }
+    }
+}

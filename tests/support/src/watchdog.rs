@@ -1,0 +1,67 @@
+//! What ends a test program of which a test hangs: it names the test, where otherwise a CI would name the program.
+
+use std::process;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Far more than a test takes on the slowest host, an emulated one, and less than a CI allows for everything.
+const OVERALL: Duration = Duration::from_secs(30 * 60);
+
+/// The tests that run now.
+#[derive(Clone, Default)]
+pub(crate) struct Running(Arc<Mutex<Vec<(String, Instant)>>>);
+
+impl Running {
+    /// Does `test`, which counts as running meanwhile. It must not panic.
+    pub(crate) fn during<T>(&self, name: &str, test: impl FnOnce() -> T) -> T {
+        self.change(|running| running.push((name.to_owned(), Instant::now())));
+        let ended = test();
+        self.change(|running| running.retain(|(other, _)| other != name));
+        ended
+    }
+
+    /// From now on looks now and then whether one hangs.
+    pub(crate) fn watch(&self) {
+        let running = self.clone();
+        thread::spawn(move || {
+            loop {
+                thread::sleep(Duration::from_secs(10));
+                let overdue = running.overdue(OVERALL);
+                if !overdue.is_empty() {
+                    eprintln!(
+                        "\nnot over within {OVERALL:?}, so that this program ends: {}",
+                        overdue.join(", ")
+                    );
+                    process::exit(101);
+                }
+            }
+        });
+    }
+
+    fn overdue(&self, limit: Duration) -> Vec<String> {
+        let mut overdue = Vec::new();
+        self.change(|running| {
+            let late = running.iter().filter(|(_, since)| since.elapsed() >= limit);
+            overdue.extend(late.map(|(name, _)| name.clone()));
+        });
+        overdue
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<(String, Instant)>)) {
+        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_test_is_overdue_while_it_runs_and_not_after() {
+        let running = Running::default();
+        let during = running.during("slow", || (running.overdue(Duration::ZERO), running.overdue(OVERALL)));
+        assert_eq!(during, (vec!["slow".to_owned()], vec![]));
+        assert!(running.overdue(Duration::ZERO).is_empty());
+    }
+}

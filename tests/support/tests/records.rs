@@ -1,0 +1,82 @@
+//! What programs record. This one starts itself again with an argument of its own, as a program whose tests end in every
+//! way that there is.
+
+use std::env;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{self, Command, ExitCode};
+
+use support::record::{self, Line, Outcome};
+use support::{Completion, Failed, Tests, ensure, test};
+
+const SAMPLE: &str = "VELLUM_TEST_SAMPLE";
+
+fn main() -> ExitCode {
+    let mut tests = Tests::from_args();
+    if let Ok(kind) = env::var(SAMPLE) {
+        samples(&mut tests, &kind);
+    }
+    tests.run()
+}
+
+fn samples(tests: &mut Tests, kind: &str) {
+    let fine = || -> Result<(), Failed> { Ok(()) };
+    tests.add("sample_passes", Ok(()), fine);
+    tests.add("sample_fails", Ok(()), || ensure(false, || "planted".into()));
+    tests.add("sample_panics", Ok(()), || -> Result<(), Failed> { panic!("planted panic") });
+    tests.add("sample_without_its_bed", Err("needs what no host has".into()), fine);
+    tests.add("sample_finds_out", Ok(()), || Ok::<_, Failed>(Completion::ignored_with("too late")));
+    if kind == "cut-short" {
+        tests.one_at_a_time();
+        tests.add("sample_that_ends_its_program", Ok(()), || -> Result<(), Failed> { process::exit(0) });
+    }
+}
+
+/// The record of a program with samples, and whether it succeeded.
+fn sampled(kind: &str, filter: &str) -> Result<(Vec<Line>, bool), Failed> {
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{filter}-{}", process::id()));
+    let output = Command::new(env::current_exe()?)
+        .arg(filter)
+        .env(SAMPLE, kind)
+        .env(record::VARIABLE, &file)
+        .output()?;
+    let (lines, rest) = record::parse(&fs::read_to_string(&file)?);
+    rest?;
+    fs::remove_file(file)?;
+    Ok((lines, output.status.success()))
+}
+
+fn outcome(lines: &[Line], wanted: &str) -> Option<Outcome> {
+    lines.iter().find_map(|line| match line {
+        Line::Test { name, outcome } if name == wanted => Some(outcome.clone()),
+        _ => None,
+    })
+}
+
+#[test]
+fn every_end_is_recorded_with_its_reason() -> Result<(), Failed> {
+    let (lines, success) = sampled("all", "sample_")?;
+    for (name, wanted) in [
+        ("sample_passes", Outcome::Passed),
+        ("sample_fails", Outcome::Failed("planted".into())),
+        ("sample_panics", Outcome::Failed("it panicked: planted panic".into())),
+        ("sample_without_its_bed", Outcome::Skipped("needs what no host has".into())),
+        ("sample_finds_out", Outcome::Skipped("too late".into())),
+    ] {
+        let found = outcome(&lines, name);
+        ensure(found.as_ref() == Some(&wanted), || format!("{name}: {found:?}, not {wanted:?}"))?;
+    }
+    ensure(lines.len() == 6 && lines.last() == Some(&Line::End(5)) && !success, || format!("{lines:?}"))
+}
+
+#[test]
+fn what_is_not_asked_for_is_not_recorded() -> Result<(), Failed> {
+    let (lines, success) = sampled("all", "sample_passes")?;
+    ensure(lines.len() == 2 && lines[1] == Line::End(1) && success, || format!("{lines:?}"))
+}
+
+#[test]
+fn a_program_that_is_cut_short_records_no_end() -> Result<(), Failed> {
+    let (lines, success) = sampled("cut-short", "sample_")?;
+    ensure(success && !lines.iter().any(|line| matches!(line, Line::End(_))), || format!("{lines:?}"))
+}
