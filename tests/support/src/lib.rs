@@ -16,6 +16,7 @@ pub mod perf;
 mod random;
 pub mod record;
 pub mod share;
+mod signals;
 pub mod tools;
 pub mod virtio;
 mod wait;
@@ -103,8 +104,10 @@ pub struct Tests {
 }
 
 impl Tests {
-    /// Every function of the program that is a test, with the arguments of the command line.
+    /// Every function of the program that is a test, with the arguments of the command line. Signals that a parent ignores,
+    /// as shells do for jobs in the background, have their default actions from here on.
     pub fn from_args() -> Self {
+        signals::restore();
         let record = Arc::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
         let mut tests = Self {
             arguments: Arguments::from_args(),

@@ -3,6 +3,7 @@
 
 use std::env;
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{self, Command, ExitCode};
 
@@ -19,6 +20,15 @@ fn main() -> ExitCode {
     tests.run()
 }
 
+/// Fails where a child of this program survives one of the signals.
+fn children_die_of_signals() -> Result<(), Failed> {
+    for (name, number) in [("INT", libc::SIGINT), ("QUIT", libc::SIGQUIT), ("HUP", libc::SIGHUP)] {
+        let status = Command::new("sh").args(["-c", &format!("kill -{name} $$")]).status()?;
+        ensure(status.signal() == Some(number), || format!("SIG{name}: {status}"))?;
+    }
+    Ok(())
+}
+
 fn samples(tests: &mut Tests, kind: &str) {
     let fine = || -> Result<(), Failed> { Ok(()) };
     tests.add("sample_passes", Ok(()), fine);
@@ -26,6 +36,7 @@ fn samples(tests: &mut Tests, kind: &str) {
     tests.add("sample_panics", Ok(()), || -> Result<(), Failed> { panic!("planted panic") });
     tests.add("sample_without_its_bed", Err("needs what no host has".into()), fine);
     tests.add("sample_finds_out", Ok(()), || Ok::<_, Failed>(Completion::ignored_with("too late")));
+    tests.add("sample_whose_children_die_of_signals", Ok(()), children_die_of_signals);
     if kind == "cut-short" {
         tests.one_at_a_time();
         tests.add("sample_that_ends_its_program", Ok(()), || -> Result<(), Failed> { process::exit(0) });
@@ -66,7 +77,21 @@ fn every_end_is_recorded_with_its_reason() -> Result<(), Failed> {
         let found = outcome(&lines, name);
         ensure(found.as_ref() == Some(&wanted), || format!("{name}: {found:?}, not {wanted:?}"))?;
     }
-    ensure(lines.len() == 6 && lines.last() == Some(&Line::End(5)) && !success, || format!("{lines:?}"))
+    ensure(lines.len() == 7 && lines.last() == Some(&Line::End(6)) && !success, || format!("{lines:?}"))
+}
+
+/// Shells ignore SIGINT and SIGQUIT for jobs in the background, and nohup(1) ignores SIGHUP.
+#[test]
+fn signals_that_the_parent_ignores_have_their_default_actions() -> Result<(), Failed> {
+    let output = Command::new("sh")
+        .args(["-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh"])
+        .arg(env::current_exe()?)
+        .args(["--exact", "sample_whose_children_die_of_signals"])
+        .env(SAMPLE, "all")
+        .env_remove(record::VARIABLE)
+        .output()?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure(output.status.success() && said.contains("1 passed"), || format!("{output:?}"))
 }
 
 #[test]
