@@ -36,11 +36,11 @@ fn segments(file: &File) -> Result<Vec<(u32, [u64; 5])>, Failed> {
 
 #[test(kvm())]
 fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home
-        .start("d", &mut home.command("run --memory 64m --passes 0 -c 2 --workload write,region=shared"))?;
-    let core = home.0.join("core");
-    let output = home.vellum(&format!("dump d {}", core.display()))?;
+    let env = TestEnv::new()?;
+    let machine =
+        env.start("d", &mut env.command("run --memory 64m --passes 0 -c 2 --workload write,region=shared"))?;
+    let core = env.0.join("core");
+    let output = env.vellum(&format!("dump d {}", core.display()))?;
     let said = String::from_utf8_lossy(&output.stdout);
     ensure(output.status.success() && said.contains("without VMCOREINFO"), || format!("{output:?}"))?;
     let file = File::open(&core)?;
@@ -52,7 +52,7 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
     let bytes: u64 = loads.iter().map(|(_, [.., bytes])| bytes).sum();
     ensure(bytes == 64 << 20, || format!("{bytes} bytes of RAM"))?;
     ensure(loads.iter().all(|(_, [offset, ..])| offset.is_multiple_of(4096)), || format!("{loads:?}"))?;
-    let status: Value = serde_json::from_str(&home.ctl("d status")?)?;
+    let status: Value = serde_json::from_str(&env.ctl("d status")?)?;
     ensure(status["state"] == "running", || format!("{status}"))?;
     // Two vCPUs' registers, in notes of `CORE`.
     let [offset, _, _, len, _] = notes.1;
@@ -60,7 +60,7 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
     file.read_exact_at(&mut notes, offset)?;
     let cores = notes.windows(8).filter(|window| *window == b"CORE\0\0\0\0").count();
     ensure(cores == 2, || format!("{cores} vCPUs"))?;
-    home.ctl("d stop")?;
+    env.ctl("d stop")?;
     let output = machine.end()?;
     ensure(output.status.success(), || format!("{output:?}"))
 }
@@ -68,20 +68,20 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
 /// What is in memory while a guest is paused is in the dump, byte by byte; what nobody has touched is a hole.
 #[test(kvm())]
 fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let run = "run --memory 256m,backing=memfd --passes 0 --workload write,hot=1,share=100";
-    let machine = home.start("d", &mut home.command(run))?;
-    let mut events = Client::connect(&home.socket("d"))?;
+    let machine = env.start("d", &mut env.command(run))?;
+    let mut events = Client::connect(&env.socket("d"))?;
     events.ask(&Do::Events {})?;
     let written = |event: &Value| event["event"] == "progress" && event["done"].as_u64() > Some(100);
     while !written(&events.line()?) {}
-    home.ctl("d pause")?;
-    let (first, second) = (home.0.join("first"), home.0.join("second"));
+    env.ctl("d pause")?;
+    let (first, second) = (env.0.join("first"), env.0.join("second"));
     for core in [&first, &second] {
-        let output = home.vellum(&format!("dump d {}", core.display()))?;
+        let output = env.vellum(&format!("dump d {}", core.display()))?;
         ensure(output.status.success(), || format!("{output:?}"))?;
     }
-    let status: Value = serde_json::from_str(&home.ctl("d status")?)?;
+    let status: Value = serde_json::from_str(&env.ctl("d status")?)?;
     ensure(status["state"] == "paused", || format!("it was paused: {status}"))?;
     let (file, about) = (File::open(&first)?, fs::metadata(&first)?);
     ensure(about.len() > 256 << 20 && about.blocks() * 512 < 64 << 20, || {
@@ -101,7 +101,7 @@ fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     }
     ensure(full > 0, || "memory is empty".into())?;
     ensure(fs::read(&first)? == fs::read(&second)?, || "two dumps of a paused guest differ".into())?;
-    home.ctl("d stop")?;
+    env.ctl("d stop")?;
     machine.end().map(drop)
 }
 
@@ -119,52 +119,52 @@ fn memory_of(pid: u32) -> Result<File, Failed> {
 
 #[test(kvm(), tools::program("readelf"))]
 fn readelf_reads_it() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("d")?;
-    let core = home.0.join("core");
-    let output = home.vellum(&format!("dump d {}", core.display()))?;
+    let env = TestEnv::new()?;
+    let machine = env.endless("d")?;
+    let core = env.0.join("core");
+    let output = env.vellum(&format!("dump d {}", core.display()))?;
     ensure(output.status.success(), || format!("{output:?}"))?;
     let output = Command::new("readelf").args(["-W", "-h", "-l", "-n"]).arg(&core).output()?;
     let said = String::from_utf8_lossy(&output.stdout);
     let good = ["CORE (Core file)", "NOTE", "LOAD", "NT_PRSTATUS"].iter().all(|word| said.contains(word));
     ensure(good && output.stderr.is_empty(), || format!("{output:?}"))?;
-    home.ctl("d stop")?;
+    env.ctl("d stop")?;
     machine.end().map(drop)
 }
 
 #[test(kvm())]
 fn a_dump_that_cannot_be_is_one_line_and_leaves_nothing() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("d")?;
-    let there = home.0.join("there");
+    let env = TestEnv::new()?;
+    let machine = env.endless("d")?;
+    let there = env.0.join("there");
     fs::write(&there, "kept")?;
     let refused = |arguments: &str, status: i32, says: &str| {
-        let output = home.vellum(arguments)?;
+        let output = env.vellum(arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
         let good = output.status.code() == Some(status) && said.lines().count() == 1 && said.contains(says);
         ensure(good, || format!("{arguments}: {output:?}"))
     };
     refused(&format!("dump d {}", there.display()), 2, "it is there already")?;
     refused("dump d /nonexistent/core", 2, "/nonexistent/core")?;
-    refused(&format!("dump nobody {}", home.0.join("x").display()), 2, "vellum list")?;
+    refused(&format!("dump nobody {}", env.0.join("x").display()), 2, "vellum list")?;
     ensure(fs::read_to_string(&there)? == "kept", || "a file was overwritten".into())?;
-    ensure(!home.0.join("x").exists(), || "a file is left behind".into())?;
+    ensure(!env.0.join("x").exists(), || "a file is left behind".into())?;
     refused("ctl d nmi", 1, "built-in guest")?;
     refused("ctl d sysrq c", 1, "built-in guest")?;
     refused("ctl d sysrq lots", 2, "a letter or a digit")?;
     refused("run -k x --on-panic dmup", 2, "dump=FILE")?;
     // A disk that is full: it says so, and goes on.
-    if let Some(full) = small(&home.0) {
-        let output = home.vellum(&format!("dump d {}", full.0.join("core").display()))?;
+    if let Some(full) = small(&env.0) {
+        let output = env.vellum(&format!("dump d {}", full.0.join("core").display()))?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure(output.status.code() == Some(1) && said.contains("No space"), || format!("{output:?}"))?;
         ensure(fs::read_dir(&full.0)?.next().is_none(), || "something is left behind".into())?;
     }
     eventually(LIMIT, "it goes on", || {
-        let status: Value = serde_json::from_str(&home.ctl("d status")?)?;
+        let status: Value = serde_json::from_str(&env.ctl("d status")?)?;
         Ok((status["state"] == "running").then_some(()))
     })?;
-    home.ctl("d stop")?;
+    env.ctl("d stop")?;
     machine.end().map(drop)
 }
 
@@ -177,9 +177,9 @@ impl Drop for Small {
     }
 }
 
-/// One below `home`; `None` where nobody may mount.
-fn small(home: &Path) -> Option<Small> {
-    let path = home.join("small");
+/// One below `dir`; `None` where nobody may mount.
+fn small(dir: &Path) -> Option<Small> {
+    let path = dir.join("small");
     fs::create_dir(&path).ok()?;
     let mounted =
         Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "none"]).arg(&path).output().ok()?;

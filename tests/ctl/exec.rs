@@ -33,8 +33,8 @@ fn fed(command: &mut Command, input: Vec<u8>) -> Result<Output, Failed> {
 
 #[test]
 fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
     let mut random = Random::new();
     let data: Vec<u8> = (0..100_000).map(|_| random.below(256) as u8).collect();
     let output = fed(exec(&guest, &[]).args(["sh", "-c", "tee /proc/self/fd/2; exit 7"]), data.clone())?;
@@ -55,10 +55,10 @@ fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
 /// An agent of before there were words that are no text, or requests of this kind.
 #[test]
 fn an_older_agent_is_said_to_be_one_in_a_line() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
-    fs::remove_file(home.0.join("vsock"))?;
-    let listener = UnixListener::bind(home.0.join("vsock"))?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
+    fs::remove_file(env.0.join("vsock"))?;
+    let listener = UnixListener::bind(env.0.join("vsock"))?;
     let older = thread::spawn(move || -> std::io::Result<()> {
         for stream in listener.incoming().take(2) {
             let mut stream = stream?;
@@ -83,8 +83,8 @@ fn an_older_agent_is_said_to_be_one_in_a_line() -> Result<(), Failed> {
 
 #[test]
 fn output_that_cannot_be_written_is_a_failure_and_a_reader_that_left_is_none() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
     let full = File::options().write(true).open("/dev/full")?;
     let output = exec(&guest, &[]).args(["echo", "hello"]).stdout(full).output()?;
     let said = String::from_utf8(output.stderr)?;
@@ -101,16 +101,16 @@ fn output_that_cannot_be_written_is_a_failure_and_a_reader_that_left_is_none() -
     ensure(status.code() == Some(1), || format!("--help: {status}"))
 }
 
-/// A shell's line that writes its pid to `pid` in the home, and goes on with `script`.
-fn telling(home: &TestEnv, script: &str) -> [String; 3] {
-    let file = home.0.join("pid");
+/// A shell's line that writes its pid to `pid` in the directory, and goes on with `script`.
+fn telling(env: &TestEnv, script: &str) -> [String; 3] {
+    let file = env.0.join("pid");
     ["sh".into(), "-c".into(), format!("echo $$ >{0}.new; mv {0}.new {0}; {script}", file.display())]
 }
 
 /// Starts the client of such a command; and the command's pid.
-fn started(home: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed> {
+fn started(env: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed> {
     let client = client.stdout(Stdio::null()).spawn()?;
-    let file = home.0.join("pid");
+    let file = env.0.join("pid");
     let read = || fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok());
     let pid = eventually(LIMIT, "the command runs", || Ok(read()))?;
     fs::remove_file(&file)?;
@@ -118,8 +118,8 @@ fn started(home: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed>
 }
 
 /// The command ends where its client is killed.
-fn ends_with(home: &TestEnv, client: &mut Command, what: &str) -> Result<(), Failed> {
-    let (mut client, pid) = started(home, client)?;
+fn ends_with(env: &TestEnv, client: &mut Command, what: &str) -> Result<(), Failed> {
+    let (mut client, pid) = started(env, client)?;
     client.kill()?;
     client.wait()?;
     ends(pid, what)
@@ -131,22 +131,22 @@ fn ends(pid: u32, what: &str) -> Result<(), Failed> {
 
 #[test]
 fn a_command_ends_with_its_client_unless_it_is_detached() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
     for script in ["exec sleep 1000", "trap '' HUP; while :; do sleep 0.1; done"] {
-        ends_with(&home, exec(&guest, &[]).args(telling(&home, script)), script)?;
+        ends_with(&env, exec(&guest, &[]).args(telling(&env, script)), script)?;
     }
-    let silent = telling(&home, "exec sleep 1000");
+    let silent = telling(&env, "exec sleep 1000");
     let zeros = File::open("/dev/zero")?;
-    ends_with(&home, exec(&guest, &[]).args(&silent).stdin(zeros), "one that does not read what it is sent")?;
+    ends_with(&env, exec(&guest, &[]).args(&silent).stdin(zeros), "one that does not read what it is sent")?;
     let request = json!({"do": "exec", "command": silent}).to_string();
     let mut json = Command::new(VELLUM);
     ends_with(
-        &home,
+        &env,
         json.arg("exec").arg(&guest.control).args(["--request", &request]),
         "one asked for in JSON",
     )?;
-    let (mut client, pid) = started(&home, exec(&guest, &["--detach"]).args(&silent))?;
+    let (mut client, pid) = started(&env, exec(&guest, &["--detach"]).args(&silent))?;
     ensure(client.wait()?.success(), || "a client that detaches".into())?;
     ensure(process(pid).is_some(), || "a detached command has ended".into())?;
     // As long as its guest.

@@ -36,7 +36,7 @@ fn main() -> ExitCode {
 
 #[test]
 fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     for (arguments, says) in [
         ("ctl nobody pause", "no machine named `nobody` listens at"),
         ("ctl /nonexistent/x.sock pause", "no machine listens at /nonexistent/x.sock"),
@@ -53,40 +53,40 @@ fn machines_that_are_not_there_are_one_line_and_status_2() -> Result<(), Failed>
         ("run --name .", "letters, digits"),
         ("run --name=-x", "--name: `-x` is not a valid machine name"),
     ] {
-        let output = home.vellum(arguments)?;
+        let output = env.vellum(arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
         let one_line = said.lines().count() == 1 && output.stdout.is_empty();
         let good = output.status.code() == Some(2) && one_line && said.contains(says);
         ensure(good, || format!("{arguments}: {output:?}"))?;
     }
-    let list = home.vellum("list")?;
+    let list = env.vellum("list")?;
     ensure(list.status.success() && list.stdout.is_empty() && list.stderr.is_empty(), || format!("{list:?}"))
 }
 
 #[test(kvm())]
 fn a_built_in_guest_obeys() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("w")?;
-    let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
+    let env = TestEnv::new()?;
+    let machine = env.endless("w")?;
+    let status: Status = serde_json::from_str(&env.ctl("w status")?)?;
     ensure(status.pid == machine.child.id() && status.vcpus == 1 && status.memory == 16 << 20, || {
         format!("{status:?}")
     })?;
-    let list = String::from_utf8(home.vellum("list")?.stdout)?;
+    let list = String::from_utf8(env.vellum("list")?.stdout)?;
     ensure(list.lines().count() == 2 && list.contains("running") && list.contains("16m"), || list)?;
 
     for arguments in ["ctl w status", "ctl w events", "list", "doctor", "completions bash"] {
         let (reader, writer) = std::io::pipe()?;
         drop(reader);
-        let output = home.command(arguments).stdout(writer).output()?;
+        let output = env.command(arguments).stdout(writer).output()?;
         let quiet = output.status.success() && output.stderr.is_empty();
         ensure(quiet, || format!("{arguments}, whose reader has gone: {output:?}"))?;
     }
 
-    home.ctl("w pause")?;
-    let status: Status = serde_json::from_str(&home.ctl("w status")?)?;
+    env.ctl("w pause")?;
+    let status: Status = serde_json::from_str(&env.ctl("w status")?)?;
     ensure(status.state == MachineState::Paused, || format!("{status:?}"))?;
-    home.ctl("w resume")?;
-    let (kept, fresh) = (home.0.join("kept"), home.0.join("fresh"));
+    env.ctl("w resume")?;
+    let (kept, fresh) = (env.0.join("kept"), env.0.join("fresh"));
     fs::write(&kept, "from before")?;
     for (arguments, says) in [
         ("ctl w balloon 8m", "without a balloon"),
@@ -95,27 +95,27 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
         (&*format!("ctl w serial file={}", fresh.display()), "no serial port"),
         ("exec w -- true", "--vsock"),
     ] {
-        let output = home.vellum(arguments)?;
+        let output = env.vellum(arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure(!output.status.success() && said.contains(says), || format!("{arguments}: {said}"))?;
     }
     ensure(fs::read_to_string(&kept)? == "from before" && !fresh.exists(), || {
         "a file that was refused".into()
     })?;
-    home.ctl("w stop")?;
+    env.ctl("w stop")?;
     let output = machine.end()?;
     let said = String::from_utf8_lossy(&output.stdout);
     ensure(output.status.code() == Some(0) && said.contains("ended by vellum ctl"), || {
         format!("{output:?}")
     })?;
-    ensure(said.contains("wrong_stamps") && !home.socket("w").exists(), || said.into_owned())
+    ensure(said.contains("wrong_stamps") && !env.socket("w").exists(), || said.into_owned())
 }
 
 /// A test that fails leaves it so.
 #[test(kvm())]
 fn a_machine_that_is_dropped_is_gone() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("d")?;
+    let env = TestEnv::new()?;
+    let machine = env.endless("d")?;
     let pid = machine.child.id();
     drop(machine);
     ensure(process(pid).is_none(), || format!("{pid} runs on"))
@@ -123,13 +123,13 @@ fn a_machine_that_is_dropped_is_gone() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("w")?;
-    home.ctl("w pause")?;
-    home.ctl("w stop")?;
+    let env = TestEnv::new()?;
+    let machine = env.endless("w")?;
+    env.ctl("w pause")?;
+    env.ctl("w stop")?;
     ensure(machine.end()?.status.success(), || "stop".into())?;
-    let machine = home.endless("w")?;
-    home.ctl("w pause")?;
+    let machine = env.endless("w")?;
+    env.ctl("w pause")?;
     Command::new("kill").args(["-INT", &machine.child.id().to_string()]).status()?;
     let status = machine.end()?.status;
     ensure(status.code() == Some(130), || format!("{status:?}"))
@@ -138,9 +138,9 @@ fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
 /// Pages go by while it runs, and none while it is paused.
 #[test(kvm())]
 fn progress_is_told_to_who_listens() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("w")?;
-    let mut listener = Client::connect(&home.socket("w"))?;
+    let env = TestEnv::new()?;
+    let machine = env.endless("w")?;
+    let mut listener = Client::connect(&env.socket("w"))?;
     listener.ask(&Do::Events {})?;
     let next = |listener: &mut Client, wanted: &str| -> Result<Value, Error> {
         loop {
@@ -152,17 +152,17 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     };
     let first = next(&mut listener, "progress")?["done"].as_u64();
     ensure(first > Some(0), || "nothing was done".into())?;
-    home.ctl("w pause")?;
+    env.ctl("w pause")?;
     next(&mut listener, "paused")?;
     let (one, two) = (next(&mut listener, "progress")?, next(&mut listener, "progress")?);
     ensure(one == two, || format!("{one} and {two} while it was paused"))?;
-    home.ctl("w resume")?;
+    env.ctl("w resume")?;
     ensure(listener.line()?["event"] == "resumed", || "resumed".into())?;
     eventually(LIMIT, "pages go by again", || {
         let now = next(&mut listener, "progress")?;
         Ok((now["done"].as_u64() > two["done"].as_u64()).then_some(()))
     })?;
-    home.ctl("w stop")?;
+    env.ctl("w stop")?;
     let ended = next(&mut listener, "ended")?;
     ensure(ended == json!({"event": "ended", "status": 0}), || ended.to_string())?;
     machine.end().map(drop)
@@ -172,9 +172,9 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed> {
     for (killed, status) in [(false, Some(0)), (true, Some(1))] {
-        let home = TestEnv::new()?;
-        let mut machine = home.endless("w")?;
-        let mut events = home.command("ctl w events");
+        let env = TestEnv::new()?;
+        let mut machine = env.endless("w")?;
+        let mut events = env.command("ctl w events");
         let mut listener =
             support::env::Process::spawn(events.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
         // It listens once it has said something.
@@ -182,7 +182,7 @@ fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed>
         if killed {
             machine.child.kill()?;
         } else {
-            home.ctl("w stop")?;
+            env.ctl("w stop")?;
         }
         let output = listener.output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -194,34 +194,34 @@ fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed>
 }
 
 /// A guest that says V, then sends back what it receives.
-fn echo(home: &TestEnv, name: &str) -> Result<Machine, Failed> {
-    let image = home.0.join("echo");
+fn echo(env: &TestEnv, name: &str) -> Result<Machine, Failed> {
+    let image = env.0.join("echo");
     fs::write(&image, Code::default().print("V").echo().elf64())?;
-    let mut command = home.command("run -m 16 -k");
-    home.start(name, command.arg(image).stdin(Stdio::piped()))
+    let mut command = env.command("run -m 16 -k");
+    env.start(name, command.arg(image).stdin(Stdio::piped()))
 }
 
 #[test(kvm())]
 fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let mut machine = echo(&home, "k")?;
-    let mut listener = Client::connect(&home.socket("k"))?;
+    let env = TestEnv::new()?;
+    let mut machine = echo(&env, "k")?;
+    let mut listener = Client::connect(&env.socket("k"))?;
     listener.ask(&Do::Events {})?;
     let child = &mut *machine.child;
     let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
     let mut byte = [0];
     output.read_exact(&mut byte)?;
-    home.ctl("k pause")?;
+    env.ctl("k pause")?;
     ensure(listener.line()?["event"] == "paused", || "no event".into())?;
     input.write_all(b"x")?;
-    home.ctl("k resume")?;
+    env.ctl("k resume")?;
     output.read_exact(&mut byte)?;
     ensure(byte == *b"x", || format!("{byte:?}"))?;
     ensure(listener.line()?["event"] == "resumed", || "no event".into())?;
-    home.ctl("k stop")?;
+    env.ctl("k stop")?;
     ensure(listener.line()? == json!({"event": "ended", "status": 0}), || "no event".into())?;
     let output = machine.end()?;
-    ensure(output.status.success() && !home.socket("k").exists(), || format!("{output:?}"))
+    ensure(output.status.success() && !env.socket("k").exists(), || format!("{output:?}"))
 }
 
 /// KVM hands 16 bytes for a device over in two exits, and a pause can come between them: both halves must arrive. The
@@ -244,12 +244,12 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
     round.extend([0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 1, 0x74]);
     round.push((round.len() as u8 + 1).wrapping_neg());
     let image = setup.bytes(&round).bytes(&right).print("W").power_off().elf64();
-    let home = TestEnv::new()?;
-    let file = home.0.join("image");
+    let env = TestEnv::new()?;
+    let file = env.0.join("image");
     fs::write(&file, image)?;
-    let mut command = home.command("run -m 16 -k");
-    let mut machine = home.start("r", command.arg(file).stdin(Stdio::piped()))?;
-    let mut client = Client::connect(&home.socket("r"))?;
+    let mut command = env.command("run -m 16 -k");
+    let mut machine = env.start("r", command.arg(file).stdin(Stdio::piped()))?;
+    let mut client = Client::connect(&env.socket("r"))?;
     for _ in 0..PAUSES {
         if client.ask(&Do::Pause {}).and_then(|_| client.ask(&Do::Resume { force: false })).is_err() {
             return Err(format!("it has ended: {:?}", machine.end()?).into());
@@ -263,12 +263,12 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
 /// The machine's own kernel, and a file that a machine without a serial port is to write to.
 #[test(kvm())]
 fn kept() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = echo(&home, "s")?;
-    let (image, built_in) = (home.0.join("echo"), home.endless("b")?);
+    let env = TestEnv::new()?;
+    let machine = echo(&env, "s")?;
+    let (image, built_in) = (env.0.join("echo"), env.endless("b")?);
     let before = fs::read(&image)?;
     let at = image.display();
-    let (other, new) = (home.0.join("other"), home.0.join("new"));
+    let (other, new) = (env.0.join("other"), env.0.join("new"));
     fs::write(&other, "earlier")?;
     for (line, status, says) in [
         (format!("ctl s serial file={at}"), 2, "kernel or initial RAM disk"),
@@ -276,7 +276,7 @@ fn kept() -> Result<(), Failed> {
         (format!("ctl b serial file={}", other.display()), 1, "no serial port"),
         (format!("ctl b serial file={}", new.display()), 1, "no serial port"),
     ] {
-        let output = home.vellum(&line)?;
+        let output = env.vellum(&line)?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure(output.status.code() == Some(status) && said.contains(says), || {
             format!("{line}: {output:?}")
@@ -284,10 +284,10 @@ fn kept() -> Result<(), Failed> {
     }
     ensure(fs::read(&image)? == before && fs::read(&other)? == b"earlier", || "overwritten".into())?;
     ensure(!new.exists(), || "an empty file is left".into())?;
-    home.ctl(&format!("s serial file={}", other.display()))?;
+    env.ctl(&format!("s serial file={}", other.display()))?;
     ensure(fs::read(&other)?.is_empty(), || "what was there before is still there".into())?;
     for (name, machine) in [("s", machine), ("b", built_in)] {
-        home.ctl(&format!("{name} stop"))?;
+        env.ctl(&format!("{name} stop"))?;
         machine.end()?;
     }
     Ok(())
@@ -295,13 +295,13 @@ fn kept() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn silent() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (stopped, other) = (home.endless("stopped")?, home.endless("z")?);
+    let env = TestEnv::new()?;
+    let (stopped, other) = (env.endless("stopped")?, env.endless("z")?);
     let send = |signal: &str| Command::new("kill").args([signal, &stopped.child.id().to_string()]).status();
     send("-STOP")?;
     let patience = std::time::Duration::from_millis(50);
-    let asked = Client::connect_within(&home.socket("stopped"), patience)?.ask(&Do::Status {});
-    let listed = home.vellum("list")?;
+    let asked = Client::connect_within(&env.socket("stopped"), patience)?.ask(&Do::Status {});
+    let listed = env.vellum("list")?;
     send("-CONT")?;
     let pid = stopped.child.id() as i32;
     ensure(matches!(asked, Err(Error::Silent { pid: Some(of), .. }) if of == pid), || format!("{asked:?}"))?;
@@ -311,7 +311,7 @@ fn silent() -> Result<(), Failed> {
     ensure(rows.iter().any(|row| row[..3] == ["stopped", &pid, "silent"]), || text.clone())?;
     ensure(rows.iter().any(|row| row[0] == "z" && row[2] == "running"), || text.clone())?;
     for (name, machine) in [("stopped", stopped), ("z", other)] {
-        home.ctl(&format!("{name} stop"))?;
+        env.ctl(&format!("{name} stop"))?;
         machine.end()?;
     }
     Ok(())
@@ -319,11 +319,11 @@ fn silent() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn too_many() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = home.endless("n")?;
+    let env = TestEnv::new()?;
+    let machine = env.endless("n")?;
     let mut clients = Vec::new();
     let refused = loop {
-        let mut client = Client::connect(&home.socket("n"))?;
+        let mut client = Client::connect(&env.socket("n"))?;
         match client.ask(&Do::Status {}) {
             Ok(_) if clients.len() > 100 => return Err("there is no limit".into()),
             Ok(_) => clients.push(client),
@@ -331,12 +331,12 @@ fn too_many() -> Result<(), Failed> {
         }
     };
     ensure(matches!(&refused, Error::Refused(why) if why == "too many clients"), || format!("{refused:?}"))?;
-    let output = home.vellum("status n")?;
+    let output = env.vellum("status n")?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure(!output.status.success() && said.contains("too many clients"), || format!("{output:?}"))?;
     drop(clients);
     eventually(LIMIT, "it serves clients again", || {
-        Ok(home.vellum("stop n")?.status.success().then_some(()))
+        Ok(env.vellum("stop n")?.status.success().then_some(()))
     })?;
     machine.end().map(drop)
 }
@@ -344,7 +344,7 @@ fn too_many() -> Result<(), Failed> {
 /// Clients are turned away while there is no descriptor for them, and served again when there is.
 #[test(kvm())]
 fn no_descriptors() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let mut command = Command::new("sh");
     command.args([
         "-c",
@@ -357,12 +357,12 @@ fn no_descriptors() -> Result<(), Failed> {
         "--passes",
         "0",
     ]);
-    command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
-    let machine = home.start("n", &mut command)?;
+    command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    let machine = env.start("n", &mut command)?;
     let mut clients = Vec::new();
     let refused = loop {
         let patience = std::time::Duration::from_secs(5);
-        let mut client = Client::connect_within(&home.socket("n"), patience)?;
+        let mut client = Client::connect_within(&env.socket("n"), patience)?;
         match client.ask(&Do::Status {}) {
             Ok(_) if clients.len() > 40 => return Err("there is no limit".into()),
             Ok(_) => clients.push(client),
@@ -372,12 +372,12 @@ fn no_descriptors() -> Result<(), Failed> {
     let told = |error: &Error| matches!(error, Error::Refused(why) if why.contains("ulimit -n"));
     ensure(told(&refused), || format!("{} clients, then {refused:?}", clients.len()))?;
     // What was left for an answer goes to one who asks nothing, and then there is none for a connection.
-    let idle = std::os::unix::net::UnixStream::connect(home.socket("n"))?;
-    let turned_away = Client::connect(&home.socket("n"))?.ask(&Do::Status {});
+    let idle = std::os::unix::net::UnixStream::connect(env.socket("n"))?;
+    let turned_away = Client::connect(&env.socket("n"))?.ask(&Do::Status {});
     ensure(turned_away.as_ref().is_err_and(told), || format!("{turned_away:?}"))?;
     drop((clients, idle));
     eventually(LIMIT, "it serves clients again", || {
-        Ok(home.vellum("stop n")?.status.success().then_some(()))
+        Ok(env.vellum("stop n")?.status.success().then_some(()))
     })?;
     let output = machine.end()?;
     let said = String::from_utf8_lossy(&output.stderr);
@@ -386,60 +386,60 @@ fn no_descriptors() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn large_balloon() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let image = home.0.join("image");
+    let env = TestEnv::new()?;
+    let image = env.0.join("image");
     fs::write(&image, Code::default().spin().elf64())?;
-    let machine = home.start("m", home.command("run -m 16 --balloon -k").arg(image))?;
-    let output = home.vellum("ctl m balloon 99999t")?;
+    let machine = env.start("m", env.command("run -m 16 --balloon -k").arg(image))?;
+    let output = env.vellum("ctl m balloon 99999t")?;
     let said = String::from_utf8_lossy(&output.stderr);
     let good =
         output.status.code() == Some(1) && said.contains("more than its memory, of which there is 16m");
     ensure(good, || format!("{output:?}"))?;
-    home.ctl("m balloon 4m")?;
-    home.ctl("m stop")?;
+    env.ctl("m balloon 4m")?;
+    env.ctl("m stop")?;
     machine.end().map(drop)
 }
 
 #[test(kvm())]
 fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let mut machine = echo(&home, "s")?;
+    let env = TestEnv::new()?;
+    let mut machine = echo(&env, "s")?;
     let child = &mut *machine.child;
     let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
     output.read_exact(&mut [0])?;
-    let log = home.0.join("log");
-    home.ctl(&format!("s serial file={}", log.display()))?;
+    let log = env.0.join("log");
+    env.ctl(&format!("s serial file={}", log.display()))?;
     input.write_all(b"to the file")?;
     eventually(LIMIT, "the file has all of it", || {
         Ok((fs::read_to_string(&log)? == "to the file").then_some(()))
     })?;
     // Into a pipe that this process has made.
     let (mut reader, writer) = std::io::pipe()?;
-    Client::connect(&home.socket("s"))?.ask_with(&Do::Serial { truncate: false }, &[writer.as_fd()])?;
+    Client::connect(&env.socket("s"))?.ask_with(&Do::Serial { truncate: false }, &[writer.as_fd()])?;
     drop(writer);
     input.write_all(b"to the pipe")?;
     let mut got = [0; 11];
     reader.read_exact(&mut got)?;
     ensure(&got == b"to the pipe", || format!("{got:?}"))?;
-    home.ctl("s serial null")?;
+    env.ctl("s serial null")?;
     ensure(reader.read(&mut got)? == 0, || "the machine still holds the pipe".into())?;
-    home.ctl("s stop")?;
+    env.ctl("s stop")?;
     let output = machine.end()?;
     ensure(output.status.success() && output.stdout.is_empty(), || format!("{output:?}"))
 }
 
 #[test(kvm())]
 fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let machine = echo(&home, "u")?;
-    let place = home.0.join("file");
+    let env = TestEnv::new()?;
+    let machine = echo(&env, "u")?;
+    let place = env.0.join("file");
     fs::write(&place, "")?;
     let (readable, _writable) = std::io::pipe()?;
-    let mut client = Client::connect(&home.socket("u"))?;
+    let mut client = Client::connect(&env.socket("u"))?;
     for (what, descriptor, says) in [
         ("a file opened for reading", File::open(&place)?.into(), "not opened for writing"),
         ("the reading end of a pipe", readable.into(), "not opened for writing"),
-        ("a directory", File::open(&home.0)?.into(), "not a file"),
+        ("a directory", File::open(&env.0)?.into(), "not a file"),
     ] {
         match client.ask_with(&Do::Serial { truncate: false }, &[OwnedFd::as_fd(&descriptor)]) {
             Err(Error::Refused(error)) if error.contains(says) => {}
@@ -452,20 +452,20 @@ fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    fs::create_dir(home.0.join("vellum"))?;
-    drop(UnixListener::bind(home.socket("n"))?);
+    let env = TestEnv::new()?;
+    fs::create_dir(env.0.join("vellum"))?;
+    drop(UnixListener::bind(env.socket("n"))?);
     // `list` takes away what nobody serves, and says nothing of it.
-    let list = home.vellum("list")?;
-    ensure(list.stdout.is_empty() && list.stderr.is_empty() && !home.socket("n").exists(), || {
+    let list = env.vellum("list")?;
+    ensure(list.stdout.is_empty() && list.stderr.is_empty() && !env.socket("n").exists(), || {
         format!("{list:?}")
     })?;
-    drop(UnixListener::bind(home.socket("n"))?);
-    let machine = home.endless("n")?;
-    let image = home.0.join("spin");
+    drop(UnixListener::bind(env.socket("n"))?);
+    let machine = env.endless("n")?;
+    let image = env.0.join("spin");
     fs::write(&image, Code::default().spin().elf64())?;
     for second in ["run --memory 16m --name n".into(), format!("run --name n -k {}", image.display())] {
-        let output = home.vellum(&second)?;
+        let output = env.vellum(&second)?;
         let said = String::from_utf8_lossy(&output.stderr);
         let good = output.status.code() == Some(2) && said.lines().count() == 1;
         ensure(good && said.contains("--name") && said.contains("in use"), || {
@@ -473,30 +473,30 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
         })?;
     }
     // The second has not taken the first one's name with it.
-    home.ctl("n stop")?;
-    ensure(machine.end()?.status.success() && !home.socket("n").exists(), || "the name is left".into())
+    env.ctl("n stop")?;
+    ensure(machine.end()?.status.success() && !env.socket("n").exists(), || "the name is left".into())
 }
 
 #[test(kvm())]
 fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let image = home.0.join("spin");
+    let env = TestEnv::new()?;
+    let image = env.0.join("spin");
     fs::write(&image, Code::default().spin().elf64())?;
-    let vsock = home.0.join("v.sock");
+    let vsock = env.0.join("v.sock");
     for guest in [
         "--memory 16m --passes 0".into(),
         format!("-m 16 --vsock {} -k {}", vsock.display(), image.display()),
     ] {
         for sandbox in ["on", "off"] {
             for signal in ["INT", "KILL"] {
-                let mut command = home.command(&format!("run {guest} --sandbox {sandbox}"));
-                let machine = home.start("e", &mut command)?;
-                ensure(home.socket("e").exists(), || "no socket".into())?;
+                let mut command = env.command(&format!("run {guest} --sandbox {sandbox}"));
+                let machine = env.start("e", &mut command)?;
+                ensure(env.socket("e").exists(), || "no socket".into())?;
                 Command::new("kill")
                     .args([&format!("-{signal}"), &machine.child.id().to_string()])
                     .status()?;
                 machine.end()?;
-                let left = fs::read_dir(home.0.join("vellum"))?.count();
+                let left = fs::read_dir(env.0.join("vellum"))?.count();
                 ensure(left == 0 && !vsock.exists(), || {
                     format!("{guest}, {sandbox}, {signal}: {left} left")
                 })?;
@@ -509,16 +509,16 @@ fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
 /// A guest with a kernel and the built-in one: the same requests in turn, and what each answers and tells, without its numbers.
 #[test(kvm())]
 fn both_kinds_of_machine_answer_alike() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let image = home.0.join("spin.elf");
+    let env = TestEnv::new()?;
+    let image = env.0.join("spin.elf");
     fs::write(&image, Code::default().spin().elf64())?;
-    let mut builtin = home.command("run --memory 16m --passes 0");
-    let mut kernel = home.command("run --memory 16m --serial null --kernel");
+    let mut builtin = env.command("run --memory 16m --passes 0");
+    let mut kernel = env.command("run --memory 16m --serial null --kernel");
     kernel.arg(&image);
     let mut said = Vec::new();
     for (name, command) in [("builtin", &mut builtin), ("kernel", &mut kernel)] {
-        let machine = home.start(name, command)?;
-        said.push(conversation(&home.socket(name))?);
+        let machine = env.start(name, command)?;
+        said.push(conversation(&env.socket(name))?);
         ensure(machine.end()?.status.success(), || format!("{name} ended otherwise"))?;
     }
     ensure(said[0] == said[1], || format!("built-in: {:#?}\nkernel: {:#?}", said[0], said[1]))

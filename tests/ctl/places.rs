@@ -23,12 +23,12 @@ const READERS: [&str; 6] =
 
 #[test]
 fn commands_that_read_make_nothing() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     for line in READERS {
-        let output = home.command(line).current_dir(&home.0).output()?;
+        let output = env.command(line).current_dir(&env.0).output()?;
         let fits = if line == "list" { output.status.success() } else { output.status.code() == Some(2) };
         ensure(fits, || format!("{line}: {output:?}"))?;
-        let left: Vec<_> = fs::read_dir(&home.0)?.flatten().collect();
+        let left: Vec<_> = fs::read_dir(&env.0)?.flatten().collect();
         ensure(left.is_empty(), || format!("{line} leaves {left:?}"))?;
     }
     // Nor where nothing can be made at all.
@@ -39,13 +39,13 @@ fn commands_that_read_make_nothing() -> Result<(), Failed> {
 /// A directory in which others can put sockets is used by nobody.
 #[test]
 fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = home.0.join("vellum");
+    let env = TestEnv::new()?;
+    let dir = env.0.join("vellum");
     fs::create_dir(&dir)?;
     for mode in [0o777, 0o1777, 0o770] {
         fs::set_permissions(&dir, Permissions::from_mode(mode))?;
         for line in READERS.into_iter().chain(["run --name m --memory 8m", "receive --name m"]) {
-            let output = home.command(line).current_dir(&home.0).output()?;
+            let output = env.command(line).current_dir(&env.0).output()?;
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             let named = said.contains(&format!("mode {mode:04o}")) && said.contains("chmod 700");
             ensure(output.status.code() == Some(2) && named && said.lines().count() == 1, || {
@@ -59,16 +59,16 @@ fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
 /// Root with the environment of another user neither uses nor makes anything in that one's runtime directory.
 #[test(root())]
 fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    chown(&home.0, Some(1000), Some(1000))?;
+    let env = TestEnv::new()?;
+    chown(&env.0, Some(1000), Some(1000))?;
     for line in ["list", "ctl m status"] {
-        home.vellum(line)?;
-        ensure(fs::read_dir(&home.0)?.next().is_none(), || format!("{line} leaves something"))?;
+        env.vellum(line)?;
+        ensure(fs::read_dir(&env.0)?.next().is_none(), || format!("{line} leaves something"))?;
     }
     // What is there is not looked at: root's own directory is.
-    fs::create_dir(home.0.join("vellum"))?;
-    let _listener = UnixListener::bind(home.socket("theirs"))?;
-    let list = home.vellum("list")?;
+    fs::create_dir(env.0.join("vellum"))?;
+    let _listener = UnixListener::bind(env.socket("theirs"))?;
+    let list = env.vellum("list")?;
     let all = [list.stdout, list.stderr].concat();
     ensure(!String::from_utf8_lossy(&all).contains("theirs"), || "another user's machine is listed".into())
 }
@@ -76,12 +76,12 @@ fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
 /// A socket that another user's process listens at is not believed, whatever it says; and nothing is handed to it.
 #[test(root())]
 fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = home.0.join("vellum");
+    let env = TestEnv::new()?;
+    let dir = env.0.join("vellum");
     fs::create_dir(&dir)?;
-    fs::set_permissions(&home.0, Permissions::from_mode(0o711))?;
+    fs::set_permissions(&env.0, Permissions::from_mode(0o711))?;
     fs::set_permissions(&dir, Permissions::from_mode(0o777))?;
-    let socket = home.socket("m");
+    let socket = env.socket("m");
     let path = socket.clone();
     let listener = std::thread::spawn(move || {
         // SAFETY: takes numbers only, and is of this thread alone, unlike the C library's call.
@@ -93,7 +93,7 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
     let _theirs = listener.join().map_err(|_| "it cannot be another user")??;
     fs::set_permissions(&dir, Permissions::from_mode(0o700))?;
     for line in ["ctl m status", "list", "dump m core"] {
-        let output = home.command(line).current_dir(&home.0).output()?;
+        let output = env.command(line).current_dir(&env.0).output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(said.contains("a process of user 1000 listens there") && said.lines().count() == 1, || {
             format!("{line}: {output:?}")
@@ -105,9 +105,9 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
 /// A machine that has ended, of itself, by a signal and by SIGKILL, leaves its name free at once: its guard has no part in its sockets.
 #[test(kvm())]
 fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let vsock = home.0.join("vsock");
-    let kernel = home.0.join("kernel");
+    let env = TestEnv::new()?;
+    let vsock = env.0.join("vsock");
+    let kernel = env.0.join("kernel");
     fs::write(&kernel, support::guests::Code::default().print("V").power_off().elf64())?;
     for round in 0..60 {
         let line = match round % 3 {
@@ -116,7 +116,7 @@ fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
             1 => format!("run --name n --memory 2m -k {} --vsock {}", kernel.display(), vsock.display()),
             _ => format!("run --name n --memory 100000g -k {} --vsock {}", kernel.display(), vsock.display()),
         };
-        let output = home.vellum(&line)?;
+        let output = env.vellum(&line)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(!said.contains("in use"), || format!("round {round}: {said}"))?;
     }

@@ -69,8 +69,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    pub fn start(home: &TestEnv) -> Result<Self, Failed> {
-        let [control, vsock] = ["control", "vsock"].map(|name| home.0.join(name));
+    pub fn start(env: &TestEnv) -> Result<Self, Failed> {
+        let [control, vsock] = ["control", "vsock"].map(|name| env.0.join(name));
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(WORD).args([&control, &vsock]).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
@@ -170,8 +170,8 @@ fn setsid() -> Need {
 
 #[test(setsid())]
 fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
     let script = "stty size; echo $TERM; tty; until [ \"$(stty size)\" = '40 100' ]; do :; done; echo resized
         trap 'echo interrupted; exit 9' INT; read line; echo \"<$line>\"; cat";
     let mut user = User::start(&guest, &["sh", "-c", script])?;
@@ -194,8 +194,8 @@ fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Fail
 /// Whoever keeps the terminal open behind its command keeps nobody.
 #[test(setsid())]
 fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
     // 64 KiB that are still on their way when it ends, and a process that takes no notice of a hang-up.
     let script = "(trap '' HUP; exec sleep 20) & head -c 65536 /dev/zero | tr '\\0' x; echo end; exit 4";
     let mut user = User::start(&guest, &["sh", "-c", script])?;
@@ -212,8 +212,8 @@ fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
 
 #[test(setsid())]
 fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let mut guest = Guest::start(&home)?;
+    let env = TestEnv::new()?;
+    let mut guest = Guest::start(&env)?;
     let on = |guest: &Guest| -> Result<User, Failed> {
         let mut user = User::start(guest, &["sh", "-c", "trap '' INT; echo on; exec sleep 1000"])?;
         user.wait_for("on\r\n")?;
@@ -236,14 +236,14 @@ fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
 
 /// A shell with job control, whose own terminal modes nobody restores but those who have changed them. `line` starts a client whose
 /// command says `interrupted` and ends with 9 where Ctrl-c is the guest's.
-fn in_a_shell(home: &TestEnv, line: &str) -> Result<(Guest, User), Failed> {
-    let guest = Guest::start(home)?;
+fn in_a_shell(env: &TestEnv, line: &str) -> Result<(Guest, User), Failed> {
+    let guest = Guest::start(env)?;
     let (master, slave, name) = open_pty()?;
     stty(&name, &["sane"])?;
-    let client = home.0.join("client");
+    let client = env.0.join("client");
     let command = "trap 'echo interrupted; exit 9' INT; echo on; while :; do sleep 0.1; done";
     let exec = format!("exec {VELLUM} exec -t {} -- sh -c \"{command}\"\n", guest.control.display());
-    std::fs::write(&client, format!("echo $$ >{}\n{exec}", home.0.join("pid").display()))?;
+    std::fs::write(&client, format!("echo $$ >{}\n{exec}", env.0.join("pid").display()))?;
     let script = line.replace("CLIENT", &format!("sh {}", client.display()));
     let user = User::on((master, slave, name), Command::new("setsid").args(["-c", "sh", "-mc", &script]))?;
     Ok((guest, user))
@@ -267,12 +267,12 @@ fn interrupted(mut user: User) -> Result<(), Failed> {
 fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
     // Nobody can do anything at a SIGSTOP: shells do, then.
     for (signal, shell) in [("-TSTP", ""), ("-STOP", "stty sane;")] {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let line = format!("CLIENT; {shell} echo back; read line; echo \"<$line>\"; fg");
-        let (_guest, mut user) = in_a_shell(&home, &line)?;
+        let (_guest, mut user) = in_a_shell(&env, &line)?;
         user.wait_for("on\r\n")?;
         becomes(&user, true)?;
-        let id = std::fs::read_to_string(home.0.join("pid"))?;
+        let id = std::fs::read_to_string(env.0.join("pid"))?;
         let sent = Command::new("kill").args([signal, id.trim()]).status()?;
         ensure(sent.success(), || format!("kill {signal}: {sent}"))?;
         user.wait_for("back\r\n")?;
@@ -287,8 +287,8 @@ fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(
 
 #[test(setsid())]
 fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (_guest, mut user) = in_a_shell(&home, "CLIENT & read line; echo \"<$line>\"; read line; fg")?;
+    let env = TestEnv::new()?;
+    let (_guest, mut user) = in_a_shell(&env, "CLIENT & read line; echo \"<$line>\"; read line; fg")?;
     user.wait_for("on\r")?;
     ensure(stty(&user.name, &["-a"])?.contains(" icanon "), || "it is raw in the background".into())?;
     // What is typed is the shell's, and nobody is stopped by it.
@@ -302,8 +302,8 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
 /// The serial port of a machine is on this terminal, too.
 #[test(setsid(), kvm())]
 fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (image, pid) = (home.0.join("image"), home.0.join("pid"));
+    let env = TestEnv::new()?;
+    let (image, pid) = (env.0.join("image"), env.0.join("pid"));
     std::fs::write(&image, Code::default().print("V").echo().elf64())?;
     let run = format!("exec {VELLUM} run -m 16m -k {}", image.display());
     let script = format!("sh -c 'echo $$ >{}; {run}'; echo back; read line; fg", pid.display());
@@ -329,9 +329,9 @@ fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() ->
 /// The same agent with streams apart: as the command of `vellum run -k KERNEL -- COMMAND` has them.
 #[test]
 fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let _guest = Guest::start(&home)?;
-    let mut stream = UnixStream::connect(home.0.join("vsock"))?;
+    let env = TestEnv::new()?;
+    let _guest = Guest::start(&env)?;
+    let mut stream = UnixStream::connect(env.0.join("vsock"))?;
     let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(Argument::from).to_vec();
     let request = Request::Launch(Launch { command, ..Launch::default() });
     stream.write_all(format!("CONNECT 1024\n{}\n", serde_json::to_string(&request)?).as_bytes())?;
@@ -361,9 +361,9 @@ fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
 
 #[test]
 fn what_is_no_terminal_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Guest::start(&home)?;
-    let output = home.vellum(&format!("exec --terminal {} -- true", Path::new(&guest.control).display()))?;
+    let env = TestEnv::new()?;
+    let guest = Guest::start(&env)?;
+    let output = env.vellum(&format!("exec --terminal {} -- true", Path::new(&guest.control).display()))?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure(output.status.code() == Some(2) && said.contains("--terminal: standard input"), || {
         format!("{output:?}")

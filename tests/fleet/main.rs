@@ -1,14 +1,14 @@
 //! Fleets on a real Slurm: Debian's slurm-wlm, whose daemons run for one test each, in namespaces of their own with the loopback alone.
 //!
-//! A test starts this program again in there ([`outside`]), where a [`cluster`] is made and a [`stories`] function is told. No service
+//! A test starts this program again in there ([`outside`]), where a [`cluster`] is made and a [`scenarios`] function runs. No service
 //! is started, and nothing of this machine's own Slurm is read: SLURM_CONF names a file in the test's directory. When the first process
 //! in there ends, however that comes about, so does all that it has started.
 //!
-//! `cargo lab test --setup` unpacks Slurm into its cache and names the directory here; `cargo lab test fleet` has the long stories told.
+//! `cargo lab test --setup` unpacks Slurm into its cache and names the directory here; `cargo lab test fleet` runs the long scenarios.
 
 mod cluster;
 mod hostile;
-mod stories;
+mod scenarios;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -16,12 +16,12 @@ use std::process::{Command, ExitCode};
 use support::{Failed, Need, Tests, ensure, test, tools};
 use vellum_sys::signal;
 
-/// Which story is told, in the namespaces.
-const STORY: &str = "VELLUM_FLEET_STORY";
+/// Names the scenario that runs in the namespaces.
+const SCENARIO: &str = "VELLUM_FLEET_SCENARIO";
 
 fn main() -> ExitCode {
-    if let Ok(name) = std::env::var(STORY) {
-        return stories::tell(&name);
+    if let Ok(name) = std::env::var(SCENARIO) {
+        return scenarios::run(&name);
     }
     let mut tests = Tests::from_args();
     // Each has several nodes that are all this machine.
@@ -66,7 +66,7 @@ fn asked_for() -> Need {
     }
 }
 
-/// Tells a story in namespaces of its own.
+/// Runs a scenario in namespaces of its own.
 fn outside(name: &str) -> Result<(), Failed> {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fleet-{name}"));
     let _ = std::fs::remove_dir_all(&dir);
@@ -93,7 +93,7 @@ fn outside(name: &str) -> Result<(), Failed> {
     command.arg(std::env::current_exe()?);
     let path = std::env::var("PATH").unwrap_or_default();
     command
-        .env(STORY, name)
+        .env(SCENARIO, name)
         .env("VELLUM_FLEET_DIR", &dir)
         .env("LD_LIBRARY_PATH", libraries)
         .env("PATH", format!("{}:{path}:/usr/sbin:/sbin", slurm.join("usr/bin").display()))

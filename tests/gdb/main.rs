@@ -91,24 +91,24 @@ fn bytes(text: &str) -> Result<Vec<u8>, Failed> {
 }
 
 /// A built-in guest that waits for its debugger, and where that connects.
-fn waiting(home: &TestEnv, flags: &str) -> Result<(Machine, PathBuf), Failed> {
-    let socket = home.0.join("gdb");
+fn waiting(env: &TestEnv, flags: &str) -> Result<(Machine, PathBuf), Failed> {
+    let socket = env.0.join("gdb");
     let command = format!("run --memory 16m --gdb {},wait {flags}", socket.display());
-    Ok((home.start("g", &mut home.command(&command))?, socket))
+    Ok((env.start("g", &mut env.command(&command))?, socket))
 }
 
-fn state(home: &TestEnv) -> Result<String, Failed> {
-    let status: Value = serde_json::from_str(&home.ctl("g status")?)?;
+fn state(env: &TestEnv) -> Result<String, Failed> {
+    let status: Value = serde_json::from_str(&env.ctl("g status")?)?;
     Ok(status["state"].as_str().unwrap_or_default().to_owned())
 }
 
 #[test(kvm())]
 fn a_guest_waits_for_its_debugger_and_ends_right_without_it() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 2")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 2")?;
     let mode = fs::metadata(&socket)?.permissions().mode();
     ensure(mode & 0o777 == 0o600, || format!("{mode:o}"))?;
-    ensure(state(&home)? == "debugged", || "it runs".into())?;
+    ensure(state(&env)? == "debugged", || "it runs".into())?;
     let mut client = Client::connect(&socket)?;
     ensure(client.ask("?")?.starts_with("T05"), || "why it stands".into())?;
     let registers = client.registers()?;
@@ -141,8 +141,8 @@ fn debugs() -> Need {
 
 #[test(debugs())]
 fn a_step_goes_one_instruction_on() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 1")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 1")?;
     let mut client = Client::connect(&socket)?;
     for _ in 0..3 {
         let before = client.registers()?[RIP];
@@ -157,26 +157,26 @@ fn a_step_goes_one_instruction_on() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_guest_is_interrupted_and_let_go() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     client.send("vCont;c")?;
-    eventually(LIMIT, "it runs", || Ok((state(&home)? == "running").then_some(())))?;
+    eventually(LIMIT, "it runs", || Ok((state(&env)? == "running").then_some(())))?;
     client.0.write_all(&[3])?;
     let stopped = client.receive()?;
     ensure(stopped.starts_with("T02"), || stopped)?;
-    ensure(state(&home)? == "debugged", || "it runs on".into())?;
+    ensure(state(&env)? == "debugged", || "it runs on".into())?;
     // A debugger that is gone without a word holds nobody.
     drop(client);
-    eventually(LIMIT, "it runs on", || Ok((state(&home)? == "running").then_some(())))?;
-    home.ctl("g stop")?;
+    eventually(LIMIT, "it runs on", || Ok((state(&env)? == "running").then_some(())))?;
+    env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
 /// The address of an instruction that the guest comes to again and again: where it was when it was interrupted.
-fn in_its_loop(home: &TestEnv, client: &mut Client) -> Result<u64, Failed> {
+fn in_its_loop(env: &TestEnv, client: &mut Client) -> Result<u64, Failed> {
     client.send("vCont;c")?;
-    eventually(LIMIT, "it runs", || Ok((state(home)? == "running").then_some(())))?;
+    eventually(LIMIT, "it runs", || Ok((state(env)? == "running").then_some(())))?;
     client.0.write_all(&[3])?;
     ensure(client.receive()?.starts_with("T02"), || "interrupting it".into())?;
     Ok(client.registers()?[RIP])
@@ -184,10 +184,10 @@ fn in_its_loop(home: &TestEnv, client: &mut Client) -> Result<u64, Failed> {
 
 /// Sets a breakpoint of this kind where a guest is that loops, and lets it come there again.
 fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
-    let at = in_its_loop(&home, &mut client)?;
+    let at = in_its_loop(&env, &mut client)?;
     let set = client.ask(&format!("Z{kind},{at:x},1"))?;
     ensure(set == "OK", || format!("Z{kind} at {at:#x}: {set}"))?;
     // It stands before it: a step leads past.
@@ -201,16 +201,16 @@ fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
     // Code that is read shows no breakpoint once it is taken out.
     ensure(client.ask(&format!("z{kind},{at:x},1"))? == "OK", || "taking it out".into())?;
     ensure(client.memory(at, 1)? != [0xcc], || "the breakpoint is left behind".into())?;
-    detached(&home, &mut client)?;
+    detached(&env, &mut client)?;
     let output = machine.end()?;
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
 /// Detaches from the guest, sees it run on, and asks for its end.
-fn detached(home: &TestEnv, client: &mut Client) -> Result<(), Failed> {
+fn detached(env: &TestEnv, client: &mut Client) -> Result<(), Failed> {
     ensure(client.ask("D")? == "OK", || "detaching".into())?;
-    eventually(LIMIT, "it runs on", || Ok((state(home)? == "running").then_some(())))?;
-    home.ctl("g stop").map(drop)
+    eventually(LIMIT, "it runs on", || Ok((state(env)? == "running").then_some(())))?;
+    env.ctl("g stop").map(drop)
 }
 
 #[test(debugs(), breakpoints())]
@@ -226,10 +226,10 @@ fn a_breakpoint_in_the_processor_stops_it() -> Result<(), Failed> {
 /// Whoever writes there is stopped behind the instruction that did.
 #[test(debugs(), breakpoints())]
 fn a_watchpoint_stops_it() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
-    in_its_loop(&home, &mut client)?;
+    in_its_loop(&env, &mut client)?;
     // The first word of a page in the middle of its memory, which it stamps in each pass.
     let at = RAM_VA + (8 << 20);
     let before = client.memory(at, 8)?;
@@ -238,48 +238,48 @@ fn a_watchpoint_stops_it() -> Result<(), Failed> {
     ensure(stopped.contains(&format!("watch:{at:x}")), || stopped.clone())?;
     ensure(client.memory(at, 8)? != before, || format!("{before:x?} is still there"))?;
     ensure(client.ask(&format!("z2,{at:x},8"))? == "OK", || "taking it out".into())?;
-    detached(&home, &mut client)?;
+    detached(&env, &mut client)?;
     let output = machine.end()?;
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
 #[test(kvm())]
 fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
-    home.ctl("g pause")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
+    env.ctl("g pause")?;
     let mut client = Client::connect(&socket)?;
     ensure(client.ask("?")?.starts_with("T05"), || "why it stands".into())?;
     client.send("vCont;c")?;
-    eventually(LIMIT, "the user has it paused", || Ok((state(&home)? == "paused").then_some(())))?;
-    home.ctl("g resume")?;
-    ensure(state(&home)? == "running", || "it was resumed".into())?;
+    eventually(LIMIT, "the user has it paused", || Ok((state(&env)? == "paused").then_some(())))?;
+    env.ctl("g resume")?;
+    ensure(state(&env)? == "running", || "it was resumed".into())?;
     client.0.write_all(&[3])?;
     ensure(client.receive()?.starts_with("T02"), || "interrupting it".into())?;
-    home.ctl("g pause")?;
-    home.ctl("g resume")?;
-    ensure(state(&home)? == "debugged", || "it runs although it is debugged".into())?;
+    env.ctl("g pause")?;
+    env.ctl("g resume")?;
+    ensure(state(&env)? == "debugged", || "it runs although it is debugged".into())?;
     // Neither moves nor is saved.
     for arguments in [
-        format!("migrate g --to unix:{}", home.0.join("x").display()),
-        format!("snapshot g {}", home.0.join("s").display()),
+        format!("migrate g --to unix:{}", env.0.join("x").display()),
+        format!("snapshot g {}", env.0.join("s").display()),
     ] {
-        let output = home.vellum(&arguments)?;
+        let output = env.vellum(&arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure(output.status.code() == Some(2) && said.contains("--gdb"), || {
             format!("{arguments}: {output:?}")
         })?;
     }
     // Its end is asked for, whoever debugs it.
-    home.ctl("g stop")?;
+    env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
 /// Bytes that are no protocol end the session, and nothing else.
 #[test(kvm())]
 fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
     for noise in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         b"$vCont;c:ffffffff#ff$",
@@ -297,19 +297,19 @@ fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
         ensure(good.ask("?")?.starts_with("T05"), || "why it stands".into())?;
         ensure(good.ask("D")? == "OK", || "detaching".into())?;
     }
-    home.ctl("g stop")?;
+    env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
 /// A guest whose code a debugger has changed to an endless loop of two bytes never rings its doorbell.
 #[test(kvm())]
 fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
-    let at = in_its_loop(&home, &mut client)?;
+    let at = in_its_loop(&env, &mut client)?;
     ensure(client.ask(&format!("M{at:x},2:ebfe"))? == "OK", || "writing its code".into())?;
-    detached(&home, &mut client)?;
+    detached(&env, &mut client)?;
     let output = machine.end()?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure(said.contains("has not stopped within"), || format!("{output:?}"))
@@ -318,8 +318,8 @@ fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
 /// What one packet asks for is bounded, and so is one without an end.
 #[test(kvm())]
 fn packets_are_bounded() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 0")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 0")?;
     let mut client = Client::connect(&socket)?;
     let all = client.memory(RAM_VA, 1 << 40)?;
     ensure(all.len() == 2048, || format!("{} bytes", all.len()))?;
@@ -327,21 +327,21 @@ fn packets_are_bounded() -> Result<(), Failed> {
     client.0.write_all(&[&b"$m"[..], &[b'0'; 5000]].concat())?;
     let left = client.0.read_to_end(&mut Vec::new());
     ensure(left.is_ok_and(|count| count == 0), || "an endless packet".into())?;
-    home.ctl("g stop")?;
+    env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
 #[test]
 fn bad_places_for_a_debugger_are_one_line() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    fs::write(home.0.join("file"), "kept")?;
-    let file = home.0.join("file");
+    let env = TestEnv::new()?;
+    fs::write(env.0.join("file"), "kept")?;
+    let file = env.0.join("file");
     for (value, says) in [
         (file.display().to_string(), "is no socket"),
         ("/nonexistent/gdb".into(), "/nonexistent/gdb"),
         ("x,weit".into(), "did you mean 'wait'"),
     ] {
-        let output = home.vellum(&format!("run --memory 16m --gdb {value}"))?;
+        let output = env.vellum(&format!("run --memory 16m --gdb {value}"))?;
         let said = String::from_utf8_lossy(&output.stderr);
         let line = said.lines().last().unwrap_or_default();
         ensure(output.status.code() == Some(2) && line.contains(says) && line.contains("--gdb"), || {
@@ -358,8 +358,8 @@ fn gdb() -> Need {
 /// GDB's own client: registers by its description, memory, threads, and a way out.
 #[test(kvm(), gdb())]
 fn gdb_looks_and_detaches() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 2 -c 2")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 2 -c 2")?;
     let target = format!("target remote {}", socket.display());
     let said =
         gdb_says(&[&target, "info threads", "info registers rip eflags cr3 gs_base", "x/2i $rip", "detach"])?;
@@ -384,8 +384,8 @@ fn gdb_says(lines: &[&str]) -> Result<String, Failed> {
 /// The same with a step.
 #[test(debugs(), gdb())]
 fn gdb_steps_and_detaches() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, socket) = waiting(&home, "--passes 2 -c 2")?;
+    let env = TestEnv::new()?;
+    let (machine, socket) = waiting(&env, "--passes 2 -c 2")?;
     let target = format!("target remote {}", socket.display());
     let said = gdb_says(&[
         &target,

@@ -57,11 +57,11 @@ pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
             .output()?;
         return ensure(waits.status.code() == Some(1), || format!("{waits:?}"));
     }
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let line = "run --memory 8m --passes 0 --workload write,rate=100";
-    let guest = home.start("whole", &mut home.command(line))?;
+    let guest = env.start("whole", &mut env.command(line))?;
     let said = eventually(MOVE_TIMEOUT, "the other host answers", || {
-        let output = home.vellum(&format!("migrate whole --insecure-network --liveness 5m --to {there}"))?;
+        let output = env.vellum(&format!("migrate whole --insecure-network --liveness 5m --to {there}"))?;
         ensure(output.status.code() == Some(1), || format!("{output:?}"))?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         Ok((!said.contains("is `vellum receive` waiting there?")).then_some(said))
@@ -75,8 +75,8 @@ pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
         "vellum run --cpu x86-64-v2",
     ];
     ensure(named.iter().all(|part| said.contains(part)), || said.clone())?;
-    ensure(home.ctl("whole status")?.contains("\"running\""), || "it does not run on".into())?;
-    home.ctl("whole stop")?;
+    ensure(env.ctl("whole status")?.contains("\"running\""), || "it does not run on".into())?;
+    env.ctl("whole stop")?;
     let end = guest.end()?;
     ensure(end.status.success(), || format!("{end:?}"))
 }

@@ -40,8 +40,8 @@ fn wrmsr(code: Code, index: u32, value: u32) -> Code {
 }
 
 /// A guest whose clocks KVM keeps, and that counts, as `name`, on memory of this backing; where it writes.
-fn counts(home: &TestEnv, name: &str, backing: &str) -> Result<(Machine, PathBuf), Failed> {
-    let (kernel, out) = (home.path("kernel"), home.path(&format!("{name}.out")));
+fn counts(env: &TestEnv, name: &str, backing: &str) -> Result<(Machine, PathBuf), Failed> {
+    let (kernel, out) = (env.path("kernel"), env.path(&format!("{name}.out")));
     // mov dword [WALL], BEFORE
     let code =
         Code::default().bytes(&[0xc7, 0x04, 0x25]).bytes(&WALL.to_le_bytes()).bytes(&BEFORE.to_le_bytes());
@@ -52,7 +52,7 @@ fn counts(home: &TestEnv, name: &str, backing: &str) -> Result<(Machine, PathBuf
     fs::write(&kernel, code.elf64())?;
     let (kernel, serial) = (kernel.display(), out.display());
     let line = format!("run --kernel {kernel} --memory 32m,backing={backing} --serial file={serial}");
-    let machine = home.run(name, &line)?;
+    let machine = env.run(name, &line)?;
     grows(&out)?;
     Ok((machine, out))
 }
@@ -66,10 +66,10 @@ fn grows(out: &PathBuf) -> Result<(), Failed> {
 
 /// The machine `name` ends in a snapshot, paused before, so that nothing of that lets it go on: how often KVM has written the wall clock, and
 /// whether the guest was told that it stood still.
-fn ended(home: &TestEnv, name: &str, machine: Machine) -> Result<(u32, bool), Failed> {
-    let dir = home.path(&format!("{name}.snap"));
-    succeeds(&home.vellum(&format!("ctl {name} pause"))?)?;
-    succeeds(&home.vellum(&format!("snapshot {name} {} --stop --downtime 1m", dir.display()))?)?;
+fn ended(env: &TestEnv, name: &str, machine: Machine) -> Result<(u32, bool), Failed> {
+    let dir = env.path(&format!("{name}.snap"));
+    succeeds(&env.vellum(&format!("ctl {name} pause"))?)?;
+    succeeds(&env.vellum(&format!("snapshot {name} {} --stop --downtime 1m", dir.display()))?)?;
     ends_with(machine, 0)?;
     let (mut version, mut flags) = ([0; 4], [0]);
     let file = File::open(dir.join(RAM))?;
@@ -87,14 +87,14 @@ fn ended(home: &TestEnv, name: &str, machine: Machine) -> Result<(u32, bool), Fa
 #[test(kvm())]
 fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), Failed> {
     for mode in ["postcopy", "hybrid"] {
-        let home = TestEnv::new()?;
-        let (here, _) = counts(&home, "here", "anonymous")?;
-        let far = home.path("far");
-        let there = home.receive("there", &format!("--serial file={}", far.display()))?;
-        succeeds(&home.migrate("here", "there", &format!("--mode {mode}"))?)?;
+        let env = TestEnv::new()?;
+        let (here, _) = counts(&env, "here", "anonymous")?;
+        let far = env.path("far");
+        let there = env.receive("there", &format!("--serial file={}", far.display()))?;
+        succeeds(&env.migrate("here", "there", &format!("--mode {mode}"))?)?;
         ends_with(here, 15)?;
         grows(&far)?;
-        let (written, told) = ended(&home, "there", there)?;
+        let (written, told) = ended(&env, "there", there)?;
         ensure(written > 1 && told, || format!("{mode}: written {written} times, told: {told}"))?;
     }
     Ok(())
@@ -102,27 +102,27 @@ fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), F
 
 /// How often the wall clock was written of a guest whose target, which has its memory already, dies at COMMIT: it goes on where it was.
 fn stays(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let (here, out) = counts(&home, "here", "memfd")?;
-    let there = home.receive("there", "--serial null")?;
-    cut_at_commit(&home, false, Some(there.child.id()))?;
-    with(home.migrate("here", "relay", "--liveness 1h --link memfd --downtime 1m")?, 1)?;
+    let env = TestEnv::planted(mistake)?;
+    let (here, out) = counts(&env, "here", "memfd")?;
+    let there = env.receive("there", "--serial null")?;
+    cut_at_commit(&env, false, Some(there.child.id()))?;
+    with(env.migrate("here", "relay", "--liveness 1h --link memfd --downtime 1m")?, 1)?;
     drop(there);
     grows(&out)?;
-    Ok(ended(&home, "here", here)?.0 == 1)
+    Ok(ended(&env, "here", here)?.0 == 1)
 }
 
 /// The same memory in both processes: KVM writes to it for the one that has the guest.
 #[test(kvm())]
 fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, _) = counts(&home, "here", "memfd")?;
-    let far = home.path("far");
-    let there = home.receive("there", &format!("--serial file={}", far.display()))?;
-    succeeds(&home.migrate("here", "there", "--link memfd --downtime 1m")?)?;
+    let env = TestEnv::new()?;
+    let (here, _) = counts(&env, "here", "memfd")?;
+    let far = env.path("far");
+    let there = env.receive("there", &format!("--serial file={}", far.display()))?;
+    succeeds(&env.migrate("here", "there", "--link memfd --downtime 1m")?)?;
     ends_with(here, 15)?;
     grows(&far)?;
-    let (written, told) = ended(&home, "there", there)?;
+    let (written, told) = ended(&env, "there", there)?;
     ensure(written > 1 && told, || format!("written {written} times, told: {told}"))?;
     ensure(stays(None)?, || "the target has written to memory of a guest that stayed".into())
 }
@@ -130,31 +130,31 @@ fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Fai
 /// Whether a guest is told that it stood still: one that was never paused is not; one that moved, one that was restored and one whose
 /// migration was given up while it stood still are.
 fn is_told(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let (first, _) = counts(&home, "first", "anonymous")?;
-    let (_, told) = ended(&home, "first", first)?;
+    let env = TestEnv::planted(mistake)?;
+    let (first, _) = counts(&env, "first", "anonymous")?;
+    let (_, told) = ended(&env, "first", first)?;
     ensure(!told, || "it was told before it was paused".into())?;
-    let out = home.path("out");
-    let from = home.path("first.snap");
+    let out = env.path("out");
+    let from = env.path("first.snap");
     let line = format!("{} --serial file={}", from.display(), out.display());
     // As paused as it was.
-    let restored = home.restore("restored", &line)?;
-    succeeds(&home.vellum("ctl restored resume")?)?;
+    let restored = env.restore("restored", &line)?;
+    succeeds(&env.vellum("ctl restored resume")?)?;
     grows(&out)?;
-    let mut all = vec![ended(&home, "restored", restored)?.1];
+    let mut all = vec![ended(&env, "restored", restored)?.1];
 
-    let (here, out) = counts(&home, "here", "anonymous")?;
-    let there = home.receive("there", "--serial null")?;
-    let (courier, release) = held_back(&home, until_fit(), "--downtime 1h")?;
+    let (here, out) = counts(&env, "here", "anonymous")?;
+    let there = env.receive("there", "--serial null")?;
+    let (client, release) = held_back(&env, until_fit(), "--downtime 1h")?;
     eventually(LIMIT, "it stands still", || {
-        Ok((home.standing("there").as_deref() == Some("uncommitted")).then_some(()))
+        Ok((env.standing("there").as_deref() == Some("uncommitted")).then_some(()))
     })?;
-    succeeds(&home.vellum("ctl here migrate-cancel")?)?;
-    with(courier.output()?, 1)?;
+    succeeds(&env.vellum("ctl here migrate-cancel")?)?;
+    with(client.output()?, 1)?;
     ends_with(there, 1)?;
     drop(release);
     grows(&out)?;
-    all.push(ended(&home, "here", here)?.1);
+    all.push(ended(&env, "here", here)?.1);
     let same = all.iter().all(|told| *told == all[0]);
     ensure(same, || format!("restored and cancelled: {all:?}"))?;
     Ok(all[0])
@@ -183,18 +183,18 @@ fn steal_time() -> Need {
 
 /// Whether each page is alike after moves of a guest that writes nothing: KVM does, when its vCPUs are entered and put.
 fn stolen_moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let kernel = home.path("kernel");
+    let env = TestEnv::planted(mistake)?;
+    let kernel = env.path("kernel");
     let code = wrmsr(Code::default(), MSR_STEAL_TIME, STOLEN | 1);
     fs::write(&kernel, code.print("A").spin().elf64())?;
-    let out = home.path("out");
+    let out = env.path("out");
     let line = format!("run --kernel {} --memory 32m --serial file={}", kernel.display(), out.display());
-    let mut here = home.run("m0", &line)?;
+    let mut here = env.run("m0", &line)?;
     eventually(LIMIT, "it has begun", || Ok((fs::metadata(&out)?.len() > 0).then_some(())))?;
     for at in 0..5 {
         let (from, to) = (format!("m{at}"), format!("m{}", at + 1));
-        let there = home.receive(&to, "--serial null")?;
-        let moved = home.migrate(&from, &to, "--verify --downtime 1m")?;
+        let there = env.receive(&to, "--serial null")?;
+        let moved = env.migrate(&from, &to, "--verify --downtime 1m")?;
         if !moved.status.success() {
             let said = String::from_utf8_lossy(&moved.stderr).into_owned();
             ensure(said.contains("the target's memory differs in"), || said.clone())?;
@@ -203,8 +203,8 @@ fn stolen_moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
         ends_with(here, 15)?;
         here = there;
     }
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot m5 {} --stop --downtime 1m", dir.display()))?)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot m5 {} --stop --downtime 1m", dir.display()))?)?;
     ends_with(here, 0)?;
     let mut page = [0; 64];
     File::open(dir.join(RAM))?.read_exact_at(&mut page, STOLEN.into())?;

@@ -21,9 +21,9 @@ use crate::relay::next_frame;
 use crate::{ends_with, every_page_is_right, succeeds};
 
 /// A relay that carries the fence, too, and cuts the link at COMMIT, which it delivers or not; before that it kills `victim`.
-pub fn cut_at_commit(home: &TestEnv, deliver: bool, victim: Option<u32>) -> Result<(), Failed> {
-    let listener = UnixListener::bind(home.path("relay.in"))?;
-    let to = home.path("there.in");
+pub fn cut_at_commit(env: &TestEnv, deliver: bool, victim: Option<u32>) -> Result<(), Failed> {
+    let listener = UnixListener::bind(env.path("relay.in"))?;
+    let to = env.path("there.in");
     std::thread::spawn(move || -> std::io::Result<()> {
         let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
         // A second one would find nobody.
@@ -65,12 +65,12 @@ pub fn cut_at_commit(home: &TestEnv, deliver: bool, victim: Option<u32>) -> Resu
 #[test(real())]
 fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed> {
     for deliver in [false, true] {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let here =
-            home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("h").display()))?;
-        let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
-        cut_at_commit(&home, deliver, None)?;
-        let output = home.migrate("here", "relay", "--liveness 1h --json")?;
+            env.run("here", &format!("run --memory 8m --passes 0 --json {}", env.path("h").display()))?;
+        let there = env.receive("there", &format!("--json {}", env.path("t").display()))?;
+        cut_at_commit(&env, deliver, None)?;
+        let output = env.migrate("here", "relay", "--liveness 1h --json")?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         ensure(!said.contains("unconfirmed"), || said.clone())?;
         let (json, last) = match output.status.code() {
@@ -85,10 +85,10 @@ fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed>
             _ => return Err(format!("{output:?}").into()),
         };
         let (name, machine) = last;
-        ensure(home.standing(name).as_deref() == Some("running"), || format!("{:?}", home.standing(name)))?;
-        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        ensure(env.standing(name).as_deref() == Some("running"), || format!("{:?}", env.standing(name)))?;
+        succeeds(&env.vellum(&format!("ctl {name} stop"))?)?;
         ends_with(machine, 0)?;
-        every_page_is_right(&home.path(json))?;
+        every_page_is_right(&env.path(json))?;
     }
     Ok(())
 }
@@ -96,34 +96,33 @@ fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed>
 /// A source that dies when it has committed, before anybody has heard of it: the target runs the guest.
 #[test(real())]
 fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 8m --passes 0")?;
-    let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
-    cut_at_commit(&home, false, Some(here.child.id()))?;
-    let output = home.migrate("here", "relay", "--liveness 1h")?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 8m --passes 0")?;
+    let there = env.receive("there", &format!("--json {}", env.path("t").display()))?;
+    cut_at_commit(&env, false, Some(here.child.id()))?;
+    let output = env.migrate("here", "relay", "--liveness 1h")?;
     ensure(output.status.code() == Some(1), || format!("{output:?}"))?;
     eventually(LIMIT, "the target runs it", || {
-        Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
+        Ok((env.standing("there").as_deref() == Some("running")).then_some(()))
     })?;
     drop(here);
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
-    every_page_is_right(&home.path("t"))
+    every_page_is_right(&env.path("t"))
 }
 
 /// A target that dies before it has run the guest: the source runs on, although it has committed.
 #[test(real())]
 fn a_target_that_dies_at_commit_leaves_the_guest_to_the_source() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here =
-        home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("h").display()))?;
-    let there = home.receive("there", "")?;
-    cut_at_commit(&home, false, Some(there.child.id()))?;
-    let output = home.migrate("here", "relay", "--liveness 1h")?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --memory 8m --passes 0 --json {}", env.path("h").display()))?;
+    let there = env.receive("there", "")?;
+    cut_at_commit(&env, false, Some(there.child.id()))?;
+    let output = env.migrate("here", "relay", "--liveness 1h")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(output.status.code() == Some(1) && said.contains("stays where it is"), || format!("{output:?}"))?;
-    ensure(home.standing("here").as_deref() == Some("running"), || format!("{:?}", home.standing("here")))?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || format!("{:?}", env.standing("here")))?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
-    every_page_is_right(&home.path("h"))
+    every_page_is_right(&env.path("h"))
 }

@@ -20,29 +20,29 @@ use crate::{ends_with, every_page_is_right, succeeds, with};
 #[test(kvm())]
 fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
     for connections in [2, 4] {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
-        let mut here = home.run("m0", &format!("run --cpus 2 --memory 64m,slots=3 {workload}"))?;
+        let mut here = env.run("m0", &format!("run --cpus 2 --memory 64m,slots=3 {workload}"))?;
         for hop in 0..3 {
             let (from, to) = (format!("m{hop}"), format!("m{}", hop + 1));
-            let json = home.path("last.json");
-            let there = home.receive(&to, &format!("--json {}", json.display()))?;
+            let json = env.path("last.json");
+            let there = env.receive(&to, &format!("--json {}", json.display()))?;
             let more = format!("--connections {connections} --verify --downtime 1s --timeout 10s,then=force");
-            succeeds(&home.migrate(&from, &to, &more)?)?;
+            succeeds(&env.migrate(&from, &to, &more)?)?;
             ends_with(here, 15)?;
-            ensure(home.standing(&to).as_deref() == Some("running"), || format!("{:?}", home.standing(&to)))?;
+            ensure(env.standing(&to).as_deref() == Some("running"), || format!("{:?}", env.standing(&to)))?;
             here = there;
         }
-        succeeds(&home.vellum("ctl m3 stop")?)?;
+        succeeds(&env.vellum("ctl m3 stop")?)?;
         ends_with(here, 0)?;
-        every_page_is_right(&home.path("last.json"))?;
+        every_page_is_right(&env.path("last.json"))?;
     }
     Ok(())
 }
 
-/// The test is the courier: a migration that is slow enough to be caught, over these connections; its session.
-fn under_way(home: &TestEnv, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
-    let mut machine = Client::connect(&home.socket("here"))?;
+/// The test is the migration client: a migration that is slow enough to be caught, over these connections; its session.
+fn under_way(env: &TestEnv, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
+    let mut machine = Client::connect(&env.socket("here"))?;
     let asked = Do::Migrate(MigrateRequest {
         bandwidth: Some(4 << 20),
         connections: sockets.len() as u32,
@@ -53,30 +53,30 @@ fn under_way(home: &TestEnv, sockets: &[UnixStream]) -> Result<(Client, SessionI
     let hex = answer["session"].as_str().ok_or("no session")?;
     let number = u128::from_str_radix(hex, 16)?;
     eventually(LIMIT, "it is under way", || {
-        Ok((home.standing("there").as_deref() == Some("incoming")).then_some(()))
+        Ok((env.standing("there").as_deref() == Some("incoming")).then_some(()))
     })?;
     Ok((machine, SessionId(number.to_be_bytes())))
 }
 
-fn both(home: &TestEnv) -> Result<(Machine, Machine), Failed> {
-    let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=20000")?;
+fn both(env: &TestEnv) -> Result<(Machine, Machine), Failed> {
+    let here = env.run("here", "run --memory 64m --passes 0 --workload write,rate=20000")?;
     // All of it, so that there is something to send.
-    home.has_written("here", 2 * (64 << 20) / 4096)?;
-    Ok((here, home.receive("there", "")?))
+    env.has_written("here", 2 * (64 << 20) / 4096)?;
+    Ok((here, env.receive("there", "")?))
 }
 
 #[test(real())]
 fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
     for cut in [0, 1] {
-        let home = TestEnv::new()?;
-        let (here, there) = both(&home)?;
-        relay(home.path("relay.in"), home.path("there.in"), RelayFault::Cut { back: false, after: 1 << 20 })?;
+        let env = TestEnv::new()?;
+        let (here, there) = both(&env)?;
+        relay(env.path("relay.in"), env.path("there.in"), RelayFault::Cut { back: false, after: 1 << 20 })?;
         let through =
-            |at: usize| UnixStream::connect(home.path(if at == cut { "relay.in" } else { "there.in" }));
-        let mut events = Client::connect(&home.socket("here"))?;
+            |at: usize| UnixStream::connect(env.path(if at == cut { "relay.in" } else { "there.in" }));
+        let mut events = Client::connect(&env.socket("here"))?;
         events.ask(&Do::Events {})?;
         let sockets = [through(0)?, through(1)?];
-        under_way(&home, &sockets)?;
+        under_way(&env, &sockets)?;
         drop(sockets);
         let why = eventually(LIMIT, "it stays", || {
             let line = events.line()?;
@@ -84,10 +84,8 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
         })?;
         ensure(why.contains("the link was cut before the hand-over"), || why.clone())?;
         ends_with(there, 1)?;
-        ensure(home.standing("here").as_deref() == Some("running"), || {
-            format!("{:?}", home.standing("here"))
-        })?;
-        succeeds(&home.vellum("ctl here stop")?)?;
+        ensure(env.standing("here").as_deref() == Some("running"), || format!("{:?}", env.standing("here")))?;
+        succeeds(&env.vellum("ctl here stop")?)?;
         ends_with(here, 0)?;
     }
     Ok(())
@@ -96,10 +94,10 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
 /// Another session's, a number that is taken, the first's own, and one beyond the last: each is closed, and the migration goes on.
 #[test(real())]
 fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there) = both(&home)?;
-    let connect = || UnixStream::connect(home.path("there.in"));
-    let (mut machine, session) = under_way(&home, &[connect()?, connect()?])?;
+    let env = TestEnv::new()?;
+    let (here, there) = both(&env)?;
+    let connect = || UnixStream::connect(env.path("there.in"));
+    let (mut machine, session) = under_way(&env, &[connect()?, connect()?])?;
     let join = |session: SessionId, connection: u32| -> Result<(), Failed> {
         let mut stranger = connect()?;
         stranger.set_read_timeout(Some(LIMIT))?;
@@ -113,7 +111,7 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
     };
     join(SessionId([7; 16]), 1)?;
     // Before it has joined, whoever knows the session may take its place. The first pass begins when all have.
-    let mut events = Client::connect(&home.socket("here"))?;
+    let mut events = Client::connect(&env.socket("here"))?;
     events.ask(&Do::Events {})?;
     eventually(LIMIT, "both connections have joined", || {
         Ok((events.line()?["pass"].as_u64() >= Some(1)).then_some(()))
@@ -121,10 +119,10 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
     for connection in [0, 1, 2, u32::MAX] {
         join(session, connection)?;
     }
-    ensure(home.standing("here").as_deref() == Some("migrating"), || format!("{:?}", home.standing("here")))?;
+    ensure(env.standing("here").as_deref() == Some("migrating"), || format!("{:?}", env.standing("here")))?;
     machine.ask(&Do::MigrateSet { downtime_ms: Some(5000), bandwidth: Some(1 << 40) })?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
     Ok(())
 }
@@ -132,18 +130,18 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
 /// Each connection of `exec:` is a process of its own; one that leads nowhere leaves the guest where it is, and so do too many.
 #[test(real())]
 fn a_command_leads_there_once_for_each_connection() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 16m --passes 0")?;
-    let script = home.path("relay.sh");
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m --passes 0")?;
+    let script = env.path("relay.sh");
     std::fs::write(&script, format!("exec {} receive --relay there\n", crate::VELLUM))?;
-    let refused = with(home.vellum("migrate here --connections 17 --to unix:nowhere")?, 2)?;
+    let refused = with(env.vellum("migrate here --connections 17 --to unix:nowhere")?, 2)?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     ensure(said.contains("--connections") && said.contains("17"), || said.clone())?;
-    let there = home.run("there", &format!("receive --json {}", home.path("json").display()))?;
+    let there = env.run("there", &format!("receive --json {}", env.path("json").display()))?;
     let line = format!("migrate here --connections 3 --to exec:.$IFS{}", script.display());
-    succeeds(&home.vellum(&line)?)?;
+    succeeds(&env.vellum(&line)?)?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
-    every_page_is_right(&home.path("json"))
+    every_page_is_right(&env.path("json"))
 }

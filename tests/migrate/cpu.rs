@@ -12,8 +12,8 @@ use crate::relay::{Part, changed};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// The names of features of the model that `vellum doctor` prints with this.
-fn model(home: &TestEnv, arguments: &str) -> Result<(String, Vec<String>), Failed> {
-    let output = home.vellum(&format!("doctor {arguments}"))?;
+fn model(env: &TestEnv, arguments: &str) -> Result<(String, Vec<String>), Failed> {
+    let output = env.vellum(&format!("doctor {arguments}"))?;
     succeeds(&output)?;
     let text = String::from_utf8(output.stdout)?;
     let file: Value = serde_json::from_str(&text)?;
@@ -23,54 +23,53 @@ fn model(home: &TestEnv, arguments: &str) -> Result<(String, Vec<String>), Faile
 
 #[test(kvm())]
 fn a_guest_of_a_level_moves_there_and_back() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let doctor = String::from_utf8(home.vellum("doctor")?.stdout)?;
+    let env = TestEnv::new()?;
+    let doctor = String::from_utf8(env.vellum("doctor")?.stdout)?;
     // The highest that this KVM offers; some offer little.
     let mut levels = doctor.split_whitespace().filter_map(|word| word.strip_suffix(';'));
     let level = levels.find(|word| word.starts_with("x86-64"));
     let level = level.ok_or_else(|| format!("no CPU model: {doctor}"))?;
     let workload = "--passes 0 --workload write,order=random,rate=20000";
     let line = format!("run --cpus 2 --memory 8m --cpu {level} --cpuid -pv-eoi {workload}");
-    let mut here = home.run("m0", &line)?;
+    let mut here = env.run("m0", &line)?;
     for at in 1..3 {
-        let json = home.path(&format!("{at}.json"));
-        let there = home.receive(&format!("m{at}"), &format!("--json {}", json.display()))?;
+        let json = env.path(&format!("{at}.json"));
+        let there = env.receive(&format!("m{at}"), &format!("--json {}", json.display()))?;
         let how = "--verify --downtime 1s --timeout 5s,then=force";
-        succeeds(&home.migrate(&format!("m{}", at - 1), &format!("m{at}"), how)?)?;
+        succeeds(&env.migrate(&format!("m{}", at - 1), &format!("m{at}"), how)?)?;
         ends_with(here, 15)?;
         here = there;
     }
-    succeeds(&home.vellum("ctl m2 stop")?)?;
+    succeeds(&env.vellum("ctl m2 stop")?)?;
     ends_with(here, 0)?;
-    every_page_is_right(&home.path("2.json"))
+    every_page_is_right(&env.path("2.json"))
 }
 
 /// What this host lacks is named, by the flag, with what would work; and a file that is none.
 #[test(real())]
 fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (text, here) = model(&home, "--cpu-json")?;
+    let env = TestEnv::new()?;
+    let (text, here) = model(&env, "--cpu-json")?;
     // Of AMD's Bulldozer, Intel's next, and of no processor that has both.
     let lacks = ["fma4", "xop", "tbm", "movdir64b", "waitpkg"];
     let lacks = lacks.into_iter().find(|name| !here.iter().any(|has| has == name));
     let lacks = lacks.ok_or("this host has everything")?;
-    let file = home.path("more.json");
+    let file = env.path("more.json");
     fs::write(&file, text.replace("\"features\": [", &format!("\"features\": [\n    \"{lacks}\",")))?;
-    fs::write(home.path("none.json"), "{}")?;
+    fs::write(env.path("none.json"), "{}")?;
     let more = format!("--cpu {}", file.display());
-    let none = format!("--cpu {}", home.path("none.json").display());
+    let none = format!("--cpu {}", env.path("none.json").display());
     let offers = format!("does not offer {lacks};");
     for (flag, says) in [
         (more.as_str(), [&more, &offers, "would work here"]),
         (none.as_str(), ["--cpu", "none.json", "not a CPU model"]),
         ("--cpu x86-64-v9", ["--cpu", "x86-64-v9", "use host, x86-64-v2"]),
     ] {
-        let refused = with(home.vellum(&format!("run --memory 8m {flag}"))?, 2)?;
+        let refused = with(env.vellum(&format!("run --memory 8m {flag}"))?, 2)?;
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         ensure(says.iter().all(|part| said.contains(part)) && said.lines().count() == 1, || said.clone())?;
     }
-    let refused =
-        with(home.vellum(&format!("doctor --cpu-common {}", home.path("none.json").display()))?, 2)?;
+    let refused = with(env.vellum(&format!("doctor --cpu-common {}", env.path("none.json").display()))?, 2)?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     ensure(said.contains("--cpu-common") && said.lines().count() == 1, || said.clone())
 }
@@ -78,30 +77,30 @@ fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
 /// What two hosts share, one of which lacks something of what this one has: a guest of it runs here.
 #[test(real())]
 fn what_hosts_share_is_a_model() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (text, here) = model(&home, "--cpu-json")?;
+    let env = TestEnv::new()?;
+    let (text, here) = model(&env, "--cpu-json")?;
     let mut other: Value = serde_json::from_str(&text)?;
     let usual = ["avx2", "popcnt", "rdtscp", "clflushopt", "3dnowprefetch"];
     let lacks =
         here.iter().find(|name| usual.contains(&name.as_str())).ok_or("this host has none of them")?;
     other["features"].as_array_mut().ok_or("no list")?.retain(|name| name != lacks.as_str());
-    let [one, two, both] = ["one", "two", "both"].map(|name| home.path(name));
+    let [one, two, both] = ["one", "two", "both"].map(|name| env.path(name));
     fs::write(&one, &text)?;
     fs::write(&two, other.to_string())?;
-    let (common, features) = model(&home, &format!("--cpu-common {} {}", one.display(), two.display()))?;
+    let (common, features) = model(&env, &format!("--cpu-common {} {}", one.display(), two.display()))?;
     ensure(features.len() == here.len() - 1 && !features.contains(lacks), || common.clone())?;
     fs::write(&both, &common)?;
-    succeeds(&home.vellum(&format!("run --memory 8m --cpu {}", both.display()))?)
+    succeeds(&env.vellum(&format!("run --memory 8m --cpu {}", both.display()))?)
 }
 
 /// A guest that has what its target lacks stays: all of it is named, and the flag that would have avoided that.
 #[test(real())]
 fn features_that_a_target_lacks_are_named_with_the_flag() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
-    let there = home.receive("there", "")?;
-    let relay = home.path("relay.in");
-    changed(&relay, home.path("there.in"), |part| {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+    let there = env.receive("there", "")?;
+    let relay = env.path("relay.in");
+    changed(&relay, env.path("there.in"), |part| {
         if let Part::Message(Message::Config { config, .. }) = part
             && let Some(leaves) = config["cpuid"].as_array_mut()
             && let Some(leaf) = leaves.iter_mut().find(|leaf| leaf[0] == 1 && leaf[3] == 0x80)
@@ -110,13 +109,13 @@ fn features_that_a_target_lacks_are_named_with_the_flag() -> Result<(), Failed> 
             leaf[22] = (leaf[22].as_u64().unwrap_or(0) | 1 << 0 | 1 << 5).into();
         }
     })?;
-    let refused = with(home.migrate("here", "relay", "")?, 1)?;
+    let refused = with(env.migrate("here", "relay", "")?, 1)?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     let named =
         ["CPU features ", "fma4, tbm: present here, missing there", "-fma4", "vellum run --cpu x86-64-v2"];
     ensure(named.iter().all(|part| said.contains(part)), || said.clone())?;
     ends_with(there, 1)?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }

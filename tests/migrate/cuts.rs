@@ -24,8 +24,8 @@ use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 #[test(real())]
 fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(), Failed> {
     for pc in [false, true] {
-        let home = TestEnv::new()?;
-        let (kernel, json) = (home.path("kernel"), home.path("json"));
+        let env = TestEnv::new()?;
+        let (kernel, json) = (env.path("kernel"), env.path("json"));
         fs::write(&kernel, Code::default().spin().elf64())?;
         let (here, there) = match pc {
             false => (
@@ -37,15 +37,15 @@ fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(
                 "--serial null --rng --balloon".to_owned(),
             ),
         };
-        let (here, there) = (home.run("here", &here)?, home.receive("there", &there)?);
+        let (here, there) = (env.run("here", &here)?, env.receive("there", &there)?);
         // That it stands still and runs on, and for how short a time, is told by what the source says: between two looks at a slow
         // host's status both may have come and gone.
-        let (courier, release, again) = held_back_until_again(&home, until_fit())?;
+        let (client, release, again) = held_back_until_again(&env, until_fit())?;
         again.recv_timeout(LIMIT)?;
         drop(release);
-        with(courier.output()?, 0)?;
+        with(client.output()?, 0)?;
         ends_with(here, 15)?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
         if !pc {
             every_page_is_right(&json)?;
@@ -56,9 +56,9 @@ fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(
 
 /// A relay that takes nothing more from the source once a page of pass `pass` comes, until what is returned is dropped; and what says
 /// that it has come to that.
-fn full_from_pass(home: &TestEnv, pass: u32) -> Result<(Sender<()>, Receiver<()>), Failed> {
-    let listener = UnixListener::bind(home.path("relay.in"))?;
-    let to = home.path("there.in");
+fn full_from_pass(env: &TestEnv, pass: u32) -> Result<(Sender<()>, Receiver<()>), Failed> {
+    let listener = UnixListener::bind(env.path("relay.in"))?;
+    let to = env.path("there.in");
     let ((release, until), (reached, full)) = (channel(), channel());
     std::thread::spawn(move || -> std::io::Result<()> {
         let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
@@ -84,17 +84,17 @@ fn full_from_pass(home: &TestEnv, pass: u32) -> Result<(Sender<()>, Receiver<()>
 /// a target may be silent, and moves when it takes something again.
 #[test(real())]
 fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     // It writes all of its memory anew in each pass, so that the second is the last; more of it than sockets hold.
-    let here = home.run("here", "run --memory 6m --passes 0 --workload write,rate=20000")?;
-    let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
-    let (release, full) = full_from_pass(&home, 2)?;
-    let mut events = home.has_written("here", 4 * (6 << 20) / PAGE_SIZE)?;
-    let to = home.path("relay.in");
+    let here = env.run("here", "run --memory 6m --passes 0 --workload write,rate=20000")?;
+    let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
+    let (release, full) = full_from_pass(&env, 2)?;
+    let mut events = env.has_written("here", 4 * (6 << 20) / PAGE_SIZE)?;
+    let to = env.path("relay.in");
     let limits = "--bandwidth 4m --downtime 4s --liveness 1h";
-    let courier = home.migration_client(&format!("migrate here {limits} --to unix:{}", to.display()))?;
+    let client = env.migration_client(&format!("migrate here {limits} --to unix:{}", to.display()))?;
     full.recv_timeout(LIMIT)?;
-    let paused = home.vellum("ctl here pause")?;
+    let paused = env.vellum("ctl here pause")?;
     let refused = String::from_utf8_lossy(&paused.stderr).contains("is being handed over");
     ensure(refused, || format!("this is not the final pass: {paused:?}"))?;
     // It stands still. What it had done by then may still be told, and is the same each time.
@@ -102,29 +102,29 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
     eventually(LIMIT, "it runs on", || {
         let line = events.line()?;
         let done = line["done"].as_u64();
-        let Some(done) = done.filter(|_| home.standing("here").as_deref() == Some("migrating")) else {
+        let Some(done) = done.filter(|_| env.standing("here").as_deref() == Some("migrating")) else {
             return Ok(None);
         };
         Ok((*stood.get_or_insert(done) < done).then_some(()))
     })?;
     drop(release);
-    with(courier.output()?, 0)?;
+    with(client.output()?, 0)?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
-    every_page_is_right(&home.path("json"))
+    every_page_is_right(&env.path("json"))
 }
 
 /// Memory that nobody has touched is not read: reading a file's hole would fill it.
 #[test(real())]
 fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
     for backing in ["memfd", "anonymous"] {
-        let home = TestEnv::new()?;
-        let kernel = home.path("kernel");
+        let env = TestEnv::new()?;
+        let kernel = env.path("kernel");
         fs::write(&kernel, Code::default().spin().elf64())?;
         let kernel = kernel.display();
         let line = format!("run --kernel {kernel} --memory 512m,backing={backing} --serial null");
-        let (here, there) = (home.run("here", &line)?, home.receive("there", "--serial null")?);
+        let (here, there) = (env.run("here", &line)?, env.receive("there", "--serial null")?);
         let pid = here.child.id();
         // What there is of the guest's memory, and the page tables over it, in KiB: the program's own pages count as shared memory
         // too, where the file system that it was started from is one of memory.
@@ -137,9 +137,9 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
             Ok([ram.sum(), tables.lines().find_map(|line| kib(line, "VmPTE:")).unwrap_or(0)])
         };
         let before = resident()?;
-        let (courier, release) = held_back(&home, until_fit(), "--downtime 1h")?;
+        let (client, release) = held_back(&env, until_fit(), "--downtime 1h")?;
         eventually(LIMIT, "all has been sent", || {
-            Ok((home.standing("there").as_deref() == Some("uncommitted")).then_some(()))
+            Ok((env.standing("there").as_deref() == Some("uncommitted")).then_some(()))
         })?;
         let after = resident()?;
         let grown = after.iter().sum::<u64>().saturating_sub(before.iter().sum());
@@ -148,9 +148,9 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
             format!("{backing}: KiB of memory and of page tables: {before:?}, then {after:?}")
         })?;
         drop(release);
-        with(courier.output()?, 0)?;
+        with(client.output()?, 0)?;
         ends_with(here, 15)?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
     }
     Ok(())
@@ -160,31 +160,31 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
 #[test(real())]
 fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
     for signal in [false, true] {
-        let home = TestEnv::new()?;
-        let here = home.run("here", "run --memory 16m --passes 0")?;
-        let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
-        let (courier, release) = unconfirmed(&home)?;
-        let standing = home.standing("here");
-        let paused = home.vellum("ctl here pause")?;
+        let env = TestEnv::new()?;
+        let here = env.run("here", "run --memory 16m --passes 0")?;
+        let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
+        let (client, release) = unconfirmed(&env)?;
+        let standing = env.standing("here");
+        let paused = env.vellum("ctl here pause")?;
         let refused = String::from_utf8_lossy(&paused.stderr).contains("is being handed over");
         ensure(paused.status.code() == Some(1) && refused, || format!("{paused:?}"))?;
-        let said = home.vellum("ctl here resume")?;
-        ensure(home.standing("here") == standing, || format!("resumed: {said:?}"))?;
+        let said = env.vellum("ctl here resume")?;
+        ensure(env.standing("here") == standing, || format!("resumed: {said:?}"))?;
         let ended = if signal {
             let pid = here.child.id().to_string();
             succeeds(&Command::new("kill").args(["-TERM", &pid]).output()?)?;
             ends_with(here, 128 + 15)?
         } else {
-            succeeds(&home.vellum("ctl here stop")?)?;
+            succeeds(&env.vellum("ctl here stop")?)?;
             ends_with(here, 0)?
         };
         let said = String::from_utf8_lossy(&ended.stdout).into_owned();
         ensure(said.contains("may run on the target"), || said.clone())?;
         drop(release);
-        with(courier.output()?, 1)?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        with(client.output()?, 1)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
-        every_page_is_right(&home.path("json"))?;
+        every_page_is_right(&env.path("json"))?;
     }
     Ok(())
 }
@@ -204,10 +204,10 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
     let (mut moved, mut stayed) = (0, 0);
     let mut whole = [0, 0];
     for round in 0..16 {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let here =
-            home.run("here", &format!("run --memory 4m --passes 0 --json {}", home.path("h").display()))?;
-        let there = home.receive("there", &format!("--json {}", home.path("t").display()))?;
+            env.run("here", &format!("run --memory 4m --passes 0 --json {}", env.path("h").display()))?;
+        let there = env.receive("there", &format!("--json {}", env.path("t").display()))?;
         // The first is not cut, and shows how much there is: READY and DONE are the last that come back.
         let done = bytes(&[Message::Done {}]);
         let cut = match round {
@@ -219,8 +219,8 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
             _ => Some((true, whole[1].saturating_sub(random(250)))),
         };
         let fault = cut.map_or(RelayFault::None, |(back, after)| RelayFault::Cut { back, after });
-        let carried = relay(home.path("relay.in"), home.path("there.in"), fault)?;
-        let output = home.migrate("here", "relay", "--liveness 5s --paused")?;
+        let carried = relay(env.path("relay.in"), env.path("there.in"), fault)?;
+        let output = env.migrate("here", "relay", "--liveness 5s --paused")?;
         if round == 0 {
             whole = [0, 1].map(|at| carried[at].load(Ordering::Relaxed));
         }
@@ -230,25 +230,25 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
             Some(0) => {
                 moved += 1;
                 ends_with(here, 15)?;
-                ensure(home.standing("there").as_deref() == Some("paused"), context)?;
-                succeeds(&home.vellum("ctl there resume")?)?;
-                succeeds(&home.vellum("ctl there stop")?)?;
+                ensure(env.standing("there").as_deref() == Some("paused"), context)?;
+                succeeds(&env.vellum("ctl there resume")?)?;
+                succeeds(&env.vellum("ctl there stop")?)?;
                 ends_with(there, 0)?;
-                every_page_is_right(&home.path("t"))?;
+                every_page_is_right(&env.path("t"))?;
             }
             Some(1) => {
                 stayed += 1;
-                ensure(home.standing("here").as_deref() == Some("paused"), context)?;
-                if home.standing("there").as_deref() == Some("uncommitted") {
+                ensure(env.standing("here").as_deref() == Some("paused"), context)?;
+                if env.standing("there").as_deref() == Some("uncommitted") {
                     // READY was lost. The target keeps what it has until somebody decides.
-                    succeeds(&home.vellum("ctl there stop")?)?;
+                    succeeds(&env.vellum("ctl there stop")?)?;
                 }
                 // Whether it gives up by itself or is told to: no machine has come.
                 ends_with(there, 1)?;
-                succeeds(&home.vellum("ctl here resume")?)?;
-                succeeds(&home.vellum("ctl here stop")?)?;
+                succeeds(&env.vellum("ctl here resume")?)?;
+                succeeds(&env.vellum("ctl here stop")?)?;
                 ends_with(here, 0)?;
-                every_page_is_right(&home.path("h"))?;
+                every_page_is_right(&env.path("h"))?;
             }
             _ => return Err(context().into()),
         }

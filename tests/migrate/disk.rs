@@ -16,20 +16,20 @@ use crate::relay::unconfirmed;
 fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
     const SECTORS: usize = numbered::SECTORS as usize;
     for irqchip in ["split", "kernel"] {
-        let home = TestEnv::new()?;
-        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
+        let env = TestEnv::new()?;
+        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
         fs::write(&kernel, numbered::kernel())?;
         fs::write(&disk, [0; 512 * SECTORS])?;
         let devices =
             |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
         let line =
             format!("run --kernel {} --memory 32m --irqchip {irqchip} {}", kernel.display(), devices(&out));
-        let here = home.run("here", &line)?;
+        let here = env.run("here", &line)?;
         // Some laps over the sectors.
         let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 4 * 5 * SECTORS as u64).then_some(()));
         eventually(LIMIT, "it writes", || said(&out))?;
-        let mut there = home.receive("there", &devices(&far))?;
-        let (courier, release) = unconfirmed(&home)?;
+        let mut there = env.receive("there", &devices(&far))?;
+        let (client, release) = unconfirmed(&env)?;
         let before = fs::read(&out)?;
         eventually(LIMIT, "it writes on", || said(&far))?;
         there.child.kill()?;
@@ -50,7 +50,7 @@ fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
         ensure((last..=last + 2).any(|end| written == lap(end)), || {
             format!("{last} was flushed: {written:?}")
         })?;
-        drop((release, courier, here));
+        drop((release, client, here));
     }
     Ok(())
 }

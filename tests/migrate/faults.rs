@@ -89,9 +89,9 @@ fn carry(mut from: UnixStream, mut to: UnixStream, harm: Harm, counts: &Counts, 
 }
 
 /// Harms the first connection in one direction, and no other.
-fn relay(home: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<[Counts; 2]>, Failed> {
-    let listener = UnixListener::bind(home.0.join("relay.in"))?;
-    let there: PathBuf = home.0.join("there.in");
+fn relay(env: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<[Counts; 2]>, Failed> {
+    let listener = UnixListener::bind(env.0.join("relay.in"))?;
+    let there: PathBuf = env.0.join("there.in");
     let counts: Arc<[Counts; 2]> = Arc::default();
     let counted = counts.clone();
     std::thread::spawn(move || {
@@ -112,7 +112,7 @@ fn relay(home: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<A
 
 /// One migration, and what its guest has counted on each side.
 struct Attempt {
-    home: TestEnv,
+    env: TestEnv,
     here: Machine,
     there: Machine,
 }
@@ -128,49 +128,49 @@ enum Runs {
 impl Attempt {
     /// A guest that counts on its serial port, and a target for it.
     fn new() -> Result<Self, Failed> {
-        let home = TestEnv::new()?;
-        let kernel = home.path("kernel");
+        let env = TestEnv::new()?;
+        let kernel = env.path("kernel");
         // mov dx, 0x3f8; xor eax, eax; next: out dx, al; inc eax; mov ecx, 4096; wait: dec ecx; jnz wait; jmp next
         let counts = [0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0xee, 0xff, 0xc0, 0xb9, 0, 16, 0, 0, 0xff, 0xc9]
             .into_iter()
             .chain([0x75, 0xfc, 0xeb, 0xf2]);
         fs::write(&kernel, Code::default().bytes(&counts.collect::<Vec<u8>>()).elf64())?;
-        let serial = |name: &str| format!("--serial file={}", home.path(name).display());
+        let serial = |name: &str| format!("--serial file={}", env.path(name).display());
         let here = format!("run --kernel {} --memory 2m {}", kernel.display(), serial("out"));
-        let here = home.run("here", &here)?;
-        let there = home.receive("there", &format!("{} {LIVENESS}", serial("far")))?;
-        let attempt = Self { home, here, there };
+        let here = env.run("here", &here)?;
+        let there = env.receive("there", &format!("{} {LIVENESS}", serial("far")))?;
+        let attempt = Self { env, here, there };
         eventually(LIMIT, "it counts", || Ok((attempt.counted()[0] > 0).then_some(())))?;
         Ok(attempt)
     }
 
     /// How far the guest has counted on each side.
     fn counted(&self) -> [u64; 2] {
-        ["out", "far"].map(|name| fs::metadata(self.home.path(name)).map_or(0, |file| file.len()))
+        ["out", "far"].map(|name| fs::metadata(self.env.path(name)).map_or(0, |file| file.len()))
     }
 
     /// Migrates it over a link that does `harm`; where it runs then, and what went over the link.
     fn migrate(&mut self, harm: (bool, Harm)) -> Result<(Runs, Arc<[Counts; 2]>), Failed> {
         let pids = [self.here.child.id(), self.there.child.id()];
-        let counts = relay(&self.home, harm, pids)?;
-        let to = self.home.path("relay.in");
+        let counts = relay(&self.env, harm, pids)?;
+        let to = self.env.path("relay.in");
         // Over a link that does no harm nobody is gone who is slow.
         let liveness = if matches!(harm.1, Harm::None) { "--liveness 5m" } else { LIVENESS };
-        let mut courier =
-            self.home.migration_client(&format!("migrate here {liveness} --to unix:{}", to.display()))?;
+        let mut client =
+            self.env.migration_client(&format!("migrate here {liveness} --to unix:{}", to.display()))?;
         let killed = matches!(harm.1, Harm::Signal(_, _, "KILL"));
         let decided = eventually(LIMIT, "it is decided", || {
-            let unconfirmed = self.home.standing("here").as_deref() == Some("handover-unconfirmed");
-            Ok((courier.try_wait()?.is_some() || (killed && unconfirmed && self.is_over(1)?)).then_some(()))
+            let unconfirmed = self.env.standing("here").as_deref() == Some("handover-unconfirmed");
+            Ok((client.try_wait()?.is_some() || (killed && unconfirmed && self.is_over(1)?)).then_some(()))
         });
         decided.map_err(|error| Failed::from(format!("{error:?}: {:?}", self.standings())))?;
         let ends = [self.is_over(0)?, self.is_over(1)?];
-        self.check_courier(courier)?;
+        self.check_client(client)?;
         let before = self.counted();
         // Whoever can still run it does; a target that waits for COMMIT, and a source that waits for an answer, do not.
         let can = |side: usize| -> bool {
             let name = ["here", "there"][side];
-            !ends[side] && matches!(self.home.standing(name).as_deref(), Some("running" | "migrating"))
+            !ends[side] && matches!(self.env.standing(name).as_deref(), Some("running" | "migrating"))
         };
         if !can(0) && !can(1) {
             return Ok((Runs::Nowhere, counts));
@@ -193,16 +193,16 @@ impl Attempt {
     }
 
     fn standings(&self) -> [Option<String>; 2] {
-        ["here", "there"].map(|name| self.home.standing(name))
+        ["here", "there"].map(|name| self.env.standing(name))
     }
 
     /// One line of why, and one more where the target had to be asked.
-    fn check_courier(&self, mut courier: Process) -> Result<(), Failed> {
-        if courier.try_wait()?.is_none() {
+    fn check_client(&self, mut client: Process) -> Result<(), Failed> {
+        if client.try_wait()?.is_none() {
             // It would look for the target for a minute.
             return Ok(());
         }
-        let output = courier.output()?;
+        let output = client.output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines: Vec<&str> = said.lines().collect();
         let good = match output.status.code() {
@@ -217,9 +217,9 @@ impl Attempt {
 
     /// Ends both, and looks whether the guest's numbers follow one another: one that ran twice would have said some twice.
     fn check(self, runs: Runs) -> Result<(), Failed> {
-        let Self { home, here, there } = self;
+        let Self { env, here, there } = self;
         drop((here, there));
-        let read = |name: &str| fs::read(home.path(name)).unwrap_or_default();
+        let read = |name: &str| fs::read(env.path(name)).unwrap_or_default();
         let (out, far) = (read("out"), read("far"));
         let whole = [&out[..], &far[..]].concat();
         let wrong = whole.iter().enumerate().find(|(at, byte)| **byte != *at as u8);

@@ -28,9 +28,9 @@ fn planted(khz: &Value, percent: u64) -> Value {
 fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), Failed> {
     let scales = vellum_kvm::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
     for percent in [110, 90] {
-        let home = TestEnv::new()?;
-        let (relay, json) = (home.path("relay.in"), home.path("json"));
-        let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+        let env = TestEnv::new()?;
+        let (relay, json) = (env.path("relay.in"), env.path("json"));
+        let here = env.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
         let other = move |part: &mut Part| match part {
             Part::Message(Message::Config { config, .. }) => {
                 config["tsc_khz"] = planted(&config["tsc_khz"], percent)
@@ -42,24 +42,24 @@ fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), 
         };
         let line = format!("migrate here --to unix:{}", relay.display());
         if !scales {
-            let there = home.receive("there", "")?;
-            changed(&relay, home.path("there.in"), other)?;
-            let refused = with(home.vellum(&line)?, 1)?;
+            let there = env.receive("there", "")?;
+            changed(&relay, env.path("there.in"), other)?;
+            let refused = with(env.vellum(&line)?, 1)?;
             let said = String::from_utf8_lossy(&refused.stderr).into_owned();
             let khz =
                 |at: &str| said.split(&format!(" kHz {at}")).next()?.rsplit(' ').next()?.parse::<u64>().ok();
             let both = khz("here").zip(khz("there"));
             let named = both.is_some_and(|(here, there)| (there * percent / 100).abs_diff(here) <= 1);
             ensure(named && said.contains("TSC: ") && said.lines().count() == 1, || said.clone())?;
-            ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+            ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
             ends_with(there, 1)?;
             fs::remove_file(&relay)?;
         }
-        let allows = home.receive("allows", &format!("--tsc-mismatch allow --json {}", json.display()))?;
-        changed(&relay, home.path("allows.in"), other)?;
-        succeeds(&home.vellum(&line)?)?;
+        let allows = env.receive("allows", &format!("--tsc-mismatch allow --json {}", json.display()))?;
+        changed(&relay, env.path("allows.in"), other)?;
+        succeeds(&env.vellum(&line)?)?;
         ends_with(here, 15)?;
-        succeeds(&home.vellum("ctl allows stop")?)?;
+        succeeds(&env.vellum("ctl allows stop")?)?;
         ends_with(allows, 0)?;
         every_page_is_right(&json)?;
     }
@@ -69,29 +69,29 @@ fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), 
 /// A machine that has a directory of this host's goes nowhere: the flag is named, and it runs on.
 #[test(real())]
 fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (kernel, shared) = (home.path("kernel"), home.path("shared"));
+    let env = TestEnv::new()?;
+    let (kernel, shared) = (env.path("kernel"), env.path("shared"));
     fs::write(&kernel, Code::default().spin().elf64())?;
     fs::create_dir(&shared)?;
     let share = format!("--share {}:data,as-root", shared.display());
     let here =
-        home.run("here", &format!("run --kernel {} --memory 16m --serial null {share}", kernel.display()))?;
-    let snapshot = format!("snapshot here {}", home.path("snap").display());
-    for line in [&format!("migrate here --to unix:{}", home.path("nobody").display()), &snapshot] {
-        let said = String::from_utf8(with(home.vellum(line)?, 2)?.stderr)?;
+        env.run("here", &format!("run --kernel {} --memory 16m --serial null {share}", kernel.display()))?;
+    let snapshot = format!("snapshot here {}", env.path("snap").display());
+    for line in [&format!("migrate here --to unix:{}", env.path("nobody").display()), &snapshot] {
+        let said = String::from_utf8(with(env.vellum(line)?, 2)?.stderr)?;
         let named = said.contains("--share: share0: ") && said.contains("neither saved nor moved");
         ensure(named && said.lines().count() == 1, || said.clone())?;
     }
     // Nor can it be talked into it by somebody else's client.
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
-    let mut client = vellum_control::client::Client::connect(&home.socket("here"))?;
+    let mut client = vellum_control::client::Client::connect(&env.socket("here"))?;
     let asked = r#"{"downtime_ms":1,"timeout_ms":1,"chain":"x","number":0}"#;
     let asked = vellum_control::Do::Snapshot(serde_json::from_str(asked)?);
     let descriptors = [&ours, &theirs, &ours].map(std::os::fd::AsFd::as_fd);
     let refused = client.ask_with(&asked, &descriptors).err().map(|error| error.to_string());
     ensure(refused.as_ref().is_some_and(|why| why.contains("share0: ")), || format!("{refused:?}"))?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     with(here.end_with(&["vellum-guard", "vellum-share"])?, 0).map(drop)
 }
 
@@ -123,25 +123,25 @@ const MIB: u64 = 64;
 fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
     for backing in backings {
         for prealloc in ["on", "off"] {
-            let home = TestEnv::new()?;
-            let kernel = home.path("kernel");
+            let env = TestEnv::new()?;
+            let kernel = env.path("kernel");
             fs::write(&kernel, Code::default().spin().elf64())?;
             let line = format!("run --kernel {} --memory {MIB}m --serial null", kernel.display());
-            let here = home.run("here", &line)?;
+            let here = env.run("here", &line)?;
             let memory = format!("--serial null --memory backing={backing},prealloc={prealloc}");
-            let there = home.receive("there", &memory)?;
-            let (courier, release) = held_back(&home, until_fit(), "--downtime 1h")?;
+            let there = env.receive("there", &memory)?;
+            let (client, release) = held_back(&env, until_fit(), "--downtime 1h")?;
             eventually(LIMIT, "it is ready", || {
-                Ok((home.standing("there").as_deref() == Some("uncommitted")).then_some(()))
+                Ok((env.standing("there").as_deref() == Some("uncommitted")).then_some(()))
             })?;
             let there_is = resident(there.child.id(), MIB << 10)?;
             ensure((there_is >= MIB << 10) == (prealloc == "on"), || {
                 format!("{backing}, prealloc={prealloc}: {there_is} KiB of {MIB} MiB are there")
             })?;
             drop(release);
-            with(courier.output()?, 0)?;
+            with(client.output()?, 0)?;
             ends_with(here, 15)?;
-            succeeds(&home.vellum("ctl there stop")?)?;
+            succeeds(&env.vellum("ctl there stop")?)?;
             ends_with(there, 0)?;
         }
     }
@@ -154,35 +154,35 @@ fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> 
     let meminfo = fs::read_to_string("/proc/meminfo")?;
     let available =
         meminfo.lines().find_map(|line| kib(line, "MemAvailable:")).ok_or("no MemAvailable")? >> 20;
-    let home = TestEnv::new()?;
-    let kernel = home.path("kernel");
+    let env = TestEnv::new()?;
+    let kernel = env.path("kernel");
     fs::write(&kernel, Code::default().spin().elf64())?;
     let run = |name: &str, gib: u64| {
-        home.run(name, &format!("run --kernel {} --memory {gib}g --serial null", kernel.display()))
+        env.run(name, &format!("run --kernel {} --memory {gib}g --serial null", kernel.display()))
     };
     let large = run("large", available + 2)?;
-    let there = home.receive("there", "--serial null --memory anonymous,prealloc")?;
-    let refused = with(home.migrate("large", "there", "")?, 1)?;
+    let there = env.receive("there", "--serial null --memory anonymous,prealloc")?;
+    let refused = with(env.migrate("large", "there", "")?, 1)?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     ensure(
         said.contains("memory: ") && said.contains(" is more than the ") && said.lines().count() == 1,
         || said.clone(),
     )?;
-    ensure(home.standing("large").as_deref() == Some("running"), || "it does not run on".into())?;
+    ensure(env.standing("large").as_deref() == Some("running"), || "it does not run on".into())?;
     ends_with(there, 1)?;
     drop(large);
     let _here = run("here", (available / 2).max(1))?;
-    let there = home.receive("there", "--serial null --memory anonymous,prealloc")?;
-    let courier = home.migration_client(&format!(
+    let there = env.receive("there", "--serial null --memory anonymous,prealloc")?;
+    let client = env.migration_client(&format!(
         "migrate here --liveness 1h --to unix:{}",
-        home.path("there.in").display()
+        env.path("there.in").display()
     ))?;
     // Some of it is there, and by far not all.
     eventually(LIMIT, "it populates", || Ok((resident(there.child.id(), 1 << 20)? > 0).then_some(())))?;
-    let standing = home.standing("there");
+    let standing = env.standing("there");
     ensure(standing.as_deref() == Some("incoming"), || format!("it is {standing:?}"))?;
     succeeds(&Command::new("kill").args(["-INT", &there.child.id().to_string()]).output()?)?;
     ends_with(there, 128 + 2)?;
-    with(courier.output()?, 1)?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())
+    with(client.output()?, 1)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())
 }

@@ -108,8 +108,8 @@ fn full(moved: &Value) -> u64 {
 }
 
 /// A kernel that counts on its serial port, and never ends.
-fn counting(home: &TestEnv) -> Result<PathBuf, Failed> {
-    let kernel = home.path("kernel");
+fn counting(env: &TestEnv) -> Result<PathBuf, Failed> {
+    let kernel = env.path("kernel");
     // mov dx, 0x3f8; xor eax, eax
     // next: out dx, al; inc eax; mov ecx, 256; wait: dec ecx; jnz wait; jmp next
     let counts = [0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0xee, 0xff, 0xc0, 0xb9, 0, 1, 0, 0, 0xff, 0xc9]
@@ -130,24 +130,24 @@ fn has_counted(outputs: &[PathBuf]) -> Result<(), Failed> {
 #[test(kvm())]
 fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
     for irqchip in ["split", "kernel"] {
-        let home = TestEnv::new()?;
-        let kernel = counting(&home)?;
-        let (out, far) = (home.path("out"), home.path("far"));
+        let env = TestEnv::new()?;
+        let kernel = counting(&env)?;
+        let (out, far) = (env.path("out"), env.path("far"));
         let line = format!(
             "run --kernel {} --memory 32m --irqchip {irqchip} --serial file={} --rng --balloon",
             kernel.display(),
             out.display()
         );
-        let here = home.run("here", &line)?;
+        let here = env.run("here", &line)?;
         eventually(LIMIT, "it has counted once round", || {
             Ok((fs::metadata(&out)?.len() > 256).then_some(()))
         })?;
         let devices = format!("--serial file={} --rng --balloon", far.display());
-        let there = home.receive("there", &devices)?;
-        succeeds(&home.migrate("here", "there", "")?)?;
+        let there = env.receive("there", &devices)?;
+        succeeds(&env.migrate("here", "there", "")?)?;
         ends_with(here, 15)?;
         eventually(LIMIT, "it counts on", || Ok((fs::metadata(&far)?.len() > 256).then_some(())))?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
         has_counted(&[out, far])?;
     }
@@ -158,8 +158,8 @@ fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
 /// wrote there the last time. Its first migration is cancelled: where KVM goes on in the rings is known to the second one.
 #[test(kvm())]
 fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = home.path("kernel");
+    let env = TestEnv::new()?;
+    let kernel = env.path("kernel");
     // mov dx, 0x3f8; xor eax, eax; xor ebx, ebx; xor esi, esi
     let mut code = vec![0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0x31, 0xdb, 0x31, 0xf6];
     // next: out dx, al; inc eax; cmp [rbx + 8 MiB], esi; jne wrong; lea edi, [rsi + 1]; mov [rbx + 8 MiB], edi
@@ -171,38 +171,38 @@ fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Fai
     ]);
     code.extend([0x0f, 0x0b]);
     fs::write(&kernel, Code::default().bytes(&code).elf64())?;
-    let out = ["out", "far"].map(|name| home.path(name));
+    let out = ["out", "far"].map(|name| env.path(name));
     let serial = |at: usize| format!("--serial file={} --dirty-ring=1024", out[at].display());
     let line = format!("run --kernel {} --memory 32m {}", kernel.display(), serial(0));
-    let here = home.run("here", &line)?;
+    let here = env.run("here", &line)?;
     let grows = |at: usize| -> Result<(), Failed> {
         let was = fs::metadata(&out[at])?.len();
         // Every page, twice.
         eventually(LIMIT, "it goes on", || Ok((fs::metadata(&out[at])?.len() > was + 8192).then_some(())))
     };
     grows(0)?;
-    let nobody = home.receive("nobody", "--serial null")?;
-    let to = home.path("nobody.in");
-    let courier = home
+    let nobody = env.receive("nobody", "--serial null")?;
+    let to = env.path("nobody.in");
+    let client = env
         .migration_client(&format!("migrate here --liveness 5m --bandwidth 4m --to unix:{}", to.display()))?;
     eventually(LIMIT, "a ring has been full", || {
-        let status = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
+        let status = Client::connect(&env.socket("here"))?.ask(&Do::Status {})?;
         Ok((status["tracker"] == "ring" && full(&status) > 1).then_some(()))
     })?;
-    succeeds(&home.vellum("ctl here migrate-cancel")?)?;
-    with(courier.output()?, 1)?;
+    succeeds(&env.vellum("ctl here migrate-cancel")?)?;
+    with(client.output()?, 1)?;
     ends_with(nobody, 1)?;
     grows(0)?;
-    let before = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
-    let there = home.receive("there", &serial(1))?;
+    let before = Client::connect(&env.socket("here"))?.ask(&Do::Status {})?;
+    let there = env.receive("there", &serial(1))?;
     let output =
-        home.migrate("here", "there", "--bandwidth 100m --downtime 20ms --timeout 2s,then=force --json")?;
+        env.migrate("here", "there", "--bandwidth 100m --downtime 20ms --timeout 2s,then=force --json")?;
     succeeds(&output)?;
     ends_with(here, 15)?;
     let moved = moved(&output)?;
     ensure(moved["tracker"] == "ring" && full(&moved) >= full(&before), || format!("{before}, {moved}"))?;
     grows(1)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
     has_counted(&out)
 }
@@ -215,10 +215,10 @@ fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(),
     let loses = doctor.contains("this kernel loses");
     // One memslot begins with memory itself, which is safe. Whether others are is a test of `dirty::log`.
     for slots in 1..=5 {
-        let home = TestEnv::new()?;
-        let here = home.run("here", &format!("run --memory 8m,slots={slots} --passes 0"))?;
-        let there = home.receive("there", "")?;
-        let output = home.migrate("here", "there", "--json --downtime 1s --timeout 3s,then=force")?;
+        let env = TestEnv::new()?;
+        let here = env.run("here", &format!("run --memory 8m,slots={slots} --passes 0"))?;
+        let there = env.receive("there", "")?;
+        let output = env.migrate("here", "there", "--json --downtime 1s --timeout 3s,then=force")?;
         succeeds(&output)?;
         ends_with(here, 15)?;
         let moved = moved(&output)?;
@@ -228,7 +228,7 @@ fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(),
         };
         ensure(moved["tracker"] == expected, || format!("{slots}: {moved}"))?;
         ensure(slots > 1 || expected == "initially-set", || moved.to_string())?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
     }
     Ok(())
@@ -237,26 +237,26 @@ fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(),
 /// A ring is a machine's from its beginning on, and excludes what else there is.
 #[test(real())]
 fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let _with = home.run("with", "run --memory 8m --passes 0 --dirty-ring")?;
-    let _without = home.run("without", "run --memory 8m --passes 0")?;
-    let _there = home.receive("there", "")?;
+    let env = TestEnv::new()?;
+    let _with = env.run("with", "run --memory 8m --passes 0 --dirty-ring")?;
+    let _without = env.run("without", "run --memory 8m --passes 0")?;
+    let _there = env.receive("there", "")?;
     for (machine, tracker, says) in [
         ("without", "ring", "--dirty-ring"),
         ("with", "bitmap", "ring would work"),
         ("with", "manual-protect", "ring would work"),
         ("with", "initially-set", "ring would work"),
     ] {
-        let refused = with(home.migrate(machine, "there", &format!("--tracker {tracker}"))?, 2)?;
+        let refused = with(env.migrate(machine, "there", &format!("--tracker {tracker}"))?, 2)?;
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         let named = said.contains(&format!("--tracker {tracker}")) && said.contains(says);
         ensure(named && said.lines().count() == 1, || said.clone())?;
-        ensure(home.standing(machine).as_deref() == Some("running"), || format!("{machine} is gone"))?;
+        ensure(env.standing(machine).as_deref() == Some("running"), || format!("{machine} is gone"))?;
     }
     for line in
         ["run --dirty-ring=1000", "run --dirty-ring=512", "receive --listen unix:nowhere --dirty-ring=3"]
     {
-        let refused = with(home.vellum(line)?, 2)?;
+        let refused = with(env.vellum(line)?, 2)?;
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         ensure(said.contains("--dirty-ring=") && said.contains("a power of two from 1024"), || said.clone())?;
     }
@@ -266,37 +266,37 @@ fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
 /// Each way to a target, the relay of `ssh:` among them; TCP that others could read is refused on both sides.
 #[test(real())]
 fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     // A port that nobody has: the kernel's choice, given back.
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let tcp = format!("tcp:127.0.0.1:{port}");
     // A command is a word here, so it has no blanks.
-    let script = home.path("relay.sh");
+    let script = env.path("relay.sh");
     fs::write(&script, format!("exec {} receive --relay m2\n", VELLUM))?;
-    let mut here = home.run("m0", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+    let mut here = env.run("m0", "run --memory 8m --passes 0 --workload write,rate=1000")?;
     let hops = [
         ("m1", format!("receive --listen {tcp}"), tcp),
         ("m2", "receive".to_owned(), format!("exec:.{}", script.display())),
     ];
     for (at, (name, receive, to)) in hops.into_iter().enumerate() {
-        let json = home.path("json");
-        let there = home.run(name, &format!("{receive} --json {}", json.display()))?;
+        let json = env.path("json");
+        let there = env.run(name, &format!("{receive} --json {}", json.display()))?;
         // `.` reads the script in the shell that runs the command; a blank goes between by `$IFS`.
         let to = to.replace("exec:.", "exec:.$IFS");
-        succeeds(&home.vellum(&format!("migrate m{at} --to {to}"))?)?;
+        succeeds(&env.vellum(&format!("migrate m{at} --to {to}"))?)?;
         ends_with(here, 15)?;
         here = there;
     }
-    succeeds(&home.vellum("ctl m2 stop")?)?;
+    succeeds(&env.vellum("ctl m2 stop")?)?;
     ends_with(here, 0)?;
-    every_page_is_right(&home.path("json"))?;
-    let here = home.run("here", "run --memory 8m --passes 0")?;
+    every_page_is_right(&env.path("json"))?;
+    let here = env.run("here", "run --memory 8m --passes 0")?;
     for line in ["migrate here --to tcp:192.0.2.1:1", "receive --listen tcp:0.0.0.0:0"] {
-        let refused = with(home.vellum(line)?, 2)?;
+        let refused = with(env.vellum(line)?, 2)?;
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         ensure(said.contains("--insecure-network") && said.lines().count() == 1, || said.clone())?;
     }
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
     drop(here);
     Ok(())
 }
@@ -304,17 +304,17 @@ fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Fail
 /// What the user has paused arrives paused, and goes on when it is resumed.
 #[test(kvm())]
 fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 16m --passes 0")?;
-    let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
-    succeeds(&home.migrate("here", "there", "--paused")?)?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m --passes 0")?;
+    let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
+    succeeds(&env.migrate("here", "there", "--paused")?)?;
     ends_with(here, 15)?;
-    ensure(home.standing("there").as_deref() == Some("paused"), || format!("{:?}", home.standing("there")))?;
-    succeeds(&home.vellum("ctl there resume")?)?;
-    ensure(home.standing("there").as_deref() == Some("running"), || "it does not go on".into())?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    ensure(env.standing("there").as_deref() == Some("paused"), || format!("{:?}", env.standing("there")))?;
+    succeeds(&env.vellum("ctl there resume")?)?;
+    ensure(env.standing("there").as_deref() == Some("running"), || "it does not go on".into())?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
-    every_page_is_right(&home.path("json"))
+    every_page_is_right(&env.path("json"))
 }
 
 /// More and more of its time is asked for from a guest that writes all of its memory in each pass, until it may stand still for as
@@ -325,15 +325,15 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
     for (how, ring) in
         [("steps", ""), ("dirty-limit", ""), ("steps", "--dirty-ring=1024"), ("dirty-limit", "--dirty-ring")]
     {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let line = format!("run --memory 2m --passes 0 --workload write,rate=20000 {ring}");
-        let here = home.run("here", &line)?;
-        let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
+        let here = env.run("here", &line)?;
+        let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
         // A guest that has only begun has little to send.
-        let mut events = home.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
-        let to = home.path("there.in");
+        let mut events = env.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
+        let to = env.path("there.in");
         let limits = "--bandwidth 8m --downtime 10ms";
-        let courier = home.migration_client(&format!(
+        let client = env.migration_client(&format!(
             "migrate here --liveness 5m --throttle {how} {limits} --to unix:{}",
             to.display()
         ))?;
@@ -341,170 +341,170 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
             Ok((events.line()?["throttle_percent"].as_u64() >= Some(20)).then_some(()))
         })?;
         let moves = Do::MigrateSet { downtime_ms: Some(60_000), bandwidth: None };
-        Client::connect(&home.socket("here"))?.ask(&moves)?;
-        succeeds(&courier.output()?)?;
+        Client::connect(&env.socket("here"))?.ask(&moves)?;
+        succeeds(&client.output()?)?;
         ends_with(here, 15)?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
-        every_page_is_right(&home.path("json"))?;
+        every_page_is_right(&env.path("json"))?;
     }
     Ok(())
 }
 
 /// A migration that is slow enough to be caught in its middle.
-fn under_way(home: &TestEnv) -> Result<(Machine, Machine, Process), Failed> {
-    let here = home.run("here", "run --memory 64m --passes 0 --workload write,rate=1000")?;
-    let there = home.receive("there", "")?;
-    let to = home.path("there.in");
+fn under_way(env: &TestEnv) -> Result<(Machine, Machine, Process), Failed> {
+    let here = env.run("here", "run --memory 64m --passes 0 --workload write,rate=1000")?;
+    let there = env.receive("there", "")?;
+    let to = env.path("there.in");
     let line = format!("migrate here --liveness 5m --bandwidth 1m --to unix:{}", to.display());
-    let courier = home.migration_client(&line)?;
+    let client = env.migration_client(&line)?;
     eventually(LIMIT, "it is under way", || {
-        let (here, there) = (home.standing("here"), home.standing("there"));
+        let (here, there) = (env.standing("here"), env.standing("there"));
         Ok(((here.as_deref(), there.as_deref()) == (Some("migrating"), Some("incoming"))).then_some(()))
     })?;
-    Ok((here, there, courier))
+    Ok((here, there, client))
 }
 
-fn stays(home: &TestEnv, here: Machine, courier: Process) -> Result<(), Failed> {
-    let output = with(courier.output()?, 1)?;
+fn stays(env: &TestEnv, here: Machine, client: Process) -> Result<(), Failed> {
+    let output = with(client.output()?, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("stays where it is") && said.lines().count() == 1, || said.clone())?;
-    ensure(home.standing("here").as_deref() == Some("running"), || format!("{:?}", home.standing("here")))?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || format!("{:?}", env.standing("here")))?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }
 
 #[test(real())]
 fn a_target_that_dies_leaves_the_guest_where_it_is() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there, courier) = under_way(&home)?;
+    let env = TestEnv::new()?;
+    let (here, there, client) = under_way(&env)?;
     drop(there);
-    stays(&home, here, courier)
+    stays(&env, here, client)
 }
 
 #[test(real())]
 fn a_source_that_dies_leaves_no_machine_behind() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there, courier) = under_way(&home)?;
+    let env = TestEnv::new()?;
+    let (here, there, client) = under_way(&env)?;
     drop(here);
     let output = ends_with(there, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("no machine has come"), || said.clone())?;
-    with(courier.output()?, 1).map(drop)
+    with(client.output()?, 1).map(drop)
 }
 
 #[test(real())]
 fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
     for by_signal in [false, true] {
-        let home = TestEnv::new()?;
-        let (here, there, courier) = under_way(&home)?;
+        let env = TestEnv::new()?;
+        let (here, there, client) = under_way(&env)?;
         if by_signal {
-            let pid = courier.id().to_string();
+            let pid = client.id().to_string();
             succeeds(&Command::new("kill").args(["-INT", &pid]).output()?)?;
         } else {
-            succeeds(&home.vellum("ctl here migrate-cancel")?)?;
+            succeeds(&env.vellum("ctl here migrate-cancel")?)?;
         }
-        stays(&home, here, courier)?;
+        stays(&env, here, client)?;
         ends_with(there, 1)?;
     }
     Ok(())
 }
 
-/// A courier that is killed stops nothing: the limits can still be changed, and another one hears how it ends.
+/// A migration client that is killed stops nothing: the limits can still be changed, and another one hears how it ends.
 #[test(real())]
-fn a_courier_that_is_killed_stops_nothing() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there, courier) = under_way(&home)?;
-    drop(courier);
-    ensure(home.standing("here").as_deref() == Some("migrating"), || "it has stopped".into())?;
-    let second = home.migrate("here", "there", "")?;
+fn a_migration_client_that_is_killed_stops_nothing() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (here, there, client) = under_way(&env)?;
+    drop(client);
+    ensure(env.standing("here").as_deref() == Some("migrating"), || "it has stopped".into())?;
+    let second = env.migrate("here", "there", "")?;
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     ensure(second.status.code() == Some(1) && said.contains("is under way"), || said.clone())?;
-    let mut attached = home.migration_client("migrate here --attach --json")?;
+    let mut attached = env.migration_client("migrate here --attach --json")?;
     // It follows once it has said something; with the limit raised before, all could be over by then.
     let mut said = BufReader::new(attached.stdout.take().ok_or("it has no output")?);
     said.read_line(&mut String::new())?;
-    succeeds(&home.vellum("ctl here migrate-set --bandwidth 1g")?)?;
+    succeeds(&env.vellum("ctl here migrate-set --bandwidth 1g")?)?;
     io::copy(&mut said, &mut io::sink())?;
     with(attached.output()?, 0)?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0).map(drop)
 }
 
 #[test(real())]
 fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 16m --passes 0")?;
-    let there = home.receive("there", "--rng")?;
-    let output = home.migrate("here", "there", "")?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m --passes 0")?;
+    let there = env.receive("there", "--rng")?;
+    let output = env.migrate("here", "there", "")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(output.status.code() == Some(1) && said.contains("rng: a guest without devices here"), || {
         said.clone()
     })?;
     ends_with(there, 1)?;
-    let huge = home.receive("huge", "--memory backing=hugetlb-1g")?;
-    let output = home.migrate("here", "huge", "")?;
+    let huge = env.receive("huge", "--memory backing=hugetlb-1g")?;
+    let output = env.migrate("here", "huge", "")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(output.status.code() == Some(1) && said.contains("memory: 16m here, 16m is too small"), || {
         said.clone()
     })?;
     ends_with(huge, 1)?;
-    let kernel = home.path("kernel");
+    let kernel = env.path("kernel");
     fs::write(&kernel, Code::default().spin().elf64())?;
     let line = format!("run --kernel {} --memory 32m --serial null --rng", kernel.display());
-    let pc = home.run("pc", &line)?;
-    let bare = home.receive("bare", "--serial null --balloon")?;
-    let output = home.migrate("pc", "bare", "")?;
+    let pc = env.run("pc", &line)?;
+    let bare = env.receive("bare", "--serial null --balloon")?;
+    let output = env.migrate("pc", "bare", "")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let both = said.contains("rng: present here, missing there") && said.contains("balloon: missing here");
     ensure(output.status.code() == Some(1) && both, || said.clone())?;
-    ensure(home.standing("pc").as_deref() == Some("running"), || "it does not run on".into())?;
+    ensure(env.standing("pc").as_deref() == Some("running"), || "it does not run on".into())?;
     ends_with(bare, 1)?;
     drop(pc);
-    let output = home.migrate("here", "nobody", "")?;
+    let output = env.migrate("here", "nobody", "")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(output.status.code() == Some(1) && said.contains("is `vellum receive` waiting there?"), || {
         said.clone()
     })?;
-    ensure(home.standing("here").as_deref() == Some("running"), || format!("{:?}", home.standing("here")))?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || format!("{:?}", env.standing("here")))?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }
 
 /// Whoever moves a machine whose time is limited hears that the limit stays behind.
 #[test(kvm())]
 fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 8m --passes 0 --duration 1h")?;
-    let there = home.receive("there", "")?;
-    let output = home.migrate("here", "there", "--downtime 1m")?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 8m --passes 0 --duration 1h")?;
+    let there = env.receive("there", "")?;
+    let output = env.migrate("here", "there", "--downtime 1m")?;
     succeeds(&output)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("--duration") && said.contains("does not move with it"), || said.clone())?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0).map(drop)
 }
 
 /// A peer that speaks something else, whatever it says.
 #[test(real())]
 fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let there = home.receive("there", "")?;
+    let env = TestEnv::new()?;
+    let there = env.receive("there", "")?;
     for noise in
         [&b"GET / HTTP/1.1\r\nHost: there\r\nAccept: everything and more\r\n\r\n"[..], &[0; 100], b"VLMG"]
     {
-        let mut stranger = UnixStream::connect(home.path("there.in"))?;
+        let mut stranger = UnixStream::connect(env.path("there.in"))?;
         stranger.write_all(noise)?;
         if noise.len() >= 48 {
             // Sent away; what else it had to say may make that a reset.
             let _ = stranger.read(&mut [0; 1]);
         }
     }
-    let here = home.run("here", "run --memory 16m --passes 0")?;
-    succeeds(&home.migrate("here", "there", "")?)?;
+    let here = env.run("here", "run --memory 16m --passes 0")?;
+    succeeds(&env.migrate("here", "there", "")?)?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0).map(drop)
 }

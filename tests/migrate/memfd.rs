@@ -34,15 +34,15 @@ fn huge_pages_are_handed_over_and_their_machine_moves_on_and_is_saved() -> Resul
 /// From one process to the next and the next, and at once over a stream to a fourth, with a snapshot in between: every page is right in
 /// all that comes of it.
 fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let mut here =
-        home.run("m0", &format!("run --cpus 2 --memory 32m,slots=3,backing={backing} {WORKLOAD}"))?;
-    home.has_written("m0", 2 * (32 << 20) / 4096)?;
-    let json = |name: &str| home.path(&format!("{name}.json"));
+        env.run("m0", &format!("run --cpus 2 --memory 32m,slots=3,backing={backing} {WORKLOAD}"))?;
+    env.has_written("m0", 2 * (32 << 20) / 4096)?;
+    let json = |name: &str| env.path(&format!("{name}.json"));
     for (at, how) in [PATIENT, PATIENT, "--downtime 1s --timeout 10s,then=force"].into_iter().enumerate() {
         let next = format!("m{}", at + 1);
-        let there = home.receive(&next, &format!("--json {}", json(&next).display()))?;
-        let output = home.migrate(&format!("m{at}"), &next, &format!("--verify --json {how}"))?;
+        let there = env.receive(&next, &format!("--json {}", json(&next).display()))?;
+        let output = env.migrate(&format!("m{at}"), &next, &format!("--verify --json {how}"))?;
         succeeds(&output)?;
         let moved = moved(&output)?;
         let sent = moved["left"]["bytes"].as_u64();
@@ -52,16 +52,16 @@ fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
         ends_with(here, 15)?;
         here = there;
         if at == 1 {
-            let dir = home.path("snap");
-            succeeds(&home.vellum(&format!("snapshot m2 {} --follow {SOON}", dir.display()))?)?;
+            let dir = env.path("snap");
+            succeeds(&env.vellum(&format!("snapshot m2 {} --follow {SOON}", dir.display()))?)?;
         }
     }
-    succeeds(&home.vellum("ctl m3 stop")?)?;
+    succeeds(&env.vellum("ctl m3 stop")?)?;
     ends_with(here, 0)?;
     every_page_is_right(&json("m3"))?;
-    let again = home
-        .restore("again", &format!("{} --json {}", home.path("snap").display(), json("again").display()))?;
-    succeeds(&home.vellum("ctl again stop")?)?;
+    let again =
+        env.restore("again", &format!("{} --json {}", env.path("snap").display(), json("again").display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&json("again"))
 }
@@ -69,28 +69,28 @@ fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
 /// Who is followed for the sake of its snapshots is not any more where it was handed over: the next one has all pages, and says so.
 #[test(real())]
 fn the_snapshot_after_a_hand_over_is_whole() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("m0", &format!("run --memory 16m,backing=memfd {WORKLOAD}"))?;
-    let dir = home.path("snap");
+    let env = TestEnv::new()?;
+    let here = env.run("m0", &format!("run --memory 16m,backing=memfd {WORKLOAD}"))?;
+    let dir = env.path("snap");
     let snapshot = |name: &str| -> Result<String, Failed> {
-        let output = home.vellum(&format!("snapshot {name} {} --follow {SOON}", dir.display()))?;
+        let output = env.vellum(&format!("snapshot {name} {} --follow {SOON}", dir.display()))?;
         succeeds(&output)?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
     let said = [snapshot("m0")?, snapshot("m0")?];
-    let there = home.receive("m1", "")?;
-    succeeds(&home.migrate("m0", "m1", PATIENT)?)?;
+    let there = env.receive("m1", "")?;
+    succeeds(&env.migrate("m0", "m1", PATIENT)?)?;
     ends_with(here, 15)?;
     let said = [&said[..], &[snapshot("m1")?, snapshot("m1")?]].concat();
     let full: Vec<bool> = said.iter().map(|said| said.contains("whole")).collect();
     ensure(full == [true, false, true, false], || format!("{said:?}"))?;
-    succeeds(&home.vellum("ctl m1 stop")?)?;
+    succeeds(&env.vellum("ctl m1 stop")?)?;
     ends_with(there, 0)?;
     for point in 0..4 {
-        let json = home.path("json");
+        let json = env.path("json");
         let again =
-            home.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+            env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
         every_page_is_right(&json)?;
         fs::remove_file(&json)?;
@@ -100,24 +100,24 @@ fn the_snapshot_after_a_hand_over_is_whole() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_pc_is_handed_over_with_its_serial_port() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = counting(&home)?;
-    let outputs: Vec<PathBuf> = (0..3).map(|at| home.path(&format!("out{at}"))).collect();
+    let env = TestEnv::new()?;
+    let kernel = counting(&env)?;
+    let outputs: Vec<PathBuf> = (0..3).map(|at| env.path(&format!("out{at}"))).collect();
     let grows = |at: usize| {
         eventually(LIMIT, "it counts", || Ok((fs::metadata(&outputs[at])?.len() > 256).then_some(())))
     };
     let devices = |at: usize| format!("--serial file={} --rng --balloon", outputs[at].display());
     let line = format!("run --kernel {} --memory 32m,backing=memfd {}", kernel.display(), devices(0));
-    let mut here = home.run("m0", &line)?;
+    let mut here = env.run("m0", &line)?;
     grows(0)?;
     for at in 1..3 {
-        let there = home.receive(&format!("m{at}"), &devices(at))?;
-        succeeds(&home.migrate(&format!("m{}", at - 1), &format!("m{at}"), PATIENT)?)?;
+        let there = env.receive(&format!("m{at}"), &devices(at))?;
+        succeeds(&env.migrate(&format!("m{}", at - 1), &format!("m{at}"), PATIENT)?)?;
         ends_with(here, 15)?;
         here = there;
         grows(at)?;
     }
-    succeeds(&home.vellum("ctl m2 stop")?)?;
+    succeeds(&env.vellum("ctl m2 stop")?)?;
     ends_with(here, 0)?;
     has_counted(&outputs)
 }
@@ -125,22 +125,22 @@ fn a_pc_is_handed_over_with_its_serial_port() -> Result<(), Failed> {
 /// In one line, with the flag that would have helped, and before anything has changed: the target waits as before.
 #[test(real())]
 fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let _there = home.receive("there", "")?;
+    let env = TestEnv::new()?;
+    let _there = env.receive("there", "")?;
     let refused = |line: &str, says: &[&str]| -> Result<(), Failed> {
-        let output = with(home.migrate("here", "there", line)?, 2)?;
+        let output = with(env.migrate("here", "there", line)?, 2)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(says.iter().all(|says| said.contains(says)) && said.lines().count() == 1, || said.clone())?;
-        let standing = ["here", "there"].map(|name| home.standing(name));
+        let standing = ["here", "there"].map(|name| env.standing(name));
         let as_before =
             standing.each_ref().map(|standing| standing.as_deref()) == [Some("running"), Some("waiting")];
         ensure(as_before, || format!("{standing:?}"))
     };
     for backing in ["anonymous", "thp", "shmem"] {
-        let _here = home.run("here", &format!("run --memory 8m,backing={backing} --passes 0"))?;
+        let _here = env.run("here", &format!("run --memory 8m,backing={backing} --passes 0"))?;
         refused("--link memfd", &["--link memfd", backing, "--memory SIZE,backing=memfd"])?;
         // Whoever asks without the command line is told the same.
-        let mut here = Client::connect(&home.socket("here"))?;
+        let mut here = Client::connect(&env.socket("here"))?;
         let asked = serde_json::json!({
             "do": "migrate", "downtime_ms": 1000, "liveness_ms": 1000, "link": "memfd", "fence": true
         });
@@ -152,13 +152,13 @@ fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(),
             format!("{said:?}")
         })?;
     }
-    let _here = home.run("here", "run --memory 8m,backing=memfd --passes 0")?;
+    let _here = env.run("here", "run --memory 8m,backing=memfd --passes 0")?;
     for flag in
         ["--connections 2", "--compress zstd", "--bandwidth 1m", "--throttle steps", "--tracker bitmap"]
     {
         refused(&format!("--link memfd {flag}"), &["--link memfd", flag.split(' ').next().unwrap_or(flag)])?;
     }
-    let output = with(home.vellum("migrate here --link memfd --to tcp:127.0.0.1:1")?, 2)?;
+    let output = with(env.vellum("migrate here --link memfd --to tcp:127.0.0.1:1")?, 2)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("--to unix:PATH") && said.lines().count() == 1, || said.clone())
 }
@@ -166,18 +166,18 @@ fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(),
 /// Through somebody who carries bytes alone nothing is handed over, and the guest stays.
 #[test(real())]
 fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let json = home.path("json");
+    let env = TestEnv::new()?;
+    let json = env.path("json");
     let here =
-        home.run("here", &format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display()))?;
-    let there = home.receive("there", "")?;
-    relay(home.path("relay.in"), home.path("there.in"), RelayFault::None)?;
-    let output = with(home.migrate("here", "relay", PATIENT)?, 1)?;
+        env.run("here", &format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display()))?;
+    let there = env.receive("there", "")?;
+    relay(env.path("relay.in"), env.path("there.in"), RelayFault::None)?;
+    let output = with(env.migrate("here", "relay", PATIENT)?, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(said.contains("has not got the descriptors") && said.lines().count() == 1, || said.clone())?;
     ends_with(there, 1)?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     every_page_is_right(&json)
 }
@@ -187,20 +187,20 @@ fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
 #[test(real())]
 fn memory_that_both_have_is_run_by_one_of_them_whatever_is_cut() -> Result<(), Failed> {
     for (deliver, dies) in [(false, None), (true, None), (false, Some("here")), (false, Some("there"))] {
-        let home = TestEnv::new()?;
-        let json = |name: &str| home.path(&format!("{name}.json"));
+        let env = TestEnv::new()?;
+        let json = |name: &str| env.path(&format!("{name}.json"));
         let here =
             format!("run --cpus 2 --memory 8m,backing=memfd {WORKLOAD} --json {}", json("here").display());
-        let here = home.run("here", &here)?;
-        let there = home.receive("there", &format!("--json {}", json("there").display()))?;
+        let here = env.run("here", &here)?;
+        let there = env.receive("there", &format!("--json {}", json("there").display()))?;
         let victim = match dies {
             Some("here") => Some(here.child.id()),
             Some(_) => Some(there.child.id()),
             None => None,
         };
-        cut_at_commit(&home, deliver, victim)?;
+        cut_at_commit(&env, deliver, victim)?;
         let moved =
-            home.migrate("here", "relay", &format!("--liveness 1h {PATIENT}"))?.status.code() == Some(0);
+            env.migrate("here", "relay", &format!("--liveness 1h {PATIENT}"))?.status.code() == Some(0);
         let (name, other, status, machine) = match (moved || dies == Some("here"), dies) {
             (true, _) => ("there", here, 15, there),
             (false, _) => ("here", there, 1, here),
@@ -210,10 +210,10 @@ fn memory_that_both_have_is_run_by_one_of_them_whatever_is_cut() -> Result<(), F
             None => drop(ends_with(other, status)?),
         }
         eventually(LIMIT, "the other runs it", || {
-            Ok((home.standing(name).as_deref() == Some("running")).then_some(()))
+            Ok((env.standing(name).as_deref() == Some("running")).then_some(()))
         })?;
-        home.has_written(name, 4 * (8 << 20) / 4096)?;
-        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        env.has_written(name, 4 * (8 << 20) / 4096)?;
+        succeeds(&env.vellum(&format!("ctl {name} stop"))?)?;
         ends_with(machine, 0)?;
         every_page_is_right(&json(name))?;
     }

@@ -15,25 +15,25 @@ use vellum_sys::mmap::memfd;
 use crate::{ends_with, every_page_is_right, succeeds};
 
 /// A built-in guest that has written all of its memory, and one who listens to it.
-fn guest(home: &TestEnv, mib: u64) -> Result<(Machine, Client), Failed> {
-    let json = home.path("json");
+fn guest(env: &TestEnv, mib: u64) -> Result<(Machine, Client), Failed> {
+    let json = env.path("json");
     let line = format!("run --memory {mib}m,backing=memfd --passes 0 --json {}", json.display());
-    let machine = home.run("m", &line)?;
-    let events = home.has_written("m", (mib << 20) / 4096)?;
+    let machine = env.run("m", &line)?;
+    let events = env.has_written("m", (mib << 20) / 4096)?;
     Ok((machine, events))
 }
 
 /// Its guest goes on, and every page is right.
-fn goes_on(home: &TestEnv, machine: Machine) -> Result<(), Failed> {
-    eventually(LIMIT, "it is free", || Ok((home.standing("m").as_deref() == Some("running")).then_some(())))?;
-    let list = home.vellum("list")?;
+fn goes_on(env: &TestEnv, machine: Machine) -> Result<(), Failed> {
+    eventually(LIMIT, "it is free", || Ok((env.standing("m").as_deref() == Some("running")).then_some(())))?;
+    let list = env.vellum("list")?;
     let said = String::from_utf8_lossy(&list.stdout).into_owned();
     ensure(said.contains("running") && said.lines().all(|line| !line.contains(" for process")), || {
         said.clone()
     })?;
-    succeeds(&home.vellum("ctl m stop")?)?;
+    succeeds(&env.vellum("ctl m stop")?)?;
     ends_with(machine, 0)?;
-    every_page_is_right(&home.path("json"))
+    every_page_is_right(&env.path("json"))
 }
 
 fn files() -> Result<Vec<OwnedFd>, Failed> {
@@ -66,16 +66,16 @@ fn next(events: &mut Client, name: &str) -> Result<Value, Failed> {
 /// names the client, and no other one can pass for it.
 #[test(real())]
 fn a_snapshot_ends_with_its_client_although_all_of_it_is_written() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, mut events) = guest(&home, 16)?;
-    let mut client = Client::connect(&home.socket("m"))?;
+    let env = TestEnv::new()?;
+    let (machine, mut events) = guest(&env, 16)?;
+    let mut client = Client::connect(&env.socket("m"))?;
     let files = files()?;
     client.ask_with(&snapshot(), &files.iter().map(AsFd::as_fd).collect::<Vec<_>>())?;
     let id = client.last_id();
     let written = next(&mut events, "snapshot")?;
     ensure(written["id"].as_u64() == Some(id), || format!("not of request {id}: {written}"))?;
 
-    let mut other = Client::connect(&home.socket("m"))?;
+    let mut other = Client::connect(&env.socket("m"))?;
     let pid = format!("snapshot for process {}", std::process::id());
     for (what, says) in [
         (Do::SnapshotNamed {}, "another client's"),
@@ -88,46 +88,46 @@ fn a_snapshot_ends_with_its_client_although_all_of_it_is_written() -> Result<(),
             format!("{what:?}: {refused:?}")
         })?;
     }
-    let list = String::from_utf8(home.vellum("list")?.stdout)?;
+    let list = String::from_utf8(env.vellum("list")?.stdout)?;
     ensure(list.contains("snapshotting") && list.contains(&pid), || list.clone())?;
 
     drop(client);
     let over = next(&mut events, "no-snapshot")?;
     ensure(over["why"] == CLIENT_GONE && over["id"].as_u64() == Some(id), || over.to_string())?;
-    goes_on(&home, machine)
+    goes_on(&env, machine)
 }
 
 /// A dump that nobody waits for any more is not gone on with.
 #[test(real())]
 fn a_dump_ends_with_its_client() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     // It takes several turns of the event loop (`dump::TURN`).
-    let (machine, mut events) = guest(&home, 320)?;
+    let (machine, mut events) = guest(&env, 320)?;
     let file = memfd(c"nameless", 0, None)?;
-    let stream = std::os::unix::net::UnixStream::connect(home.socket("m"))?;
+    let stream = std::os::unix::net::UnixStream::connect(env.socket("m"))?;
     vellum_sys::socket::send(&stream, b"{\"id\":7,\"do\":\"dump\"}\n", &[file.as_fd()])?;
     drop(stream);
     let over = next(&mut events, "not-dumped")?;
     ensure(over["why"] == CLIENT_GONE && over["id"] == 7, || over.to_string())?;
-    goes_on(&home, machine)
+    goes_on(&env, machine)
 }
 
-/// What a courier that is stopped does not read is left out, but not how the migration ended: it says so when it goes on. Nor is it hung
+/// What a migration client that is stopped does not read is left out, but not how the migration ended: it says so when it goes on. Nor is it hung
 /// up on, which it would take for the machine's end.
 #[test(real())]
-fn a_courier_that_was_stopped_still_says_how_the_migration_ended() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (machine, _) = guest(&home, 64)?;
-    let there = home.receive("there", "")?;
-    let to = home.path("there.in");
-    let courier =
-        home.migration_client(&format!("migrate m --liveness 5m --bandwidth 1m --to unix:{}", to.display()))?;
+fn a_migration_client_that_was_stopped_still_says_how_the_migration_ended() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (machine, _) = guest(&env, 64)?;
+    let there = env.receive("there", "")?;
+    let to = env.path("there.in");
+    let client =
+        env.migration_client(&format!("migrate m --liveness 5m --bandwidth 1m --to unix:{}", to.display()))?;
     eventually(LIMIT, "it is under way", || {
-        Ok((home.standing("m").as_deref() == Some("migrating")).then_some(()))
+        Ok((env.standing("m").as_deref() == Some("migrating")).then_some(()))
     })?;
-    let signal = |signal: &str| Command::new("kill").args([signal, &courier.id().to_string()]).output();
+    let signal = |signal: &str| Command::new("kill").args([signal, &client.id().to_string()]).output();
     succeeds(&signal("-STOP")?)?;
-    let mut other = Client::connect(&home.socket("m"))?;
+    let mut other = Client::connect(&env.socket("m"))?;
     // More than a unix socket holds, each accounted for with more than 500 bytes.
     for _ in 0..500 {
         other.ask(&Do::Pause {})?;
@@ -136,9 +136,9 @@ fn a_courier_that_was_stopped_still_says_how_the_migration_ended() -> Result<(),
     other.ask(&Do::MigrateSet { downtime_ms: Some(60_000), bandwidth: Some(1 << 30) })?;
     ends_with(machine, 15)?;
     succeeds(&signal("-CONT")?)?;
-    let output = courier.output()?;
+    let output = client.output()?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     ensure(output.status.success() && said.contains("m has moved"), || format!("{output:?}"))?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0).map(drop)
 }

@@ -46,15 +46,15 @@ pub fn add(tests: &mut Tests) {
 }
 
 /// What client `at` is told to do. It names its own files and its own target.
-fn line(home: &TestEnv, kind: Kind, at: usize) -> String {
+fn line(env: &TestEnv, kind: Kind, at: usize) -> String {
     match kind {
         Kind::Snapshot => {
-            format!("snapshot m {} --downtime 1s --timeout 3s", home.path(&format!("s{at}")).display())
+            format!("snapshot m {} --downtime 1s --timeout 3s", env.path(&format!("s{at}")).display())
         }
-        Kind::Dump => format!("dump m {}", home.path(&format!("d{at}")).display()),
+        Kind::Dump => format!("dump m {}", env.path(&format!("d{at}")).display()),
         Kind::Upgrade => format!("ctl m upgrade --downtime 1m {VELLUM}"),
         Kind::Migration => {
-            let to = home.path(&format!("t{at}.in"));
+            let to = env.path(&format!("t{at}.in"));
             format!(
                 "migrate m --to unix:{} {}",
                 to.display(),
@@ -65,40 +65,40 @@ fn line(home: &TestEnv, kind: Kind, at: usize) -> String {
 }
 
 fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let json = |name: &str| home.path(&format!("{name}.json"));
+    let env = TestEnv::new()?;
+    let json = |name: &str| env.path(&format!("{name}.json"));
     let line_of_m = format!(
         "run --memory 16m,backing=memfd --passes 0 --workload write,rate=20000 --json {}",
         json("m").display()
     );
-    let m = home.run("m", &line_of_m)?;
-    drop(home.has_written("m", MEMORY / 4096)?);
-    let whole = home.path("whole");
-    succeeds(&home.vellum(&format!("dump m {}", whole.display()))?)?;
+    let m = env.run("m", &line_of_m)?;
+    drop(env.has_written("m", MEMORY / 4096)?);
+    let whole = env.path("whole");
+    succeeds(&env.vellum(&format!("dump m {}", whole.display()))?)?;
     let whole = pages(&whole)?;
     // What stands in for another process ends as its last successor does.
     if random.below(2) == 0 {
-        upgrade(&home, "m")?;
+        upgrade(&env, "m")?;
     }
     let mut targets: Vec<(String, Machine)> = Vec::new();
     for (at, _) in kinds.iter().enumerate().filter(|(_, kind)| **kind == Kind::Migration) {
         let name = format!("t{at}");
-        let target = home.receive(&name, &format!("--json {}", json(&name).display()))?;
+        let target = env.receive(&name, &format!("--json {}", json(&name).display()))?;
         targets.push((name, target));
     }
-    let mut events = Client::connect(&home.socket("m"))?;
+    let mut events = Client::connect(&env.socket("m"))?;
     events.ask(&Do::Events {})?;
 
     let mut clients = Vec::new();
     for (at, kind) in kinds.iter().enumerate() {
-        clients.push(home.migration_client(&line(&home, *kind, at))?);
+        clients.push(env.migration_client(&line(&env, *kind, at))?);
     }
     let (victim, moment) = (random.below(3) as usize, Duration::from_micros(random.below(WINDOW_US)));
     thread::sleep(moment);
     if let Some(victim) = clients.get_mut(victim) {
         victim.kill()?;
     }
-    is_explained(&home)?;
+    is_explained(&env)?;
     let mut ended = Vec::new();
     for client in clients {
         ended.push(client.output()?);
@@ -108,9 +108,9 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
 
     // Where the guest is in the end.
     let place = eventually(LIMIT, &context, || {
-        is_explained(&home)?;
+        is_explained(&env)?;
         let names = ["m"].into_iter().chain(targets.iter().map(|(name, _)| name.as_str()));
-        let runs = names.filter(|name| home.standing(name).as_deref() == Some("running"));
+        let runs = names.filter(|name| env.standing(name).as_deref() == Some("running"));
         Ok(runs.map(str::to_owned).next())
     })?;
     let mut told = Vec::new();
@@ -131,10 +131,10 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
                 let there = place == format!("t{at}");
                 ensure(done == there, || format!("its guest is in {place}; {context}"))?;
             }
-            Kind::Snapshot => is_whole(&home, &format!("s{at}"), done)
+            Kind::Snapshot => is_whole(&env, &format!("s{at}"), done)
                 .map_err(|error| wrong(format!("snapshot {at}: {}", error.message().unwrap_or("?"))))?,
             Kind::Dump => {
-                let path = home.path(&format!("d{at}"));
+                let path = env.path(&format!("d{at}"));
                 ensure(path.exists() || !done, || format!("no dump; {context}"))?;
                 let found = if path.exists() { pages(&path)? } else { whole };
                 ensure(found >= whole, || format!("{found} pages of {whole} are in the dump; {context}"))?;
@@ -142,8 +142,8 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
             _ => {}
         }
     }
-    home.has_written(&place, 2 * MEMORY / 4096)?;
-    succeeds(&home.vellum(&format!("ctl {place} stop"))?)
+    env.has_written(&place, 2 * MEMORY / 4096)?;
+    succeeds(&env.vellum(&format!("ctl {place} stop"))?)
         .map_err(|_| wrong(format!("{place} does not obey")))?;
     ends_with(m, if place == "m" { 0 } else { 15 })?;
     // Its result is there when it has ended.
@@ -164,8 +164,8 @@ fn pages(dump: &Path) -> Result<usize, Failed> {
 }
 
 /// A directory that has points has whole ones, of which machines can be made; one that has been `done` has a point.
-fn is_whole(home: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
-    let dir = home.path(name);
+fn is_whole(env: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
+    let dir = env.path(name);
     let points = fs::read_dir(&dir).is_ok_and(|mut files| {
         files.any(|file| file.is_ok_and(|file| file.file_name().to_string_lossy().starts_with("manifest")))
     });
@@ -173,17 +173,17 @@ fn is_whole(home: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
     if !points {
         return Ok(());
     }
-    succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
-    let json = home.path(&format!("{name}.json"));
-    let again = home.restore("again", &format!("{} --json {}", dir.display(), json.display()))?;
-    succeeds(&home.vellum("ctl again stop")?)?;
+    succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+    let json = env.path(&format!("{name}.json"));
+    let again = env.restore("again", &format!("{} --json {}", dir.display(), json.display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&json)
 }
 
 /// How a machine stands that does something is said with what that is; one that does nothing says nothing of the kind.
-fn is_explained(home: &TestEnv) -> Result<(), Failed> {
-    let list = home.vellum("list --json")?;
+fn is_explained(env: &TestEnv) -> Result<(), Failed> {
+    let list = env.vellum("list --json")?;
     ensure(list.status.success(), || format!("{list:?}"))?;
     for line in String::from_utf8_lossy(&list.stdout).lines() {
         let status: Status = serde_json::from_str(line).map_err(|error| format!("{line}: {error}"))?;

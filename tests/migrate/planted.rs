@@ -135,20 +135,20 @@ pub fn add(tests: &mut Tests) {
 impl Case {
     /// Whether the guest moves, and what both sides say.
     fn run(self, mistake: Option<&'static str>) -> Result<(bool, String), Failed> {
-        let home = TestEnv::planted(mistake)?;
-        let (here, receive) = self.guest.start(&home)?;
-        let there = home.receive("there", &receive)?;
-        let output = home.migrate("here", "there", self.migrate)?;
+        let env = TestEnv::planted(mistake)?;
+        let (here, receive) = self.guest.start(&env)?;
+        let there = env.receive("there", &receive)?;
+        let output = env.migrate("here", "there", self.migrate)?;
         let mut said = String::from_utf8_lossy(&output.stderr).into_owned();
         let moved = output.status.success();
         let (last, other) = if moved { (("there", there), here) } else { (("here", here), there) };
         said += &String::from_utf8_lossy(&ends_with(other, if moved { 15 } else { 1 })?.stderr);
         let (name, machine) = last;
-        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        succeeds(&env.vellum(&format!("ctl {name} stop"))?)?;
         let end = machine.end()?;
         said += &String::from_utf8_lossy(&end.stderr);
         if moved && matches!(self.guest, Guest::BuiltIn(_)) {
-            every_page_is_right(&home.path("there.json"))?;
+            every_page_is_right(&env.path("there.json"))?;
         }
         Ok((moved, said))
     }
@@ -156,18 +156,18 @@ impl Case {
 
 impl Guest {
     /// The guest, and the options of its target.
-    fn start(self, home: &TestEnv) -> Result<(Machine, String), Failed> {
-        let [kernel, disk] = ["kernel", "disk"].map(|name| home.path(name));
+    fn start(self, env: &TestEnv) -> Result<(Machine, String), Failed> {
+        let [kernel, disk] = ["kernel", "disk"].map(|name| env.path(name));
         let pc = |image: Vec<u8>, devices: &str| -> Result<Machine, Failed> {
             fs::write(&kernel, image)?;
-            home.run("here", &format!("run --kernel {} --memory 32m {devices}", kernel.display()))
+            env.run("here", &format!("run --kernel {} --memory 32m {devices}", kernel.display()))
         };
         Ok(match self {
             Self::BuiltIn(line) => {
-                let machine = home.run("here", &format!("run --passes 0 {line}"))?;
+                let machine = env.run("here", &format!("run --passes 0 {line}"))?;
                 // A guest that has only begun has little to lose.
-                home.has_written("here", 4 * (8 << 20) / 4096)?;
-                (machine, format!("--json {}", home.path("there.json").display()))
+                env.has_written("here", 4 * (8 << 20) / 4096)?;
+                (machine, format!("--json {}", env.path("there.json").display()))
             }
             Self::Disk => {
                 fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
@@ -180,7 +180,7 @@ impl Guest {
                 code.extend([0x81, 0xc3, 0, 0x10, 0, 0]);
                 // cmp ebx, 1 MiB; jb page; jmp round
                 code.extend([0x81, 0xfb, 0, 0, 0x10, 0, 0x72, 0xec, 0xeb, 0xe5]);
-                let (serial, code) = (home.path("serial"), Code::default().print("A").bytes(&code));
+                let (serial, code) = (env.path("serial"), Code::default().print("A").bytes(&code));
                 let machine = pc(code.elf64(), &format!("--serial file={}", serial.display()))?;
                 eventually(LIMIT, "it begins", || Ok((fs::metadata(&serial)?.len() > 0).then_some(())))?;
                 (machine, "--serial null".into())
@@ -191,23 +191,23 @@ impl Guest {
 
 /// A target that cannot have its disk refuses the guest, which goes on where it was, with the lock of its own disk.
 fn refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let [kernel, disk, other] = ["kernel", "disk", "other"].map(|name| home.path(name));
+    let env = TestEnv::planted(mistake)?;
+    let [kernel, disk, other] = ["kernel", "disk", "other"].map(|name| env.path(name));
     fs::write(&kernel, Code::default().spin().elf64())?;
     let pc = |disk: &std::path::Path| {
         let (kernel, disk) = (kernel.display(), disk.display());
         format!("run --kernel {kernel} --memory 32m --serial null --disk {disk}")
     };
     [&disk, &other].into_iter().try_for_each(|disk| fs::write(disk, [0; 4096]))?;
-    let _here = home.start("here", &mut home.command(&pc(&disk)))?;
-    let _holds = home.start("holds", &mut home.command(&pc(&other)))?;
-    let there = home.receive("there", &format!("--serial null --disk {}", other.display()))?;
-    let output = home.migrate("here", "there", "")?;
+    let _here = env.start("here", &mut env.command(&pc(&disk)))?;
+    let _holds = env.start("holds", &mut env.command(&pc(&other)))?;
+    let there = env.receive("there", &format!("--serial null --disk {}", other.display()))?;
+    let output = env.migrate("here", "there", "")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(output.status.code() == Some(1) && said.contains("in use"), || said.clone())?;
     ends_with(there, 1)?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-    match home.start("second", &mut home.command(&pc(&disk))) {
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    match env.start("second", &mut env.command(&pc(&disk))) {
         Ok(_) => Ok(false),
         Err(error) if error.message().is_some_and(|said| said.contains("in use")) => Ok(true),
         Err(error) => Err(error),

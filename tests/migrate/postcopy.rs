@@ -22,21 +22,21 @@ use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, moved, numbered, succeeds, with};
 
 /// A guest that has written to all of its memory, on `memory`.
-fn writes(home: &TestEnv, memory: &str) -> Result<Machine, Failed> {
+fn writes(env: &TestEnv, memory: &str) -> Result<Machine, Failed> {
     let workload = "--passes 0 --workload write,order=random,rate=20000,write=80,warm";
-    let here = home.run("here", &format!("run --cpus 2 --memory {memory} {workload}"))?;
-    home.has_written("here", 20_000)?;
+    let here = env.run("here", &format!("run --cpus 2 --memory {memory} {workload}"))?;
+    env.has_written("here", 20_000)?;
     Ok(here)
 }
 
-fn stops(home: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed> {
-    succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+fn stops(env: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed> {
+    succeeds(&env.vellum(&format!("ctl {name} stop"))?)?;
     ends_with(machine, 0)?;
-    every_page_is_right(&home.path(&format!("{name}.json")))
+    every_page_is_right(&env.path(&format!("{name}.json")))
 }
 
-fn receives(home: &TestEnv, name: &str, memory: &str) -> Result<Machine, Failed> {
-    home.receive(name, &format!("--memory {memory} --json {}", home.path(&format!("{name}.json")).display()))
+fn receives(env: &TestEnv, name: &str, memory: &str) -> Result<Machine, Failed> {
+    env.receive(name, &format!("--memory {memory} --json {}", env.path(&format!("{name}.json")).display()))
 }
 
 /// What the source says of the pages that somebody waited for.
@@ -54,23 +54,23 @@ fn is_right(from: &str, to: &str) -> Result<(), Failed> {
         ("--mode hybrid", "--downtime 1ms"),
         ("--timeout 100ms,then=postcopy", "--downtime 1ms --bandwidth 20m"),
     ] {
-        let home = TestEnv::new()?;
-        let here = writes(&home, &format!("32m,slots=3,backing={from}"))?;
-        let there = receives(&home, "there", to)?;
-        let output = home.migrate("here", "there", &format!("{mode} {limits} --json"))?;
+        let env = TestEnv::new()?;
+        let here = writes(&env, &format!("32m,slots=3,backing={from}"))?;
+        let there = receives(&env, "there", to)?;
+        let output = env.migrate("here", "there", &format!("{mode} {limits} --json"))?;
         succeeds(&output)?;
         ends_with(here, 15)?;
         let faults = waited(&output)?;
         ensure(mode != "--mode postcopy" || faults > 0, || "nobody has waited".into())?;
-        let last = receives(&home, "last", from)?;
-        succeeds(&home.migrate("there", "last", "--verify --downtime 1s --timeout 3s,then=force")?)?;
+        let last = receives(&env, "last", from)?;
+        succeeds(&env.migrate("there", "last", "--verify --downtime 1s --timeout 3s,then=force")?)?;
         ends_with(there, 15)?;
-        let dir = home.path("snap");
-        succeeds(&home.vellum(&format!("snapshot last {} --downtime 1s --timeout 3s", dir.display()))?)?;
-        stops(&home, "last", last)?;
-        let json = home.path("again.json");
-        let again = home.restore("again", &format!("{} --json {}", dir.display(), json.display()))?;
-        stops(&home, "again", again)?;
+        let dir = env.path("snap");
+        succeeds(&env.vellum(&format!("snapshot last {} --downtime 1s --timeout 3s", dir.display()))?)?;
+        stops(&env, "last", last)?;
+        let json = env.path("again.json");
+        let again = env.restore("again", &format!("{} --json {}", dir.display(), json.display()))?;
+        stops(&env, "again", again)?;
     }
     Ok(())
 }
@@ -97,12 +97,12 @@ fn huge_pages_follow_their_guest_and_are_put_together_of_small_ones() -> Result<
 #[test(kvm())]
 fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
     for more in ["", "--connections 3"] {
-        let home = TestEnv::new()?;
-        let here = writes(&home, "8m")?;
-        let there = receives(&home, "there", "anonymous")?;
-        succeeds(&home.migrate("here", "there", &format!("--mode postcopy {more}"))?)?;
+        let env = TestEnv::new()?;
+        let here = writes(&env, "8m")?;
+        let there = receives(&env, "there", "anonymous")?;
+        succeeds(&env.migrate("here", "there", &format!("--mode postcopy {more}"))?)?;
         ends_with(here, 15)?;
-        stops(&home, "there", there)?;
+        stops(&env, "there", there)?;
     }
     Ok(())
 }
@@ -111,12 +111,12 @@ fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
 #[test(real())]
 fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
     for memory in ["anonymous,prealloc", "shmem,lock", "memfd,prealloc,lock"] {
-        let home = TestEnv::new()?;
-        let here = writes(&home, "16m")?;
-        let there = receives(&home, "there", memory)?;
-        succeeds(&home.migrate("here", "there", "--mode hybrid --downtime 1ms")?)?;
+        let env = TestEnv::new()?;
+        let here = writes(&env, "16m")?;
+        let there = receives(&env, "there", memory)?;
+        succeeds(&env.migrate("here", "there", "--mode hybrid --downtime 1ms")?)?;
         ends_with(here, 15)?;
-        stops(&home, "there", there)?;
+        stops(&env, "there", there)?;
     }
     Ok(())
 }
@@ -124,20 +124,20 @@ fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
 /// A disk's rings are looked at when its device is restored, by the event loop's thread, before the guest runs: pages come by then.
 #[test(real())]
 fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
+    let env = TestEnv::new()?;
+    let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
     fs::write(&kernel, numbered::kernel())?;
     fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
     let devices = |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
     let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 200).then_some(()));
     let here =
-        home.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
+        env.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
     eventually(LIMIT, "it writes", || said(&out))?;
-    let there = home.receive("there", &devices(&far))?;
-    succeeds(&home.migrate("here", "there", "--mode postcopy")?)?;
+    let there = env.receive("there", &devices(&far))?;
+    succeeds(&env.migrate("here", "there", "--mode postcopy")?)?;
     ends_with(here, 15)?;
     eventually(LIMIT, "it writes on", || said(&far))?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
     let all = [fs::read(&out)?, fs::read(&far)?].concat();
     let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
@@ -153,8 +153,8 @@ pub struct Cutter {
 }
 
 impl Cutter {
-    fn new(home: &TestEnv) -> Result<Arc<Self>, Failed> {
-        Self::between(&home.path("relay.in"), home.path("there.in"))
+    fn new(env: &TestEnv) -> Result<Arc<Self>, Failed> {
+        Self::between(&env.path("relay.in"), env.path("there.in"))
     }
 
     /// Carries what comes at `from` to `to`.
@@ -221,8 +221,8 @@ impl Cutter {
 
 /// The source waits to be recovered, and so does the target: or it runs whole, where the last of its memory had come and the cut took
 /// its word for that.
-fn both_are_paused(home: &TestEnv) -> Result<(), Failed> {
-    let standings = || ["here", "there"].map(|name| home.standing(name));
+fn both_are_paused(env: &TestEnv) -> Result<(), Failed> {
+    let standings = || ["here", "there"].map(|name| env.standing(name));
     let paused = eventually(LIMIT, "both sides are paused", || {
         let [here, there] = standings();
         let settled = matches!(there.as_deref(), Some("postcopy-paused" | "running"));
@@ -231,8 +231,8 @@ fn both_are_paused(home: &TestEnv) -> Result<(), Failed> {
     paused.map_err(|error| format!("{error:?}: {:?}", standings()).into())
 }
 
-fn recovers(home: &TestEnv) -> Result<Output, Failed> {
-    home.vellum(&format!("migrate here --recover --to unix:{}", home.path("relay.in").display()))
+fn recovers(env: &TestEnv) -> Result<Output, Failed> {
+    env.vellum(&format!("migrate here --recover --to unix:{}", env.path("relay.in").display()))
 }
 
 /// Cut anywhere, and cut again in the recovery: each page is right in the end.
@@ -240,16 +240,16 @@ fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
     let mut random = Random::new();
     let (mut whole, mut severed, mut again) = (0, 0, 0);
     for round in 0..=rounds {
-        let home = TestEnv::new()?;
-        let here = writes(&home, "8m")?;
-        let there = receives(&home, "there", memory)?;
-        let cutter = Cutter::new(&home)?;
+        let env = TestEnv::new()?;
+        let here = writes(&env, "8m")?;
+        let there = receives(&env, "there", memory)?;
+        let cutter = Cutter::new(&env)?;
         // The first is not cut, and shows how much there is.
         let cuts = [whole, whole / 2].map(|bytes| random.below(bytes));
         if round > 0 {
             cutter.after(cuts[0]);
         }
-        let output = home.migrate("here", "relay", "--mode postcopy")?;
+        let output = env.migrate("here", "relay", "--mode postcopy")?;
         if round == 0 {
             succeeds(&output)?;
             whole = cutter.carried.load(Ordering::Relaxed);
@@ -259,27 +259,27 @@ fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
             && String::from_utf8_lossy(&output.stderr).contains("stays where it is")
         {
             ends_with(there, 1)?;
-            succeeds(&home.vellum("ctl here stop")?)?;
+            succeeds(&env.vellum("ctl here stop")?)?;
             ends_with(here, 0)?;
             continue;
         }
         if output.status.code() == Some(1) {
             ensure(String::from_utf8_lossy(&output.stderr).contains("--recover"), || context(&output))?;
             severed += 1;
-            both_are_paused(&home)?;
+            both_are_paused(&env)?;
             cutter.after(cuts[1]);
-            let second = recovers(&home)?;
+            let second = recovers(&env)?;
             if second.status.code() == Some(1) {
                 again += 1;
-                both_are_paused(&home)?;
-                let third = recovers(&home)?;
+                both_are_paused(&env)?;
+                let third = recovers(&env)?;
                 with(third, 0)?;
             } else {
                 ensure(second.status.success(), || context(&second))?;
             }
         }
         ends_with(here, 15)?;
-        stops(&home, "there", there)?;
+        stops(&env, "there", there)?;
     }
     eprintln!("severed {severed}, and again {again}, of {rounds}");
     ensure(severed > 0, || format!("none of {rounds} was cut behind its hand-over"))
@@ -301,28 +301,28 @@ fn huge_pages_survive_cuts() -> Result<(), Failed> {
 }
 
 /// A guest that runs on the target, cut off from the rest of its memory.
-fn severed(home: &TestEnv) -> Result<(Machine, Machine), Failed> {
-    let here = home.run(
+fn severed(env: &TestEnv) -> Result<(Machine, Machine), Failed> {
+    let here = env.run(
         "here",
         &format!(
             "run --cpus 2 --memory 16m --passes 0 --workload write,order=random,rate=20000,warm --json {}",
-            home.path("here.json").display()
+            env.path("here.json").display()
         ),
     )?;
-    home.has_written("here", 20_000)?;
-    let there = receives(home, "there", "anonymous")?;
-    let cutter = Cutter::new(home)?;
+    env.has_written("here", 20_000)?;
+    let there = receives(env, "there", "anonymous")?;
+    let cutter = Cutter::new(env)?;
     cutter.after(8 << 20);
-    with(home.migrate("here", "relay", "--mode postcopy")?, 1)?;
-    both_are_paused(home)?;
+    with(env.migrate("here", "relay", "--mode postcopy")?, 1)?;
+    both_are_paused(env)?;
     Ok((here, there))
 }
 
 /// A source that waits to be recovered sleeps meanwhile.
 #[test(real())]
 fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there) = severed(&home)?;
+    let env = TestEnv::new()?;
+    let (here, there) = severed(&env)?;
     let taken = || -> Result<u64, Failed> {
         let stat = fs::read_to_string(format!("/proc/{}/stat", here.child.id()))?;
         let fields = stat.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(2);
@@ -340,10 +340,10 @@ fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
 /// done, and is recovered as it is.
 #[test(kvm())]
 fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there) = severed(&home)?;
+    let env = TestEnv::new()?;
+    let (here, there) = severed(&env)?;
     // Each vCPU comes to a page that is missing, and then nothing is written any more.
-    let mut events = Client::connect(&home.socket("there"))?;
+    let mut events = Client::connect(&env.socket("there"))?;
     events.ask(&Do::Events {})?;
     let mut alike = (0, 0);
     eventually(LIMIT, "its vCPUs wait", || {
@@ -352,36 +352,36 @@ fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
         }
         Ok((alike.1 > 3).then_some(()))
     })?;
-    let paused = with(home.vellum("ctl there pause")?, 1)?;
+    let paused = with(env.vellum("ctl there pause")?, 1)?;
     let said = String::from_utf8_lossy(&paused.stderr).into_owned();
     ensure(said.contains("is recovered there") && said.lines().count() == 1, || said.clone())?;
-    succeeds(&recovers(&home)?)?;
+    succeeds(&recovers(&env)?)?;
     ends_with(here, 15)?;
-    stops(&home, "there", there)
+    stops(&env, "there", there)
 }
 
 /// Where the target dies the source has the guest as it was at the hand-over, for whoever insists; where the source dies the target
 /// says that it cannot go on.
 #[test(real())]
 fn the_death_of_either_side_is_told() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (here, there) = severed(&home)?;
-    let paused = home.vellum("ctl there pause")?;
+    let env = TestEnv::new()?;
+    let (here, there) = severed(&env)?;
+    let paused = env.vellum("ctl there pause")?;
     let refused = String::from_utf8_lossy(&paused.stderr).contains("is recovered there");
     ensure(paused.status.code() == Some(1) && refused, || format!("{paused:?}"))?;
-    let cancelled = home.vellum("ctl here migrate-cancel")?;
-    ensure(home.standing("here").as_deref() == Some("postcopy-paused"), || format!("{cancelled:?}"))?;
+    let cancelled = env.vellum("ctl here migrate-cancel")?;
+    ensure(env.standing("here").as_deref() == Some("postcopy-paused"), || format!("{cancelled:?}"))?;
     drop(there);
-    succeeds(&home.vellum("ctl here resume --force")?)?;
-    eventually(LIMIT, "it runs", || Ok((home.standing("here").as_deref() == Some("running")).then_some(())))?;
-    stops(&home, "here", here)?;
+    succeeds(&env.vellum("ctl here resume --force")?)?;
+    eventually(LIMIT, "it runs", || Ok((env.standing("here").as_deref() == Some("running")).then_some(())))?;
+    stops(&env, "here", here)?;
 
-    let home = TestEnv::new()?;
-    let (here, there) = severed(&home)?;
+    let env = TestEnv::new()?;
+    let (here, there) = severed(&env)?;
     drop(here);
-    ensure(home.standing("there").as_deref() == Some("postcopy-paused"), || "it does not wait".into())?;
+    ensure(env.standing("there").as_deref() == Some("postcopy-paused"), || "it does not wait".into())?;
     // What it is ended by may find it gone before it answers.
-    let _ = home.vellum("ctl there stop")?;
+    let _ = env.vellum("ctl there stop")?;
     let said = String::from_utf8_lossy(&ends_with(there, 1)?.stderr).into_owned();
     ensure(said.contains("without the source it cannot go on"), || said.clone())
 }
@@ -389,20 +389,20 @@ fn the_death_of_either_side_is_told() -> Result<(), Failed> {
 /// What makes no sense is one line, and nothing has changed.
 #[test(real())]
 fn what_cannot_follow_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 8m --passes 0")?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 8m --passes 0")?;
     for (arguments, says) in [
         ("--mode sideways --to unix:x", "hybrid"),
         ("--mode postcopy --verify --to unix:x", "--verify: memory is compared before"),
         ("--recover --to unix:x", "--recover: here is running: nothing to recover"),
         ("--timeout 1s,then=perhaps --to unix:x", "postcopy"),
     ] {
-        let output = with(home.vellum(&format!("migrate here {arguments}"))?, 2)?;
+        let output = with(env.vellum(&format!("migrate here {arguments}"))?, 2)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(said.contains(says), || format!("not {says:?}: {said}"))?;
     }
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }
 
@@ -411,8 +411,8 @@ fn what_cannot_follow_is_refused() -> Result<(), Failed> {
 fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
     let free = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let root = Command::new("setpriv").arg("--version").output().is_ok_and(|output| output.status.success());
-    let home = TestEnv::new()?;
-    let nothing = home.path("nothing");
+    let env = TestEnv::new()?;
+    let nothing = env.path("nothing");
     fs::write(&nothing, "")?;
     fs::set_permissions(&nothing, fs::Permissions::from_mode(0o000))?;
     // What there may be of a device is hidden from it, and so is what root may do.
@@ -422,38 +422,38 @@ fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Faile
     if free.trim() != "0" || !root || !may.is_ok_and(|output| output.status.success()) {
         return Ok(Completion::ignored_with("needs root, setpriv(1), and vm.unprivileged_userfaultfd=0"));
     }
-    let here = home.run("here", "run --memory 8m --passes 0")?;
+    let here = env.run("here", "run --memory 8m --passes 0")?;
     let gone = "-sys_ptrace,-dac_override,-dac_read_search";
     let line = format!(
         "{hides} && exec setpriv --bounding-set {gone} --inh-caps {gone} {VELLUM} receive --liveness 5m --listen unix:{} \"$@\"",
-        home.path("there.in").display()
+        env.path("there.in").display()
     );
     let mut command = Command::new("unshare");
-    command.args(["-m", "sh", "-c", &line, "sh"]).env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
-    let there = home.start("there", &mut command)?;
-    let output = with(home.migrate("here", "there", "--mode postcopy")?, 1)?;
+    command.args(["-m", "sh", "-c", &line, "sh"]).env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    let there = env.start("there", &mut command)?;
+    let output = with(env.migrate("here", "there", "--mode postcopy")?, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let named = said.contains("postcopy: asked for here") && said.contains("vm.unprivileged_userfaultfd=1");
     ensure(named && said.lines().count() == 1, || said.clone())?;
     ends_with(there, 1)?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     Ok(Completion::Completed)
 }
 
 /// Whether a guest comes by `mode` to a target on `memory` with every page right.
 fn comes(mistake: Option<&'static str>, mode: &str, memory: &str) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let here = writes(&home, "16m")?;
-    let there = receives(&home, "there", memory)?;
-    let output = home.migrate("here", "there", &format!("{mode} --downtime 1ms --liveness 10s"))?;
+    let env = TestEnv::planted(mistake)?;
+    let here = writes(&env, "16m")?;
+    let there = receives(&env, "there", memory)?;
+    let output = env.migrate("here", "there", &format!("{mode} --downtime 1ms --liveness 10s"))?;
     if !output.status.success() {
         drop(here);
         return Ok(false);
     }
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     Ok(there.end()?.status.success())
 }
 

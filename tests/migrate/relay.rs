@@ -90,13 +90,13 @@ pub fn relay(from: PathBuf, to: PathBuf, fault: RelayFault) -> Result<Arc<[Atomi
     Ok(carried)
 }
 
-/// A courier between `here` and `there`, and what it was told by then to hold back until `release` is dropped.
-pub fn held_back(home: &TestEnv, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
+/// A migration client between `here` and `there`, and what it was told by then to hold back until `release` is dropped.
+pub fn held_back(env: &TestEnv, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
     let (release, until) = channel();
-    relay(home.path("relay.in"), home.path("there.in"), RelayFault::Hold { after, until })?;
+    relay(env.path("relay.in"), env.path("there.in"), RelayFault::Hold { after, until })?;
     let line =
-        format!("migrate here --to unix:{} {}", home.path("relay.in").display(), support::env::patient(more));
-    Ok((home.migration_client(&line)?, release))
+        format!("migrate here --to unix:{} {}", env.path("relay.in").display(), support::env::patient(more));
+    Ok((env.migration_client(&line)?, release))
 }
 
 /// The next frame that comes, header and payload as they are; and what the header says.
@@ -110,14 +110,14 @@ pub fn next_frame(from: &mut UnixStream, decoder: &mut Decoder) -> std::io::Resu
     Ok((header, raw))
 }
 
-/// A migration that the target has taken, while the source does not hear of it: the courier, and what lets it hear when it is dropped.
-pub fn unconfirmed(home: &TestEnv) -> Result<(Process, Sender<()>), Failed> {
+/// A migration that the target has taken, while the source does not hear of it: the migration client, and what lets it hear when it is dropped.
+pub fn unconfirmed(env: &TestEnv) -> Result<(Process, Sender<()>), Failed> {
     let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
-    let held = held_back(home, after, "--liveness 1h")?;
+    let held = held_back(env, after, "--liveness 1h")?;
     eventually(LIMIT, "the target runs", || {
-        Ok((home.standing("there").as_deref() == Some("running")).then_some(()))
+        Ok((env.standing("there").as_deref() == Some("running")).then_some(()))
     })?;
-    let standing = home.standing("here");
+    let standing = env.standing("here");
     ensure(standing.as_deref() == Some("handover-unconfirmed"), || format!("it is {standing:?}"))?;
     Ok(held)
 }
@@ -189,17 +189,17 @@ fn changed_one_way(
 
 /// As [`held_back`]; and what hears that the source has given up a final pass.
 pub fn held_back_until_again(
-    home: &TestEnv,
+    env: &TestEnv,
     after: u64,
 ) -> Result<(Process, Sender<()>, Receiver<()>), Failed> {
     let ((release, until), (said, again)) = (channel(), channel());
-    relay(home.path("middle.in"), home.path("there.in"), RelayFault::Hold { after, until })?;
-    changed(&home.path("relay.in"), home.path("middle.in"), move |part| {
+    relay(env.path("middle.in"), env.path("there.in"), RelayFault::Hold { after, until })?;
+    changed(&env.path("relay.in"), env.path("middle.in"), move |part| {
         if let Part::Message(Message::Again { .. }) = part {
             // Once is enough for whoever waits.
             let _ = said.send(());
         }
     })?;
-    let line = format!("migrate here --liveness 5m --to unix:{}", home.path("relay.in").display());
-    Ok((home.migration_client(&line)?, release, again))
+    let line = format!("migrate here --liveness 5m --to unix:{}", env.path("relay.in").display());
+    Ok((env.migration_client(&line)?, release, again))
 }

@@ -31,45 +31,45 @@ pub fn files(dir: &Path) -> Result<Vec<String>, Failed> {
 fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed> {
     let ways = [("bitmap", ""), ("manual-protect", ""), ("initially-set", ""), ("ring", "--dirty-ring=1024")];
     for (tracker, ring) in ways {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let write = "--workload write,order=random,rate=20000,write=80";
-        let json = home.path("first.json");
+        let json = env.path("first.json");
         let line =
             format!("run --cpus 2 --memory 32m,slots=3 --passes 0 {write} {ring} --json {}", json.display());
-        let here = home.run("here", &line)?;
-        let dir = home.path("snap");
+        let here = env.run("here", &line)?;
+        let dir = env.path("snap");
         let snapshot = |more: &str| {
-            home.vellum(&format!("snapshot here {} --downtime 1s --timeout 3s {more}", dir.display()))
+            env.vellum(&format!("snapshot here {} --downtime 1s --timeout 3s {more}", dir.display()))
         };
-        home.has_written("here", 20_000)?;
+        env.has_written("here", 20_000)?;
         succeeds(&snapshot(&format!("--tracker {tracker}"))?)?;
-        ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-        home.has_written("here", 30_000)?;
+        ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+        env.has_written("here", 30_000)?;
         succeeds(&snapshot("")?)?;
-        succeeds(&home.vellum("ctl here stop")?)?;
+        succeeds(&env.vellum("ctl here stop")?)?;
         ends_with(here, 0)?;
         every_page_is_right(&json)?;
-        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
         for point in 0..2 {
-            let json = home.path(&format!("{point}.json"));
+            let json = env.path(&format!("{point}.json"));
             let host = format!("{} --at {point} --json {} {ring}", dir.display(), json.display());
-            let again = home.restore("again", &host)?;
-            home.has_written("again", 40_000)?;
+            let again = env.restore("again", &host)?;
+            env.has_written("again", 40_000)?;
             if point == 0 {
-                succeeds(&home.vellum("ctl again stop")?)?;
+                succeeds(&env.vellum("ctl again stop")?)?;
                 ends_with(again, 0)?;
                 every_page_is_right(&json)?;
                 continue;
             }
-            let there = home.receive("there", ring)?;
-            succeeds(&home.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+            let there = env.receive("there", ring)?;
+            succeeds(&env.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
             ends_with(again, 15)?;
-            let last = home.path("last");
-            succeeds(&home.vellum(&format!("snapshot there {} --stop", last.display()))?)?;
+            let last = env.path("last");
+            succeeds(&env.vellum(&format!("snapshot there {} --stop", last.display()))?)?;
             ends_with(there, 0)?;
-            let end = home.path("end.json");
-            let again = home.restore("last", &format!("{} --json {}", last.display(), end.display()))?;
-            succeeds(&home.vellum("ctl last stop")?)?;
+            let end = env.path("end.json");
+            let again = env.restore("last", &format!("{} --json {}", last.display(), end.display()))?;
+            succeeds(&env.vellum("ctl last stop")?)?;
             ends_with(again, 0)?;
             every_page_is_right(&end)?;
         }
@@ -82,19 +82,19 @@ fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed>
 #[test(real())]
 fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
     for (tracker, ring) in [("initially-set", ""), ("ring", "--dirty-ring=1024")] {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         // Most of memory is not written between two points.
         let write = "--workload write,order=random,rate=1000";
-        let json = home.path("first.json");
+        let json = env.path("first.json");
         let line = format!("run --memory 32m,slots=3 --passes 0 {write} {ring} --json {}", json.display());
-        let here = home.run("here", &line)?;
-        let dir = home.path("snap");
+        let here = env.run("here", &line)?;
+        let dir = env.path("snap");
         let line = format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display());
-        let snapshot = |more: &str| home.vellum(&format!("{line} {more}"));
-        home.has_written("here", 500)?;
+        let snapshot = |more: &str| env.vellum(&format!("{line} {more}"));
+        env.has_written("here", 500)?;
         succeeds(&snapshot(&format!("--tracker {tracker}"))?)?;
         for point in 1..5u64 {
-            home.has_written("here", 500 + 500 * point)?;
+            env.has_written("here", 500 + 500 * point)?;
             if point == 2 {
                 // All is written, and nobody names it.
                 let asked = vellum_control::Snapshot {
@@ -103,7 +103,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                     tracker: None,
                     loses: Default::default(),
                     stop: false,
-                    chain: chain(&home, &dir)?,
+                    chain: chain(&env, &dir)?,
                     number: 2,
                     follow: true,
                     clones: 0,
@@ -111,8 +111,8 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                 let files = [(); 3].map(|()| vellum_sys::mmap::memfd(c"nameless", 0, None));
                 let [ram, map, state] = files;
                 let (ram, map, state) = (ram?, map?, state?);
-                let mut events = home.has_written("here", 0)?;
-                let mut machine = Client::connect(&home.socket("here"))?;
+                let mut events = env.has_written("here", 0)?;
+                let mut machine = Client::connect(&env.socket("here"))?;
                 machine.ask_with(&Do::Snapshot(asked), &[ram.as_fd(), map.as_fd(), state.as_fd()])?;
                 let written = eventually(LIMIT, "it is written", || {
                     let event = events.line()?;
@@ -129,29 +129,29 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
             succeeds(&snapshot("")?)?;
         }
         let kinds = |from: usize| -> Result<Vec<bool>, Failed> {
-            let list = points(&home, &dir)?;
+            let list = points(&env, &dir)?;
             Ok(list[from..].iter().map(|point| point["full"] == true).collect())
         };
         ensure(kinds(0)? == [true, false, false, false, false], || format!("{:?}", kinds(0)))?;
-        let there = home.receive("there", ring)?;
-        succeeds(&home.migrate("here", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+        let there = env.receive("there", ring)?;
+        succeeds(&env.migrate("here", "there", "--downtime 1s --timeout 3s,then=force")?)?;
         ends_with(here, 15)?;
         let line = format!("snapshot there {} --follow --downtime 1s --timeout 3s", dir.display());
-        let output = home.vellum(&line)?;
+        let output = env.vellum(&line)?;
         succeeds(&output)?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         ensure(said.contains("whole, because nobody has followed"), || said.clone())?;
-        succeeds(&home.vellum("snapshot end there")?)?;
-        succeeds(&home.vellum(&line)?)?;
+        succeeds(&env.vellum("snapshot end there")?)?;
+        succeeds(&env.vellum(&line)?)?;
         ensure(kinds(5)? == [true, true], || format!("{:?}", kinds(5)))?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
-        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
         for point in 0..7 {
-            let json = home.path(&format!("{point}.json"));
+            let json = env.path(&format!("{point}.json"));
             let host = format!("{} --at {point} --json {} {ring}", dir.display(), json.display());
-            let again = home.restore("again", &host)?;
-            succeeds(&home.vellum("ctl again stop")?)?;
+            let again = env.restore("again", &host)?;
+            succeeds(&env.vellum("ctl again stop")?)?;
             ends_with(again, 0)?;
             every_page_is_right(&json)?;
         }
@@ -159,49 +159,49 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
     Ok(())
 }
 
-fn list(home: &TestEnv, dir: &Path) -> Result<Value, Failed> {
-    let output = home.vellum(&format!("snapshot list {} --json", dir.display()))?;
+fn list(env: &TestEnv, dir: &Path) -> Result<Value, Failed> {
+    let output = env.vellum(&format!("snapshot list {} --json", dir.display()))?;
     succeeds(&output)?;
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-pub fn points(home: &TestEnv, dir: &Path) -> Result<Vec<Value>, Failed> {
-    Ok(list(home, dir)?["points"].as_array().cloned().unwrap_or_default())
+pub fn points(env: &TestEnv, dir: &Path) -> Result<Vec<Value>, Failed> {
+    Ok(list(env, dir)?["points"].as_array().cloned().unwrap_or_default())
 }
 
-fn chain(home: &TestEnv, dir: &Path) -> Result<String, Failed> {
-    Ok(list(home, dir)?["chain"].as_str().unwrap_or_default().to_owned())
+fn chain(env: &TestEnv, dir: &Path) -> Result<String, Failed> {
+    Ok(list(env, dir)?["chain"].as_str().unwrap_or_default().to_owned())
 }
 
 /// The log of dirty pages is off when a snapshot is over, and on where it is to be followed on who writes: while it is on, a guest that
 /// writes fills its rings.
 #[test(kvm())]
 fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let line = "run --memory 32m --passes 0 --workload write,order=random,rate=20000 --dirty-ring=1024";
-    let here = home.run("here", line)?;
+    let here = env.run("here", line)?;
     let full = || -> Result<u64, Failed> {
-        let status = Client::connect(&home.socket("here"))?.ask(&Do::Status {})?;
+        let status = Client::connect(&env.socket("here"))?.ask(&Do::Status {})?;
         Ok(status["dirty_ring"]["full"].as_u64().unwrap_or(0))
     };
     // Half of its memory, which is four times what a ring takes.
     let filled = || -> Result<bool, Failed> {
         let before = full()?;
-        let mut events = home.has_written("here", 0)?;
+        let mut events = env.has_written("here", 0)?;
         let mut next = || eventually(LIMIT, "it writes", || Ok(events.line()?["done"].as_u64()));
         let first = next()?;
         while next()? < first + 20_000 {}
         Ok(full()? > before)
     };
-    let snapshot = |more: &str| home.vellum(&format!("snapshot here {} {more}", home.path("snap").display()));
+    let snapshot = |more: &str| env.vellum(&format!("snapshot here {} {more}", env.path("snap").display()));
     for (more, on) in [("", false), ("--follow", true), ("", false)] {
         succeeds(&snapshot(more)?)?;
         ensure(filled()? == on, || format!("{more:?}: rings are filled: {}", !on))?;
     }
     succeeds(&snapshot("--follow")?)?;
-    succeeds(&home.vellum("snapshot end here")?)?;
+    succeeds(&env.vellum("snapshot end here")?)?;
     ensure(!filled()?, || "rings are filled after the end".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }
 
@@ -209,31 +209,31 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
     for (irqchip, memory) in [("split", "eager"), ("kernel", "map"), ("split", "demand")] {
-        let home = TestEnv::new()?;
-        let kernel = counting(&home)?;
-        let (out, far, dir) = (home.path("out"), home.path("far"), home.path("snap"));
+        let env = TestEnv::new()?;
+        let kernel = counting(&env)?;
+        let (out, far, dir) = (env.path("out"), env.path("far"), env.path("snap"));
         let line = format!(
             "run --kernel {} --memory 32m --irqchip {irqchip} --serial file={} --rng --balloon",
             kernel.display(),
             out.display()
         );
-        let here = home.run("here", &line)?;
+        let here = env.run("here", &line)?;
         eventually(LIMIT, "it has counted once round", || {
             Ok((fs::metadata(&out)?.len() > 256).then_some(()))
         })?;
-        succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+        succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
         ends_with(here, 0)?;
         // With other devices it is refused, by their names.
         let host = format!("--serial file={} --rng --balloon", far.display());
-        let other = home.vellum(&format!("restore {} --serial null --rng", dir.display()))?;
+        let other = env.vellum(&format!("restore {} --serial null --rng", dir.display()))?;
         let said = String::from_utf8(with(other, 2)?.stderr)?;
         ensure(said.contains("balloon") && said.lines().count() == 1, || said.clone())?;
-        let again = home.restore("again", &format!("{} --memory {memory} --paused {host}", dir.display()))?;
-        ensure(home.standing("again").as_deref() == Some("paused"), || "it runs".into())?;
+        let again = env.restore("again", &format!("{} --memory {memory} --paused {host}", dir.display()))?;
+        ensure(env.standing("again").as_deref() == Some("paused"), || "it runs".into())?;
         ensure(fs::metadata(&far)?.len() == 0, || "it has run".into())?;
-        succeeds(&home.vellum("ctl again resume")?)?;
+        succeeds(&env.vellum("ctl again resume")?)?;
         eventually(LIMIT, "it counts on", || Ok((fs::metadata(&far)?.len() > 256).then_some(())))?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
         has_counted(&[out, far])?;
     }
@@ -243,15 +243,15 @@ fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
 /// Whichever file is damaged or missing is named in one line, with the place; nothing runs.
 #[test(real())]
 fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 16m --passes 0 --workload write,rate=20000")?;
-    home.has_written("here", 4096)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m --passes 0 --workload write,rate=20000")?;
+    env.has_written("here", 4096)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
     ends_with(here, 0)?;
     ensure(files(&dir)? == ["manifest.json", "map-0", "ram-0", "state-0"], || format!("{:?}", files(&dir)))?;
     let refused = |arguments: &str, says: &str| -> Result<(), Failed> {
-        let mut machine = home.migration_client(&format!("restore {arguments}"))?;
+        let mut machine = env.migration_client(&format!("restore {arguments}"))?;
         eventually(LIMIT, "it is refused", || Ok(machine.try_wait()?))?;
         let output = with(machine.output()?, 2)?;
         let said = String::from_utf8(output.stderr)?;
@@ -259,7 +259,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
     };
     let path = dir.display().to_string();
     refused(&format!("{path} --at 3"), "there is no point 3; there is 0 alone")?;
-    refused(&home.0.display().to_string(), "it holds no snapshot")?;
+    refused(&env.0.display().to_string(), "it holds no snapshot")?;
     for (name, offset, says) in [
         ("ram-0", 3 * 4096 + 7, "ram-0, byte 12288: page 3 of the machine is not the one that was written"),
         ("map-0", 8, "map-0, byte 0: its sum is"),
@@ -277,9 +277,9 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
         fs::write(dir.join(name), &good)?;
     }
     // As it was.
-    let json = home.path("end.json");
-    let again = home.restore("again", &format!("{path} --json {}", json.display()))?;
-    succeeds(&home.vellum("ctl again stop")?)?;
+    let json = env.path("end.json");
+    let again = env.restore("again", &format!("{path} --json {}", json.display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&json)?;
     fs::remove_file(dir.join("ram-0"))?;
@@ -289,24 +289,24 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
 /// A file system that is full leaves the guest as it was and nothing behind.
 #[test(real())]
 fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
-    home.has_written("here", 8192)?;
-    let small = home.path("small");
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
+    env.has_written("here", 8192)?;
+    let small = env.path("small");
     fs::create_dir(&small)?;
     let mount = ["-t", "tmpfs", "-o", "size=8m", "none"];
     let mounted = Command::new("mount").args(mount).arg(&small).stderr(Stdio::null()).status();
     if !mounted.is_ok_and(|status| status.success()) {
         return Ok(Completion::ignored_with("needs a tmpfs of its own: root, and mount(8)"));
     }
-    let output = home.vellum(&format!("snapshot here {}/snap", small.display()));
+    let output = env.vellum(&format!("snapshot here {}/snap", small.display()));
     let left = files(&small);
     Command::new("umount").arg(&small).status()?;
     let said = String::from_utf8(with(output?, 1)?.stderr)?;
     ensure(said.contains("No space left on device") && said.lines().count() == 1, || said.clone())?;
     ensure(left?.is_empty(), || "something is left".into())?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     Ok(Completion::Completed)
 }
@@ -314,34 +314,34 @@ fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
 /// A client that is killed, and one that is interrupted leave the guest as it was and nothing behind, and the next snapshot is whole.
 #[test(real())]
 fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 64m --passes 0")?;
-    home.has_written("here", 16384)?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 64m --passes 0")?;
+    env.has_written("here", 16384)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
     // The guest writes faster than any pass ends, so that there is something to be interrupted.
-    let dir = home.path("snap");
+    let dir = env.path("snap");
     for signal in ["-KILL", "-INT"] {
         let line = format!("snapshot here {} --downtime 1ms --timeout 1h", dir.display());
-        let mut client = home.migration_client(&line)?;
+        let mut client = env.migration_client(&line)?;
         eventually(LIMIT, "it is under way", || {
-            Ok((home.standing("here").as_deref() == Some("snapshotting")).then_some(()))
+            Ok((env.standing("here").as_deref() == Some("snapshotting")).then_some(()))
         })?;
-        let second = with(home.vellum(&format!("snapshot here {}", home.path("other").display()))?, 1)?;
+        let second = with(env.vellum(&format!("snapshot here {}", env.path("other").display()))?, 1)?;
         ensure(String::from_utf8(second.stderr)?.contains("is under way"), || "two at once".into())?;
         succeeds(&Command::new("kill").args([signal, &client.id().to_string()]).output()?)?;
         client.wait()?;
         eventually(LIMIT, "it runs on", || {
-            Ok((home.standing("here").as_deref() == Some("running")).then_some(()))
+            Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
         })?;
         let left = if dir.exists() { files(&dir)? } else { Vec::new() };
         ensure(left.is_empty(), || format!("{left:?} are left"))?;
     }
-    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
     ends_with(here, 0)?;
-    ensure(points(&home, &dir)?.len() == 1, || "one point is expected".into())?;
-    let end = home.path("again.json");
-    let again = home.restore("again", &format!("{} --json {}", dir.display(), end.display()))?;
-    succeeds(&home.vellum("ctl again stop")?)?;
+    ensure(points(&env, &dir)?.len() == 1, || "one point is expected".into())?;
+    let end = env.path("again.json");
+    let again = env.restore("again", &format!("{} --json {}", dir.display(), end.display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&end)
 }
@@ -350,30 +350,30 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
 /// keeps it. Read from the pages of snapshots, in which each of them ends.
 #[test(real())]
 fn a_restored_machine_is_a_new_generation_and_one_that_moves_is_not() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = counting(&home)?;
+    let env = TestEnv::new()?;
+    let kernel = counting(&env)?;
     let line = format!("run --kernel {} --memory 32m --serial null", kernel.display());
-    let dir = |name: &str| home.path(&format!("{name}.snap"));
+    let dir = |name: &str| env.path(&format!("{name}.snap"));
     let ended = |name: &'static str, machine: Machine| -> Result<(&'static str, [u8; 16]), Failed> {
-        succeeds(&home.vellum(&format!("snapshot {name} {} --stop", dir(name).display()))?)?;
+        succeeds(&env.vellum(&format!("snapshot {name} {} --stop", dir(name).display()))?)?;
         ends_with(machine, 0)?;
         let mut id = [0; 16];
         // Its first memslot begins at address 0.
         File::open(dir(name).join("ram-0"))?.read_exact_at(&mut id, layout::VMGENID)?;
         Ok((name, id))
     };
-    let mut ids = vec![ended("first", home.run("first", &line)?)?];
+    let mut ids = vec![ended("first", env.run("first", &line)?)?];
     for name in ["one", "two"] {
-        let machine = home.restore(name, &format!("{} --serial null", dir("first").display()))?;
+        let machine = env.restore(name, &format!("{} --serial null", dir("first").display()))?;
         ids.push(ended(name, machine)?);
     }
-    let here = home.restore("here", &format!("{} --serial null --paused", dir("one").display()))?;
-    succeeds(&home.vellum(&format!("snapshot here {}", dir("here").display()))?)?;
+    let here = env.restore("here", &format!("{} --serial null --paused", dir("one").display()))?;
+    succeeds(&env.vellum(&format!("snapshot here {}", dir("here").display()))?)?;
     let mut id = [0; 16];
     File::open(dir("here").join("ram-0"))?.read_exact_at(&mut id, layout::VMGENID)?;
     ids.push(("here", id));
-    let there = home.receive("there", "--serial null")?;
-    succeeds(&home.migrate("here", "there", "")?)?;
+    let there = env.receive("there", "--serial null")?;
+    succeeds(&env.migrate("here", "there", "")?)?;
     ends_with(here, 15)?;
     ids.push(ended("there", there)?);
     for (at, (name, id)) in ids.iter().enumerate() {

@@ -16,12 +16,12 @@ use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, numbered, succeeds, with};
 
 /// A snapshot of a guest that has written to all of its memory, and was stopped with it.
-fn taken(home: &TestEnv, memory: &str, write: &str) -> Result<PathBuf, Failed> {
+fn taken(env: &TestEnv, memory: &str, write: &str) -> Result<PathBuf, Failed> {
     let here =
-        home.run("here", &format!("run --cpus 2 --memory {memory} --passes 0 --workload write,{write}"))?;
-    home.has_written("here", 20_000)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --stop --downtime 1s --timeout 3s", dir.display()))?)?;
+        env.run("here", &format!("run --cpus 2 --memory {memory} --passes 0 --workload write,{write}"))?;
+    env.has_written("here", 20_000)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --stop --downtime 1s --timeout 3s", dir.display()))?)?;
     ends_with(here, 0)?;
     Ok(dir)
 }
@@ -35,8 +35,8 @@ fn has_userfaultfd(machine: &Machine) -> Result<bool, Failed> {
 
 /// Whether it runs and needs no userfaultfd any more. A process that is just ending has no descriptors either, but it does not answer: so
 /// it is asked last.
-fn runs_with_all_there(home: &TestEnv, name: &str, machine: &Machine) -> Result<bool, Failed> {
-    Ok(!has_userfaultfd(machine)? && home.standing(name).as_deref() == Some("running"))
+fn runs_with_all_there(env: &TestEnv, name: &str, machine: &Machine) -> Result<bool, Failed> {
+    Ok(!has_userfaultfd(machine)? && env.standing(name).as_deref() == Some("running"))
 }
 
 fn is_all_there(machine: &Machine) -> Result<(), Failed> {
@@ -45,15 +45,15 @@ fn is_all_there(machine: &Machine) -> Result<(), Failed> {
 
 /// On each backing: by faults alone and stopped at once, when all was there, moved at once, and saved at once.
 fn is_right_on(backing: &str) -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = taken(&home, "32m,slots=3", "order=random,rate=20000,write=80,warm")?;
-    let json = |name: &str| home.path(&format!("{name}.json"));
+    let env = TestEnv::new()?;
+    let dir = taken(&env, "32m,slots=3", "order=random,rate=20000,write=80,warm")?;
+    let json = |name: &str| env.path(&format!("{name}.json"));
     let restore = |name: &str, dir: &Path, more: &str| {
         let memory = format!("--memory demand,backing={backing} --json {}", json(name).display());
-        home.restore(name, &format!("{} {memory} {more}", dir.display()))
+        env.restore(name, &format!("{} {memory} {more}", dir.display()))
     };
     let stop = |name: &str, machine: Machine| -> Result<(), Failed> {
-        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        succeeds(&env.vellum(&format!("ctl {name} stop"))?)?;
         ends_with(machine, 0)?;
         every_page_is_right(&json(name))
     };
@@ -62,19 +62,17 @@ fn is_right_on(backing: &str) -> Result<(), Failed> {
     stop("asked", asked)?;
     let whole = restore("whole", &dir, "")?;
     is_all_there(&whole)?;
-    home.has_written("whole", 21_000)?;
+    env.has_written("whole", 21_000)?;
     stop("whole", whole)?;
     let moves = restore("moves", &dir, "--record=1h")?;
     let receive = format!("--memory backing={backing} --json {}", json("there").display());
-    let there = home.receive("there", &receive)?;
-    succeeds(&home.migrate("moves", "there", "--verify --downtime 1s --timeout 3s,then=force")?)?;
+    let there = env.receive("there", &receive)?;
+    succeeds(&env.migrate("moves", "there", "--verify --downtime 1s --timeout 3s,then=force")?)?;
     ends_with(moves, 15)?;
     stop("there", there)?;
     let saves = restore("saves", &dir, "--record=1h")?;
-    let again = home.path("again.snap");
-    succeeds(
-        &home.vellum(&format!("snapshot saves {} --stop --downtime 1s --timeout 3s", again.display()))?,
-    )?;
+    let again = env.path("again.snap");
+    succeeds(&env.vellum(&format!("snapshot saves {} --stop --downtime 1s --timeout 3s", again.display()))?)?;
     ends_with(saves, 0)?;
     let last = restore("last", &again, "")?;
     stop("last", last)
@@ -104,15 +102,15 @@ fn huge_pages_that_come_on_demand_are_right() -> Result<(), Failed> {
 /// On another KVM than this one, too: a guest, its devices' state and the VMM's own writes find what they want.
 #[test(kvm())]
 fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = taken(&home, "8m", "order=random,warm")?;
-    let json = home.path("end.json");
+    let env = TestEnv::new()?;
+    let dir = taken(&env, "8m", "order=random,warm")?;
+    let json = env.path("end.json");
     let host = format!("{} --memory demand --json {}", dir.display(), json.display());
     for more in ["", "--record=1h"] {
-        let again = home.restore("again", &format!("{host} {more}"))?;
-        succeeds(&home.vellum("ctl again pause")?)?;
-        succeeds(&home.vellum("ctl again resume")?)?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+        let again = env.restore("again", &format!("{host} {more}"))?;
+        succeeds(&env.vellum("ctl again pause")?)?;
+        succeeds(&env.vellum("ctl again resume")?)?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
         every_page_is_right(&json)?;
     }
@@ -124,23 +122,23 @@ fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
 #[test(real())]
 fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
     for memory in ["anonymous,lock", "shmem"] {
-        let home = TestEnv::new()?;
-        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| home.path(name));
+        let env = TestEnv::new()?;
+        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
         fs::write(&kernel, numbered::kernel())?;
         fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
         let devices = |serial: &Path| format!("--disk {} --serial file={}", disk.display(), serial.display());
         let said = |file: &Path| Ok((fs::metadata(file)?.len() > 200).then_some(()));
         let here =
-            home.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
+            env.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
         eventually(LIMIT, "it writes", || said(&out))?;
-        let dir = home.path("snap");
-        succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+        let dir = env.path("snap");
+        succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
         ends_with(here, 0)?;
         let host = format!("--memory demand,{memory} --record=1h {}", devices(&far));
-        let again = home.restore("again", &format!("{} {host}", dir.display()))?;
+        let again = env.restore("again", &format!("{} {host}", dir.display()))?;
         eventually(LIMIT, "it writes on", || said(&far))?;
         ensure(has_userfaultfd(&again)?, || "it came unasked".into())?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
         let all = [fs::read(&out)?, fs::read(&far)?].concat();
         let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
@@ -153,21 +151,21 @@ fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
 /// What a restore has wanted is written down, and the next one begins with it; each refuses what makes no sense.
 #[test(real())]
 fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = taken(&home, "32m", "order=random,hot=10,share=100,rate=20000,warm")?;
+    let env = TestEnv::new()?;
+    let dir = taken(&env, "32m", "order=random,hot=10,share=100,rate=20000,warm")?;
     let path = dir.display().to_string();
     let refused = |arguments: &str, says: &str| -> Result<(), Failed> {
-        let said = String::from_utf8(with(home.vellum(&format!("restore {path} {arguments}"))?, 2)?.stderr)?;
+        let said = String::from_utf8(with(env.vellum(&format!("restore {path} {arguments}"))?, 2)?.stderr)?;
         ensure(said.contains(says) && said.lines().count() == 1, || format!("not {says:?}: {said}"))
     };
     refused("--prefetch", "--prefetch: it goes with --memory demand alone")?;
     refused("--record --memory map", "--record: it goes with --memory demand alone")?;
     refused("--memory demand --prefetch", "snap was recorded: --record does that")?;
     let recorded = dir.join(working_set::NAME);
-    let machine = home.restore("records", &format!("{path} --memory demand --record=500ms"))?;
+    let machine = env.restore("records", &format!("{path} --memory demand --record=500ms"))?;
     eventually(LIMIT, "it is recorded", || Ok(recorded.exists().then_some(())))?;
     is_all_there(&machine)?;
-    succeeds(&home.vellum("ctl records stop")?)?;
+    succeeds(&env.vellum("ctl records stop")?)?;
     ends_with(machine, 0)?;
     let bytes = fs::read(&recorded)?;
     ensure(fs::metadata(&recorded)?.permissions().mode() & 0o777 == 0o600, || "others may read it".into())?;
@@ -177,11 +175,11 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
     let some = (1..=pages as usize).contains(&set.firsts.len());
     ensure(set.unit == 1 && some, || format!("{} entries", set.firsts.len()))?;
     for backing in ["anonymous", "memfd"] {
-        let json = home.path("end.json");
+        let json = env.path("end.json");
         let more = format!("--memory demand,backing={backing} --prefetch --json {}", json.display());
-        let machine = home.restore("again", &format!("{path} {more}"))?;
+        let machine = env.restore("again", &format!("{path} {more}"))?;
         is_all_there(&machine)?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(machine, 0)?;
         every_page_is_right(&json)?;
     }
@@ -190,11 +188,11 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
     planted[40] ^= 1;
     fs::write(&recorded, &planted)?;
     refused("--memory demand --prefetch", "working-set, byte ")?;
-    let machine = home.restore("records", &format!("{path} --memory demand --record=1ms"))?;
+    let machine = env.restore("records", &format!("{path} --memory demand --record=1ms"))?;
     eventually(LIMIT, "it is replaced", || {
         Ok(WorkingSet::parse(&fs::read(&recorded)?, pages).is_ok().then_some(()))
     })?;
-    succeeds(&home.vellum("ctl records stop")?)?;
+    succeeds(&env.vellum("ctl records stop")?)?;
     ends_with(machine, 0)?;
     let names = crate::snapshot::files(&dir)?;
     ensure(names == ["manifest.json", "map-0", "ram-0", "state-0", "working-set"], || format!("{names:?}"))
@@ -202,18 +200,18 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
 
 /// A damaged page that is found while the guest runs ends it, with the file and the place: whether it does.
 fn ends_by_a_damaged_page(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let dir = taken(&home, "16m", "order=random,warm")?;
+    let env = TestEnv::planted(mistake)?;
+    let dir = taken(&env, "16m", "order=random,warm")?;
     let file = fs::File::options().read(true).write(true).open(dir.join("ram-0"))?;
     // Of a page that stamps do not cover in full.
     let (page, mut byte) = (1000, [0]);
     file.read_exact_at(&mut byte, page * PAGE_SIZE + 4000)?;
     file.write_all_at(&[byte[0] ^ 1], page * PAGE_SIZE + 4000)?;
-    let mut machine = home.run("again", &format!("restore {} --memory demand", dir.display()))?;
+    let mut machine = env.run("again", &format!("restore {} --memory demand", dir.display()))?;
     let mut ended = None;
     eventually(LIMIT, "it ends, or all is there", || {
         ended = machine.child.try_wait()?;
-        let there = ended.is_none() && runs_with_all_there(&home, "again", &machine)?;
+        let there = ended.is_none() && runs_with_all_there(&env, "again", &machine)?;
         Ok((ended.is_some() || there).then_some(()))
     })?;
     if ended.is_none() {
@@ -233,13 +231,13 @@ fn a_damaged_page_is_given_to_nobody() -> Result<(), Failed> {
 /// Files that become shorter are named, too.
 #[test(real())]
 fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = taken(&home, "16m", "order=random,rate=20000,warm")?;
+    let env = TestEnv::new()?;
+    let dir = taken(&env, "16m", "order=random,rate=20000,warm")?;
     let restore = format!("{} --memory demand --record=1h --paused", dir.display());
-    let mut again = home.restore("again", &restore)?;
+    let mut again = env.restore("again", &restore)?;
     fs::File::options().write(true).open(dir.join("ram-0"))?.set_len(0)?;
     // It may end before it answers.
-    home.vellum("ctl again resume")?;
+    env.vellum("ctl again resume")?;
     eventually(LIMIT, "it ends", || Ok(again.child.try_wait()?))?;
     let said = String::from_utf8(with(again.end()?, 1)?.stderr)?;
     ensure(said.contains("ram-0, byte ") && said.contains("it has become shorter"), || said.clone())
@@ -248,9 +246,9 @@ fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
 /// Who may have no userfaultfd is told how to get one, before anything starts.
 #[test(real())]
 fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
-    let home = TestEnv::new()?;
-    let dir = taken(&home, "8m", "rate=20000")?;
-    for (path, mode) in [(&home.0, 0o755), (&dir, 0o755)] {
+    let env = TestEnv::new()?;
+    let dir = taken(&env, "8m", "rate=20000")?;
+    for (path, mode) in [(&env.0, 0o755), (&dir, 0o755)] {
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
     }
     for entry in fs::read_dir(&dir)? {
@@ -275,31 +273,31 @@ fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed
 
 /// Whether a machine of which nothing was brought yet has every page right where it moves to.
 fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let dir = taken(&home, "16m", "rate=20000,warm")?;
-    let again = home.restore("again", &format!("{} --memory demand --record=1h --paused", dir.display()))?;
-    let there = home.receive("there", "")?;
-    succeeds(&home.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+    let env = TestEnv::planted(mistake)?;
+    let dir = taken(&env, "16m", "rate=20000,warm")?;
+    let again = env.restore("again", &format!("{} --memory demand --record=1h --paused", dir.display()))?;
+    let there = env.receive("there", "")?;
+    succeeds(&env.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
     ends_with(again, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     Ok(there.end()?.status.success())
 }
 
 /// Whether huge pages come.
 fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let dir = taken(&home, "16m", "order=random,warm")?;
-    let json = home.path("end.json");
+    let env = TestEnv::planted(mistake)?;
+    let dir = taken(&env, "16m", "order=random,warm")?;
+    let json = env.path("end.json");
     let memory = format!("--memory demand,backing=hugetlb-2m --json {}", json.display());
-    let mut machine = home.run("again", &format!("restore {} {memory}", dir.display()))?;
+    let mut machine = env.run("again", &format!("restore {} {memory}", dir.display()))?;
     let over = eventually(LIMIT, "it ends, or all is there", || {
         let ended = machine.child.try_wait()?.is_some();
-        Ok((ended || runs_with_all_there(&home, "again", &machine)?).then_some(ended))
+        Ok((ended || runs_with_all_there(&env, "again", &machine)?).then_some(ended))
     })?;
     if over {
         return Ok(false);
     }
-    succeeds(&home.vellum("ctl again stop")?)?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(machine, 0)?;
     every_page_is_right(&json).map(|()| true)
 }

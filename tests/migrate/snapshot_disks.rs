@@ -16,7 +16,7 @@ use crate::{ends_with, numbered, succeeds, with};
 
 /// A guest that writes numbers to its disk and says them, at `disk` and in the midst of it.
 struct Writer<'a> {
-    home: &'a TestEnv,
+    env: &'a TestEnv,
     disk: PathBuf,
 }
 
@@ -26,20 +26,20 @@ impl Writer<'_> {
     }
 
     fn start(&self) -> Result<Machine, Failed> {
-        let kernel = self.home.path("kernel");
+        let kernel = self.env.path("kernel");
         fs::write(&kernel, numbered::kernel())?;
         fs::write(&self.disk, [0; 512 * numbered::SECTORS as usize])?;
-        let devices = self.devices(&self.home.path("out"));
+        let devices = self.devices(&self.env.path("out"));
         let line = format!("run --kernel {} --memory 32m {devices}", kernel.display());
-        let machine = self.home.run("here", &line)?;
-        says_more(&self.home.path("out"))?;
+        let machine = self.env.run("here", &line)?;
+        says_more(&self.env.path("out"))?;
         Ok(machine)
     }
 
     /// What `vellum restore` says that refuses it.
     fn refused(&self, dir: &Path) -> Result<String, Failed> {
-        let devices = self.devices(&self.home.path("refused"));
-        let mut machine = self.home.migration_client(&format!("restore {} {devices}", dir.display()))?;
+        let devices = self.devices(&self.env.path("refused"));
+        let mut machine = self.env.migration_client(&format!("restore {} {devices}", dir.display()))?;
         eventually(LIMIT, "it is refused", || Ok(machine.try_wait()?))?;
         let said = String::from_utf8(with(machine.output()?, 2)?.stderr)?;
         ensure(said.lines().count() == 1, || said.clone())?;
@@ -48,11 +48,11 @@ impl Writer<'_> {
 
     /// Restored from `dir`, and ended when it has said more.
     fn goes_on(&self, dir: &Path, far: &str, more: &str) -> Result<(), Failed> {
-        let far = self.home.path(far);
+        let far = self.env.path(far);
         let machine =
-            self.home.restore("again", &format!("{} {} {more}", dir.display(), self.devices(&far)))?;
+            self.env.restore("again", &format!("{} {} {more}", dir.display(), self.devices(&far)))?;
         says_more(&far)?;
-        succeeds(&self.home.vellum("ctl again stop")?)?;
+        succeeds(&self.env.vellum("ctl again stop")?)?;
         ends_with(machine, 0).map(drop)
     }
 }
@@ -71,22 +71,22 @@ fn changed(path: &Path) -> Result<i64, Failed> {
 
 #[test(real())]
 fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Writer { home: &home, disk: home.path("disk") };
+    let env = TestEnv::new()?;
+    let guest = Writer { env: &env, disk: env.path("disk") };
     let here = guest.start()?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
     ends_with(here, 0)?;
-    let named = points(&home, &dir)?[0]["disks"].clone();
+    let named = points(&env, &dir)?[0]["disks"].clone();
     let path = guest.disk.display().to_string();
     let expected = serde_json::json!([{ "name": "disk0", "path": path, "bytes": 4096, "changed": changed(&guest.disk)? }]);
     ensure(named == expected, || format!("{named}, not {expected}"))?;
-    let listed = String::from_utf8(home.vellum(&format!("snapshot list {}", dir.display()))?.stdout)?;
+    let listed = String::from_utf8(env.vellum(&format!("snapshot list {}", dir.display()))?.stdout)?;
     ensure(listed.contains(&format!("disk0  {path}  4k, last written to at ")), || listed.clone())?;
 
     // As it was: no number is left out, and none comes twice.
     guest.goes_on(&dir, "far", "")?;
-    let said = [fs::read(home.path("out"))?, fs::read(home.path("far"))?].concat();
+    let said = [fs::read(env.path("out"))?, fs::read(env.path("far"))?].concat();
     let numbers = said.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
     let wrong = numbers.zip(1..).find(|(number, due)| number != due);
     ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))?;
@@ -95,7 +95,7 @@ fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
     let said = guest.refused(&dir)?;
     let expected = format!("--disk-changed accepts it: disk0 ({path}) has been written to since");
     ensure(said.contains(&expected), || said.clone())?;
-    ensure(!home.path("refused").exists() || fs::metadata(home.path("refused"))?.len() == 0, || {
+    ensure(!env.path("refused").exists() || fs::metadata(env.path("refused"))?.len() == 0, || {
         "it ran".into()
     })?;
     guest.goes_on(&dir, "anyhow", "--disk-changed")?;
@@ -107,15 +107,15 @@ fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
 /// A restore does not wait for pages before it finds that another machine has its disk.
 #[test(real())]
 fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let guest = Writer { home: &home, disk: home.path("disk") };
+    let env = TestEnv::new()?;
+    let guest = Writer { env: &env, disk: env.path("disk") };
     let here = guest.start()?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {}", dir.display()))?)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {}", dir.display()))?)?;
     let said = guest.refused(&dir)?;
     ensure(said.contains("in use"), || said.clone())?;
-    ensure(home.standing("here").as_deref() == Some("running"), || "the other does not run".into())?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    ensure(env.standing("here").as_deref() == Some("running"), || "the other does not run".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }
 
@@ -126,18 +126,18 @@ fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
     if !elsewhere.is_dir() {
         return Ok(Completion::ignored_with("needs a file system of its own at /dev/shm"));
     }
-    let home = TestEnv::new()?;
-    let disk = elsewhere.join(home.0.file_name().ok_or("a home has a name")?);
-    let guest = Writer { home: &home, disk };
+    let env = TestEnv::new()?;
+    let disk = elsewhere.join(env.0.file_name().ok_or("a directory has a name")?);
+    let guest = Writer { env: &env, disk };
     let result = guest.start().and_then(|here| {
-        let dir = home.path("snap");
-        let output = with(home.vellum(&format!("snapshot here {} --reflink", dir.display()))?, 1)?;
+        let dir = env.path("snap");
+        let output = with(env.vellum(&format!("snapshot here {} --reflink", dir.display()))?, 1)?;
         let said = String::from_utf8(output.stderr)?;
         let expected = format!("disk0 ({}): it cannot be cloned", guest.disk.display());
         ensure(said.contains(&expected) && said.lines().count() == 1, || said.clone())?;
         ensure(!dir.exists(), || "something is left".into())?;
-        ensure(home.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
-        succeeds(&home.vellum("ctl here stop")?)?;
+        ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
+        succeeds(&env.vellum("ctl here stop")?)?;
         ends_with(here, 0).map(drop)
     });
     fs::remove_file(&guest.disk)?;
@@ -174,27 +174,27 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
     if tools::find("mkfs.xfs").is_none() {
         return Ok(Completion::ignored_with(tools::lacks("mkfs.xfs")));
     }
-    let home = TestEnv::new()?;
-    let Some(mounted) = Mounted::xfs(&home.path("xfs"), home.path("mnt"))? else {
+    let env = TestEnv::new()?;
+    let Some(mounted) = Mounted::xfs(&env.path("xfs"), env.path("mnt"))? else {
         return Ok(Completion::ignored_with(
             "needs root and a kernel with xfs, for a file system whose files share blocks",
         ));
     };
-    let guest = Writer { home: &home, disk: mounted.0.join("disk") };
+    let guest = Writer { env: &env, disk: mounted.0.join("disk") };
     let here = guest.start()?;
     let dir = mounted.0.join("snap");
     for point in 0..2 {
-        succeeds(&home.vellum(&format!("snapshot here {} --reflink", dir.display()))?)?;
+        succeeds(&env.vellum(&format!("snapshot here {} --reflink", dir.display()))?)?;
         let name = format!("disk0-{point}");
         ensure(files(&dir)?.contains(&name), || format!("{:?}", files(&dir)))?;
     }
-    succeeds(&home.vellum("ctl here stop")?)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     ensure(guest.refused(&dir)?.contains("has been written to since"), || "its disk is taken".into())?;
-    let clone = Writer { home: &home, disk: dir.join("disk0-1") };
+    let clone = Writer { env: &env, disk: dir.join("disk0-1") };
     clone.goes_on(&dir, "far", "")?;
     // The number that is said after the restore follows those of the clone, and not those that the disk had in the end.
-    let far = fs::read(home.path("far"))?;
+    let far = fs::read(env.path("far"))?;
     // The pause may have come in the middle of a number, the rest of which is said first.
     let numbers = |from: usize| {
         let (numbers, _) = far.get(from..)?.as_chunks::<4>();
@@ -202,7 +202,7 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
         (first.checked_add(1) == Some(next)).then_some(first)
     };
     let first = (0..4).find_map(numbers).ok_or("it says nothing that follows")?;
-    let out = fs::read(home.path("out"))?;
+    let out = fs::read(env.path("out"))?;
     ensure((first as usize) < out.len() / 4, || format!("{first} is said first"))?;
     ensure(clone.refused(&dir)?.contains("has been written to since"), || "a clone is taken twice".into())?;
     Ok(Completion::Completed)
@@ -210,21 +210,21 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
 
 /// With and without the mistake: whether a disk that has changed is refused.
 fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let guest = Writer { home: &home, disk: home.path("disk") };
+    let env = TestEnv::planted(mistake)?;
+    let guest = Writer { env: &env, disk: env.path("disk") };
     let here = guest.start()?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
     ends_with(here, 0)?;
     fs::write(&guest.disk, [1; 4096])?;
-    let devices = guest.devices(&home.path("far"));
-    let mut machine = home.migration_client(&format!("restore {} --name again {devices}", dir.display()))?;
+    let devices = guest.devices(&env.path("far"));
+    let mut machine = env.migration_client(&format!("restore {} --name again {devices}", dir.display()))?;
     let refused = eventually(LIMIT, "it is refused or runs", || {
-        let runs = home.standing("again").as_deref() == Some("running");
+        let runs = env.standing("again").as_deref() == Some("running");
         Ok(if machine.try_wait()?.is_some() { Some(true) } else { runs.then_some(false) })
     })?;
     if !refused {
-        succeeds(&home.vellum("ctl again stop")?)?;
+        succeeds(&env.vellum("ctl again stop")?)?;
     }
     let output = with(machine.output()?, if refused { 2 } else { 0 })?;
     let says = String::from_utf8(output.stderr)?.contains("has been written to since");

@@ -15,52 +15,52 @@ use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 /// Each point of a chain, in slots of which none begins where a layer does, is right; the machine is then moved, saved, and restored again.
 #[test(real())]
 fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let write = "--workload write,order=random,rate=20000,write=80";
-    let here = home.run("here", &format!("run --cpus 2 --memory 32m,slots=3 --passes 0 {write}"))?;
-    let dir = home.path("snap");
+    let here = env.run("here", &format!("run --cpus 2 --memory 32m,slots=3 --passes 0 {write}"))?;
+    let dir = env.path("snap");
     for point in 0..3u64 {
-        home.has_written("here", 20_000 + 4000 * point)?;
+        env.has_written("here", 20_000 + 4000 * point)?;
         succeeds(
-            &home.vellum(&format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display()))?,
+            &env.vellum(&format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display()))?,
         )?;
     }
-    succeeds(&home.vellum("ctl here stop")?)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     for point in 0..3 {
-        let json = home.path(&format!("{point}.json"));
+        let json = env.path(&format!("{point}.json"));
         let host = format!("{} --at {point} --memory map --json {}", dir.display(), json.display());
-        let again = home.restore("again", &host)?;
-        let merged = home.vellum(&format!("snapshot merge {}", dir.display()))?;
+        let again = env.restore("again", &host)?;
+        let merged = env.vellum(&format!("snapshot merge {}", dir.display()))?;
         let said = String::from_utf8(with(merged, 2)?.stderr)?;
         ensure(said.contains("shows it as memory"), || said.clone())?;
         if point == 0 {
             // At once: most of its pages nobody has looked at.
-            succeeds(&home.vellum("ctl again stop")?)?;
+            succeeds(&env.vellum("ctl again stop")?)?;
             ends_with(again, 0)?;
             every_page_is_right(&json)?;
             continue;
         }
         if point == 1 {
-            home.has_written("again", 30_000)?;
+            env.has_written("again", 30_000)?;
         }
-        let there = home.receive("there", "")?;
-        succeeds(&home.migrate("again", "there", "--verify --downtime 1s --timeout 3s,then=force")?)?;
+        let there = env.receive("there", "")?;
+        succeeds(&env.migrate("again", "there", "--verify --downtime 1s --timeout 3s,then=force")?)?;
         ends_with(again, 15)?;
-        let last = home.path(&format!("last{point}"));
-        succeeds(&home.vellum(&format!("snapshot there {} --stop", last.display()))?)?;
+        let last = env.path(&format!("last{point}"));
+        succeeds(&env.vellum(&format!("snapshot there {} --stop", last.display()))?)?;
         ends_with(there, 0)?;
-        let third = home.restore("third", &format!("{} --memory map", last.display()))?;
-        let more = home.path(&format!("more{point}"));
-        succeeds(&home.vellum(&format!("snapshot third {} --stop", more.display()))?)?;
+        let third = env.restore("third", &format!("{} --memory map", last.display()))?;
+        let more = env.path(&format!("more{point}"));
+        succeeds(&env.vellum(&format!("snapshot third {} --stop", more.display()))?)?;
         ends_with(third, 0)?;
-        let end = home.path(&format!("end{point}.json"));
-        let fourth = home.restore(
+        let end = env.path(&format!("end{point}.json"));
+        let fourth = env.restore(
             "fourth",
             &format!("{} --memory map,backing=thp --json {}", more.display(), end.display()),
         )?;
-        home.has_written("fourth", 40_000)?;
-        succeeds(&home.vellum("ctl fourth stop")?)?;
+        env.has_written("fourth", 40_000)?;
+        succeeds(&env.vellum("ctl fourth stop")?)?;
         ends_with(fourth, 0)?;
         every_page_is_right(&end)?;
     }
@@ -91,31 +91,31 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
     let mib: u64 =
         if std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") { 1024 } else { 64 };
     let pages = mib << 8;
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     // In order and once: each write is to a page of its own.
     let write = "--workload write,order=sequential,rate=2000,warm";
-    let here = home.run("here", &format!("run --memory {mib}m --passes 0 {write}"))?;
-    home.has_written("here", pages)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?)?;
+    let here = env.run("here", &format!("run --memory {mib}m --passes 0 {write}"))?;
+    env.has_written("here", pages)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?)?;
     ends_with(here, 0)?;
     let ram = dir.join("ram-0");
     let names: Vec<String> = (0..CLONES).map(|number| format!("clone{number}")).collect();
     let mut clones = Vec::new();
     for name in &names {
-        clones.push(home.restore(name, &format!("{} --memory map --paused", dir.display()))?);
+        clones.push(env.restore(name, &format!("{} --memory map --paused", dir.display()))?);
     }
     let done = |name: &str| -> Result<u64, Failed> {
-        let mut events = Client::connect(&home.socket(name))?;
+        let mut events = Client::connect(&env.socket(name))?;
         events.ask(&Do::Events {})?;
         eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
     };
     let (mut sum, mut own_sum) = (0, 0);
     for (at, (name, clone)) in (1..).zip(names.iter().zip(&clones)) {
         let before = done(name)?;
-        succeeds(&home.vellum(&format!("ctl {name} resume"))?)?;
-        home.has_written(name, before + 50 * at)?;
-        succeeds(&home.vellum(&format!("ctl {name} pause"))?)?;
+        succeeds(&env.vellum(&format!("ctl {name} resume"))?)?;
+        env.has_written(name, before + 50 * at)?;
+        succeeds(&env.vellum(&format!("ctl {name} pause"))?)?;
         let written = done(name)? - before;
         let [_, own] = shown(clone.child.id(), &ram)?;
         eprintln!("{name}: {written} pages written, {own} KiB of its own");
@@ -132,7 +132,7 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
         format!("{sum} KiB in all, {own_sum} of them their own")
     })?;
     for (name, clone) in names.iter().zip(clones) {
-        succeeds(&home.vellum(&format!("ctl {name} stop"))?)?;
+        succeeds(&env.vellum(&format!("ctl {name} stop"))?)?;
         ends_with(clone, 0)?;
     }
     Ok(())
@@ -141,15 +141,15 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
 /// A layer that becomes shorter under a machine ends it with the file's name.
 #[test(real())]
 fn a_layer_that_becomes_shorter_is_named() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let here = home.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
-    home.has_written("here", 8192)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 32m --passes 0 --workload write,rate=20000")?;
+    env.has_written("here", 8192)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
     ends_with(here, 0)?;
-    let mut again = home.restore("again", &format!("{} --memory map --paused", dir.display()))?;
+    let mut again = env.restore("again", &format!("{} --memory map --paused", dir.display()))?;
     fs::File::options().write(true).open(dir.join("ram-0"))?.set_len(0)?;
-    succeeds(&home.vellum("ctl again resume")?)?;
+    succeeds(&env.vellum("ctl again resume")?)?;
     eventually(LIMIT, "it ends", || Ok(again.child.try_wait()?))?;
     let said = String::from_utf8(with(again.end()?, 1)?.stderr)?;
     let line = "ram-0 became shorter while it was mapped: the guest's memory is gone";
@@ -173,37 +173,36 @@ const PIECES: u64 = 33_000;
 /// A machine that has written to every second page, and whose snapshot would take more mappings than a process can have.
 #[test(few_mappings())]
 fn more_pieces_than_mappings_are_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let line = format!("run --memory {}k --passes 0 --workload write,stride=8k", PIECES * 8);
-    let here = home.run("here", &line)?;
-    home.has_written("here", PIECES)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?)?;
+    let here = env.run("here", &line)?;
+    env.has_written("here", PIECES)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?)?;
     ends_with(here, 0)?;
-    let refused = with(home.vellum(&format!("restore {} --memory map", dir.display()))?, 2)?;
+    let refused = with(env.vellum(&format!("restore {} --memory map", dir.display()))?, 2)?;
     let said = String::from_utf8(refused.stderr)?;
     ensure(said.lines().count() == 1 && said.contains("raise vm.max_map_count by "), || said.clone())?;
     // Read, it comes back.
-    let again =
-        home.restore("again", &format!("{} --json {}", dir.display(), home.path("json").display()))?;
-    succeeds(&home.vellum("ctl again stop")?)?;
+    let again = env.restore("again", &format!("{} --json {}", dir.display(), env.path("json").display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
-    every_page_is_right(&home.path("json"))
+    every_page_is_right(&env.path("json"))
 }
 
 /// Whether a machine that shows files has every page right where it moves to at once.
 fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let here = home.run("here", "run --memory 16m --passes 0 --workload write,rate=20000,warm")?;
-    home.has_written("here", 8192)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?)?;
+    let env = TestEnv::planted(mistake)?;
+    let here = env.run("here", "run --memory 16m --passes 0 --workload write,rate=20000,warm")?;
+    env.has_written("here", 8192)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --paused --stop", dir.display()))?)?;
     ends_with(here, 0)?;
-    let again = home.restore("again", &format!("{} --memory map --paused", dir.display()))?;
-    let there = home.receive("there", "")?;
-    succeeds(&home.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
+    let again = env.restore("again", &format!("{} --memory map --paused", dir.display()))?;
+    let there = env.receive("there", "")?;
+    succeeds(&env.migrate("again", "there", "--downtime 1s --timeout 3s,then=force")?)?;
     ends_with(again, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     Ok(there.end()?.status.success())
 }
 

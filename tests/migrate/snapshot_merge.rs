@@ -14,23 +14,22 @@ use crate::snapshot::{files, points};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// A point of `dir` that is restored has every page right.
-fn is_right_at(home: &TestEnv, dir: &Path, point: u64) -> Result<(), Failed> {
-    let json = home.path(&format!("{point}.json"));
-    let again =
-        home.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
-    succeeds(&home.vellum("ctl again stop")?)?;
+fn is_right_at(env: &TestEnv, dir: &Path, point: u64) -> Result<(), Failed> {
+    let json = env.path(&format!("{point}.json"));
+    let again = env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&json)
 }
 
 /// A guest whose snapshot has a full point and `more` that continue it.
-fn chain(home: &TestEnv, dir: &Path, memory: &str, more: u64) -> Result<support::env::Machine, Failed> {
+fn chain(env: &TestEnv, dir: &Path, memory: &str, more: u64) -> Result<support::env::Machine, Failed> {
     let write = "--workload write,order=random,rate=1000";
-    let here = home.run("here", &format!("run --memory {memory},slots=3 --passes 0 {write}"))?;
+    let here = env.run("here", &format!("run --memory {memory},slots=3 --passes 0 {write}"))?;
     for point in 0..=more {
-        home.has_written("here", 500 + 500 * point)?;
+        env.has_written("here", 500 + 500 * point)?;
         succeeds(
-            &home.vellum(&format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display()))?,
+            &env.vellum(&format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display()))?,
         )?;
     }
     Ok(here)
@@ -38,53 +37,53 @@ fn chain(home: &TestEnv, dir: &Path, memory: &str, more: u64) -> Result<support:
 
 #[test(real())]
 fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let dir = home.path("snap");
-    let here = chain(&home, &dir, "32m", 3)?;
-    let merged = home.vellum(&format!("snapshot merge {} --to 2", dir.display()))?;
+    let env = TestEnv::new()?;
+    let dir = env.path("snap");
+    let here = chain(&env, &dir, "32m", 3)?;
+    let merged = env.vellum(&format!("snapshot merge {} --to 2", dir.display()))?;
     succeeds(&merged)?;
     let said = String::from_utf8(merged.stdout)?;
     ensure(said.starts_with("points 0 to 2 are point 2 now: "), || said.clone())?;
     // The machine does not know of it, and what it has followed since is enough.
-    succeeds(&home.vellum(&format!("snapshot here {} --follow --downtime 1s", dir.display()))?)?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    succeeds(&env.vellum(&format!("snapshot here {} --follow --downtime 1s", dir.display()))?)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     let kinds: Vec<_> =
-        points(&home, &dir)?.iter().map(|point| (point["number"].as_u64(), point["full"] == true)).collect();
+        points(&env, &dir)?.iter().map(|point| (point["number"].as_u64(), point["full"] == true)).collect();
     ensure(kinds == [(Some(2), true), (Some(3), false), (Some(4), false)], || format!("{kinds:?}"))?;
-    succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+    succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
     for point in 2..5 {
-        is_right_at(&home, &dir, point)?;
+        is_right_at(&env, &dir, point)?;
     }
-    succeeds(&home.vellum(&format!("snapshot merge {}", dir.display()))?)?;
+    succeeds(&env.vellum(&format!("snapshot merge {}", dir.display()))?)?;
     ensure(files(&dir)? == ["manifest.json", "map-4.1", "ram-4.1", "state-4"], || {
         format!("{:?}", files(&dir))
     })?;
-    is_right_at(&home, &dir, 4)
+    is_right_at(&env, &dir, 4)
 }
 
 /// Killed anywhere, it leaves the old chain or the new one, and nothing more once somebody else has written.
 #[test(real())]
 fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let first = home.path("snap");
-    let here = chain(&home, &first, "8m", 2)?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    let env = TestEnv::new()?;
+    let first = env.path("snap");
+    let here = chain(&env, &first, "8m", 2)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     let merge = |dir: &Path| format!("snapshot merge {}", dir.display());
     let copy = |name: &str| -> Result<_, Failed> {
-        let to = home.path(name);
+        let to = env.path(name);
         succeeds(&Command::new("cp").args(["-r", "--sparse=always"]).args([&first, &to]).output()?)?;
         Ok(to)
     };
     let whole = copy("whole")?;
     let began = Instant::now();
-    succeeds(&home.vellum(&merge(&whole))?)?;
+    succeeds(&env.vellum(&merge(&whole))?)?;
     let took = began.elapsed();
     let (mut old, mut new) = (0, 0);
     for part in 0..12u32 {
         let dir = copy(&format!("part{part}"))?;
-        let mut client = home.migration_client(&merge(&dir))?;
+        let mut client = env.migration_client(&merge(&dir))?;
         let since = Instant::now();
         // Anywhere will do: where in it that is depends on the host.
         while since.elapsed() < took * part / 10 {
@@ -92,18 +91,18 @@ fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
         }
         client.kill()?;
         client.wait()?;
-        match points(&home, &dir)?.len() {
+        match points(&env, &dir)?.len() {
             1 => new += 1,
             3 => old += 1,
             other => return Err(format!("{other} points are left").into()),
         }
-        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
         if part % 4 == 3 {
-            is_right_at(&home, &dir, 2)?;
+            is_right_at(&env, &dir, 2)?;
         }
         // The one that was killed may hold the directory until the kernel has cleared it away.
         eventually(LIMIT, "it can be merged", || {
-            let again = home.vellum(&merge(&dir))?;
+            let again = env.vellum(&merge(&dir))?;
             let said = String::from_utf8_lossy(&again.stderr).into_owned();
             let done = again.status.success() || said.contains("nothing to join");
             Ok(done.then_some(()))
@@ -137,16 +136,16 @@ impl Drop for Small<'_> {
 /// A file system that is full, wherever in it that is, leaves the old chain and nothing more; with room for all of it, it is merged.
 #[test(real())]
 fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Failed> {
-    let home = TestEnv::new()?;
-    let first = home.path("snap");
-    let here = chain(&home, &first, "8m", 2)?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    let env = TestEnv::new()?;
+    let first = env.path("snap");
+    let here = chain(&env, &first, "8m", 2)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     // In pages, of which the kernel counts eighths.
     let used = |dir: &Path, name: &str| -> Result<u64, Failed> {
         Ok(fs::metadata(dir.join(name))?.blocks().div_ceil(8))
     };
-    let path = home.path("small");
+    let path = env.path("small");
     fs::create_dir(&path)?;
     let small = Small(&path);
     if !small.has("", 64 << 20 >> 12) {
@@ -156,7 +155,7 @@ fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Faile
     let copy = || Command::new("cp").args(["-r", "--sparse=always"]).args([&first, &dir]).output();
     succeeds(&copy()?)?;
     let merge = format!("snapshot merge {}", dir.display());
-    succeeds(&home.vellum(&merge)?)?;
+    succeeds(&env.vellum(&merge)?)?;
     let pages = used(&dir, "ram-2.1")?;
     let map = used(&dir, "map-2.1")?;
     fs::remove_dir_all(&dir)?;
@@ -171,15 +170,15 @@ fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Faile
     let mut refused = 0;
     for room in steps {
         ensure(small.has("remount,", taken + room), || format!("no room for {room} pages more"))?;
-        let output = home.vellum(&merge)?;
+        let output = env.vellum(&merge)?;
         if output.status.success() {
             break;
         }
         let said = String::from_utf8(with(output, 1)?.stderr)?;
         ensure(said.contains("No space left on device") && said.lines().count() == 1, || said.clone())?;
         ensure(files(&dir)? == before, || format!("{room} pages: {:?}", files(&dir)))?;
-        ensure(points(&home, &dir)?.len() == 3, || format!("{room} pages: points are gone"))?;
-        succeeds(&home.vellum(&format!("snapshot verify {}", dir.display()))?)?;
+        ensure(points(&env, &dir)?.len() == 3, || format!("{room} pages: points are gone"))?;
+        succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
         refused += 1;
     }
     // The pages do not fit thrice, nor does the map.
@@ -187,6 +186,6 @@ fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Faile
     ensure(files(&dir)? == ["manifest.json", "map-2.1", "ram-2.1", "state-2"], || {
         format!("{:?}", files(&dir))
     })?;
-    is_right_at(&home, &dir, 2)?;
+    is_right_at(&env, &dir, 2)?;
     Ok(Completion::Completed)
 }

@@ -48,23 +48,23 @@ impl Drop for Small<'_> {
 /// Whether each point of a chain has every page right, of which one was tried again and again while there was room for one page more each
 /// time; none where nothing may be mounted.
 fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
-    let home = TestEnv::planted(mistake)?;
-    let at = home.path("small");
+    let env = TestEnv::planted(mistake)?;
+    let at = env.path("small");
     let Some(small) = Small::mount(&at)? else { return Ok(None) };
     small.resize(64 << 20)?;
-    let json = home.path("first.json");
+    let json = env.path("first.json");
     let workload = "--passes 0 --workload write,order=random,rate=500";
-    let here = home.run("here", &format!("run --memory 1m {workload} --json {}", json.display()))?;
+    let here = env.run("here", &format!("run --memory 1m {workload} --json {}", json.display()))?;
     let dir = at.join("snap");
     let snapshot =
-        || home.vellum(&format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display()));
+        || env.vellum(&format!("snapshot here {} --follow --downtime 1s --timeout 3s", dir.display()));
     let mut written = 600;
-    home.has_written("here", written)?;
+    env.has_written("here", written)?;
     succeeds(&snapshot()?)?;
     written += 50;
-    home.has_written("here", written)?;
+    env.has_written("here", written)?;
     // Each try has the same to write.
-    succeeds(&home.vellum("ctl here pause")?)?;
+    succeeds(&env.vellum("ctl here pause")?)?;
     let (before, mut failed) = (small.used()?, 0);
     loop {
         small.resize(before + failed * STEP)?;
@@ -76,24 +76,24 @@ fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Fa
         ensure(said.contains("No space left on device") && said.lines().count() == 1, || said.clone())?;
         // The machine closes what it was given in its own time.
         eventually(LIMIT, "nothing is left", || Ok((small.used()? == before).then_some(())))?;
-        ensure(home.standing("here").as_deref() == Some("paused"), || "it does not stay paused".into())?;
+        ensure(env.standing("here").as_deref() == Some("paused"), || "it does not stay paused".into())?;
         failed += 1;
     }
     eprintln!("{failed} tries failed");
     ensure(failed > 3, || format!("{failed} tries failed"))?;
     small.resize(64 << 20)?;
-    succeeds(&home.vellum("ctl here resume")?)?;
-    home.has_written("here", written + 50)?;
+    succeeds(&env.vellum("ctl here resume")?)?;
+    env.has_written("here", written + 50)?;
     succeeds(&snapshot()?)?;
-    let full: Vec<bool> = points(&home, &dir)?.iter().map(|point| point["full"] == true).collect();
+    let full: Vec<bool> = points(&env, &dir)?.iter().map(|point| point["full"] == true).collect();
     ensure(full == [true, false, false], || format!("{full:?}"))?;
-    succeeds(&home.vellum("ctl here stop")?)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     every_page_is_right(&json)?;
     let mut right = true;
     for point in 0..3 {
-        let again = home.restore("again", &format!("{} --at {point}", dir.display()))?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+        let again = env.restore("again", &format!("{} --at {point}", dir.display()))?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         right &= again.end()?.status.success();
     }
     Ok(Some(right))
@@ -110,26 +110,26 @@ fn a_disk_that_is_full_at_any_write_loses_nothing_of_the_next_point() -> Result<
 /// A page in each mebibyte of 6 GiB, in several memslots: two points, each of which comes back in each way, and moves on in each way.
 #[test(real())]
 fn memory_above_four_gib_is_saved_and_comes_back_in_each_way() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let workload = "--passes 0 --workload write,order=random,stride=1m,rate=20000";
-    let here = home.run("here", &format!("run --memory 6g,slots=3 {workload}"))?;
-    home.has_written("here", 10_000)?;
-    let dir = home.path("snap");
+    let here = env.run("here", &format!("run --memory 6g,slots=3 {workload}"))?;
+    env.has_written("here", 10_000)?;
+    let dir = env.path("snap");
     let snapshot = |name: &str, more: &str| -> Result<(), Failed> {
-        succeeds(&home.vellum(&format!("snapshot {name} {} --downtime 1m {more}", dir.display()))?)
+        succeeds(&env.vellum(&format!("snapshot {name} {} --downtime 1m {more}", dir.display()))?)
     };
     snapshot("here", "--follow")?;
-    home.has_written("here", 20_000)?;
+    env.has_written("here", 20_000)?;
     snapshot("here", "--stop")?;
     ends_with(here, 0)?;
     let ways = [("eager", "--verify"), ("map", "--mode postcopy"), ("demand", "--mode hybrid")];
     for (point, (memory, how)) in [0, 1].into_iter().flat_map(|point| ways.map(|way| (point, way))) {
-        let json = home.path("end.json");
-        let back = home.restore("back", &format!("{} --at {point} --memory {memory}", dir.display()))?;
-        let there = home.receive("there", &format!("--json {}", json.display()))?;
-        succeeds(&home.migrate("back", "there", &format!("--downtime 1m {how}"))?)?;
+        let json = env.path("end.json");
+        let back = env.restore("back", &format!("{} --at {point} --memory {memory}", dir.display()))?;
+        let there = env.receive("there", &format!("--json {}", json.display()))?;
+        succeeds(&env.migrate("back", "there", &format!("--downtime 1m {how}"))?)?;
         ends_with(back, 15)?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
         every_page_is_right(&json)?;
         fs::remove_file(json)?;
@@ -139,15 +139,15 @@ fn memory_above_four_gib_is_saved_and_comes_back_in_each_way() -> Result<(), Fai
 
 /// Whether a machine of several memslots comes out of its snapshot with every page right.
 fn comes_back(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
-    let home = TestEnv::planted(mistake)?;
+    let env = TestEnv::planted(mistake)?;
     let here =
-        home.run("here", "run --memory 16m,slots=3 --passes 0 --workload write,order=random,rate=20000")?;
-    home.has_written("here", 4096)?;
-    let dir = home.path("snap");
-    succeeds(&home.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
+        env.run("here", "run --memory 16m,slots=3 --passes 0 --workload write,order=random,rate=20000")?;
+    env.has_written("here", 4096)?;
+    let dir = env.path("snap");
+    succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
     ends_with(here, 0)?;
-    let Ok(again) = home.restore("again", &dir.display().to_string()) else { return Ok(Some(false)) };
-    succeeds(&home.vellum("ctl again stop")?)?;
+    let Ok(again) = env.restore("again", &dir.display().to_string()) else { return Ok(Some(false)) };
+    succeeds(&env.vellum("ctl again stop")?)?;
     Ok(Some(again.end()?.status.success()))
 }
 

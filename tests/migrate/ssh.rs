@@ -26,47 +26,47 @@ struct Server {
 }
 
 impl Server {
-    fn start(home: &TestEnv) -> Result<Self, Failed> {
+    fn start(env: &TestEnv) -> Result<Self, Failed> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         for key in ["host_key", "user_key"] {
             let mut make = Command::new("ssh-keygen");
-            succeeds(&make.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(home.path(key)).output()?)?;
+            succeeds(&make.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(env.path(key)).output()?)?;
         }
-        fs::copy(home.path("user_key.pub"), home.path("authorized"))?;
+        fs::copy(env.path("user_key.pub"), env.path("authorized"))?;
         let vellum = Path::new(crate::VELLUM).parent().ok_or("a program has a directory")?;
-        let dir = home.0.display();
+        let dir = env.0.display();
         let config = format!(
             "ListenAddress 127.0.0.1\nPort {port}\nHostKey {dir}/host_key\nAuthorizedKeysFile {dir}/authorized\nStrictModes no\n\
              PidFile none\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n\
              SetEnv XDG_RUNTIME_DIR={dir} PATH={}:/usr/bin:/bin\n",
             vellum.display()
         );
-        fs::write(home.path("sshd_config"), config)?;
+        fs::write(env.path("sshd_config"), config)?;
         // Where it confines itself, in a system that has never started one.
         let _ = fs::create_dir("/run/sshd");
         let path = tools::find("sshd").ok_or("no sshd")?;
         let sshd = Process::spawn(
-            Command::new(path).args(["-D", "-e", "-f"]).arg(home.path("sshd_config")).stderr(Stdio::piped()),
+            Command::new(path).args(["-D", "-e", "-f"]).arg(env.path("sshd_config")).stderr(Stdio::piped()),
         )?;
-        let bin = home.path("bin");
+        let bin = env.path("bin");
         fs::create_dir(&bin)?;
         let client = format!(
             "Host there\n HostName 127.0.0.1\n Port {port}\n IdentityFile {dir}/user_key\n IdentitiesOnly yes\n BatchMode yes\n \
              UserKnownHostsFile {dir}/known\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n"
         );
-        fs::write(home.path("ssh_config"), client)?;
+        fs::write(env.path("ssh_config"), client)?;
         let server = Self { _sshd: sshd, bin };
-        server.client(home, "exec /usr/bin/env -i PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\"")?;
+        server.client(env, "exec /usr/bin/env -i PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\"")?;
         eventually(LIMIT, "sshd answers", || {
-            Ok(server.ssh(home).args(["there", "true"]).output()?.status.success().then_some(()))
+            Ok(server.ssh(env).args(["there", "true"]).output()?.status.success().then_some(()))
         })?;
         Ok(server)
     }
 
     /// What `ssh` is for those who start it by [`Self::path`].
-    fn client(&self, home: &TestEnv, last: &str) -> Result<(), Failed> {
+    fn client(&self, env: &TestEnv, last: &str) -> Result<(), Failed> {
         let rest = std::env::var("PATH").unwrap_or_default();
-        let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", home.0.display());
+        let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", env.0.display());
         let ssh = self.bin.join("ssh");
         fs::write(&ssh, script)?;
         Ok(fs::set_permissions(&ssh, fs::Permissions::from_mode(0o755))?)
@@ -76,14 +76,14 @@ impl Server {
         format!("{}:{}", self.bin.display(), std::env::var("PATH").unwrap_or_default())
     }
 
-    fn ssh(&self, home: &TestEnv) -> Command {
+    fn ssh(&self, env: &TestEnv) -> Command {
         let mut command = Command::new(self.bin.join("ssh"));
-        command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
+        command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
         command
     }
 
-    fn migrate(&self, home: &TestEnv, more: &str) -> Result<Output, Failed> {
-        Ok(home
+    fn migrate(&self, env: &TestEnv, more: &str) -> Result<Output, Failed> {
+        Ok(env
             .command(&format!("migrate here --to ssh:there:there {more}"))
             .env("PATH", self.path())
             .output()?)
@@ -95,11 +95,11 @@ impl Server {
 #[test(needs())]
 fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(), Failed> {
     for (more, cut) in [("", false), ("--connections 3 --compress zstd", false), ("--json", true)] {
-        let home = TestEnv::new()?;
-        let server = Server::start(&home)?;
-        let json = home.path("json");
-        let here = home.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
-        let there = home.run("there", &format!("receive --json {}", json.display()))?;
+        let env = TestEnv::new()?;
+        let server = Server::start(&env)?;
+        let json = env.path("json");
+        let here = env.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
+        let there = env.run("there", &format!("receive --json {}", json.display()))?;
         if cut {
             // The first connection ends behind READY, and with it all that is to come.
             let most = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
@@ -107,17 +107,17 @@ fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(
                 "[ -e \"$DIR/tried\" ] && exec /usr/bin/env -i PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\"\n: > \"$DIR/tried\"\n\
                  PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\" | dd bs=1 count={most} 2>/dev/null"
             );
-            server.client(&home, &first)?;
+            server.client(&env, &first)?;
         }
-        let output = server.migrate(&home, more)?;
+        let output = server.migrate(&env, more)?;
         succeeds(&output)?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         ensure(said.contains("unconfirmed") == cut, || format!("{output:?}"))?;
         ends_with(here, 15)?;
-        ensure(home.standing("there").as_deref() == Some("running"), || {
-            format!("{:?}", home.standing("there"))
+        ensure(env.standing("there").as_deref() == Some("running"), || {
+            format!("{:?}", env.standing("there"))
         })?;
-        succeeds(&home.vellum("ctl there stop")?)?;
+        succeeds(&env.vellum("ctl there stop")?)?;
         ends_with(there, 0)?;
         every_page_is_right(&json)?;
     }

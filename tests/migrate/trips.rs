@@ -78,29 +78,29 @@ fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
 }
 
 fn go((tracker, ring): Way, Trips { mib, hops, rate, limits, last }: Trips) -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let write = format!("--workload write,order=random,rate={rate},write=80");
     let mut here =
-        home.run("m0", &format!("run --cpus 2 --memory {mib}m,slots=3 --passes 0 {write} {ring}"))?;
+        env.run("m0", &format!("run --cpus 2 --memory {mib}m,slots=3 --passes 0 {write} {ring}"))?;
     let mut stood = Vec::new();
     for hop in 0..hops {
         let (from, to) = (format!("m{hop}"), format!("m{}", hop + 1));
-        let json = home.path("last.json");
-        let there = home.receive(&to, &format!("--json {} {ring}", json.display()))?;
+        let json = env.path("last.json");
+        let there = env.receive(&to, &format!("--json {} {ring}", json.display()))?;
         // What a machine with a ring has needs no word.
         let asked = if hop == 1 && tracker == "ring" { "" } else { &format!("--tracker {tracker}") };
-        let output = home.migrate(&from, &to, &format!("{asked} {limits} --json"))?;
+        let output = env.migrate(&from, &to, &format!("{asked} {limits} --json"))?;
         succeeds(&output).map_err(|error| Failed::from(format!("hop {hop}: {error:?}")))?;
         ends_with(here, 15)?;
         let moved = moved(&output)?;
         ensure(moved["tracker"] == *tracker, || moved.to_string())?;
-        ensure(home.standing(&to).as_deref() == Some("running"), || format!("{:?}", home.standing(&to)))?;
+        ensure(env.standing(&to).as_deref() == Some("running"), || format!("{:?}", env.standing(&to)))?;
         let bytes = last_pass(&output)?;
         ensure(bytes <= last, || format!("hop {hop}: its last pass has {bytes} bytes, of {last} at most"))?;
         stood.push(moved["us"].as_u64().unwrap_or(u64::MAX) as f64 / 1000.0);
         here = there;
     }
-    succeeds(&home.vellum(&format!("ctl m{hops} stop"))?)?;
+    succeeds(&env.vellum(&format!("ctl m{hops} stop"))?)?;
     ends_with(here, 0)?;
     stood.sort_unstable_by(f64::total_cmp);
     let at = |part: usize| stood[(stood.len() - 1) * part / 2];
@@ -110,7 +110,7 @@ fn go((tracker, ring): Way, Trips { mib, hops, rate, limits, last }: Trips) -> R
         at(2),
         at(1)
     );
-    every_page_is_right(&home.path("last.json"))
+    every_page_is_right(&env.path("last.json"))
 }
 
 /// How many bytes the last pass of a migration had.

@@ -20,41 +20,41 @@ const TYPED: &[u8] = &[b't'; 200];
 #[test(real())]
 fn what_is_typed_in_the_final_pass_gets_to_the_guest_once() -> Result<(), Failed> {
     for (moves, irqchip) in [(true, "split"), (false, "kernel")] {
-        let home = TestEnv::new()?;
-        let [kernel, out, far] = ["kernel", "out", "far"].map(|name| home.path(name));
+        let env = TestEnv::new()?;
+        let [kernel, out, far] = ["kernel", "out", "far"].map(|name| env.path(name));
         fs::write(&kernel, Code::default().echo().elf64())?;
         let line = format!("run --kernel {} --memory 8m --irqchip {irqchip}", kernel.display());
-        let mut here = home.start("here", home.command(&line).stdin(Stdio::piped()))?;
+        let mut here = env.start("here", env.command(&line).stdin(Stdio::piped()))?;
         let mut keys = here.child.stdin.take().ok_or("no standard input")?;
-        succeeds(&home.vellum(&format!("ctl here serial file={}", out.display()))?)?;
+        succeeds(&env.vellum(&format!("ctl here serial file={}", out.display()))?)?;
         let comes = |file: &std::path::Path, due: &[u8]| {
             eventually(LIMIT, "it is sent back", || Ok((fs::read(file)? == due).then_some(())))
         };
         keys.write_all(b"before ")?;
         comes(&out, b"before ")?;
-        let there = home.receive("there", &format!("--serial file={}", far.display()))?;
-        let (courier, release) = held_back(&home, until_fit(), "--downtime 1h")?;
+        let there = env.receive("there", &format!("--serial file={}", far.display()))?;
+        let (client, release) = held_back(&env, until_fit(), "--downtime 1h")?;
         eventually(LIMIT, "it stands still", || {
-            Ok((home.standing("there").as_deref() == Some("uncommitted")).then_some(()))
+            Ok((env.standing("there").as_deref() == Some("uncommitted")).then_some(()))
         })?;
         keys.write_all(TYPED)?;
         if moves {
             drop(release);
-            with(courier.output()?, 0)?;
+            with(client.output()?, 0)?;
             let ended = ends_with(here, 15)?;
             comes(&far, TYPED)?;
             ensure(fs::read(&out)? == b"before ", || format!("the source had it, too: {ended:?}"))?;
-            succeeds(&home.vellum("ctl there stop")?)?;
+            succeeds(&env.vellum("ctl there stop")?)?;
             ends_with(there, 0)?;
         } else {
-            succeeds(&home.vellum("ctl here migrate-cancel")?)?;
-            with(courier.output()?, 1)?;
+            succeeds(&env.vellum("ctl here migrate-cancel")?)?;
+            with(client.output()?, 1)?;
             comes(&out, &[b"before ", TYPED].concat())?;
             keys.write_all(b" after")?;
             comes(&out, &[b"before ", TYPED, b" after"].concat())?;
             ends_with(there, 1)?;
             drop(release);
-            succeeds(&home.vellum("ctl here stop")?)?;
+            succeeds(&env.vellum("ctl here stop")?)?;
             ends_with(here, 0)?;
         }
     }

@@ -17,20 +17,20 @@ use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, wit
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
 
 /// The process that has the machine `name`.
-pub fn pid(home: &TestEnv, name: &str) -> Result<u32, Failed> {
-    let status = Client::connect(&home.socket(name))?.ask(&Do::Status {})?;
+pub fn pid(env: &TestEnv, name: &str) -> Result<u32, Failed> {
+    let status = Client::connect(&env.socket(name))?.ask(&Do::Status {})?;
     Ok(status["pid"].as_u64().ok_or("no pid")? as u32)
 }
 
 /// Upgrades `name` to a build of its own path; the process that has it then.
-pub fn upgrade(home: &TestEnv, name: &str) -> Result<u32, Failed> {
-    let (before, build) = (pid(home, name)?, home.path("other-build"));
+pub fn upgrade(env: &TestEnv, name: &str) -> Result<u32, Failed> {
+    let (before, build) = (pid(env, name)?, env.path("other-build"));
     if !build.exists() {
         symlink(VELLUM, &build)?;
     }
-    succeeds(&home.vellum(&format!("ctl {name} upgrade --downtime 1m {}", build.display()))?)?;
+    succeeds(&env.vellum(&format!("ctl {name} upgrade --downtime 1m {}", build.display()))?)?;
     let now = eventually(LIMIT, "it answers in the new process", || {
-        Ok(pid(home, name).ok().filter(|now| *now != before))
+        Ok(pid(env, name).ok().filter(|now| *now != before))
     })?;
     Ok(now)
 }
@@ -43,37 +43,37 @@ fn kill(pid: u32, signal: &str) -> Result<(), Failed> {
 /// the guest's any more, ends as the last one does.
 #[test(kvm())]
 fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let json = home.path("json");
+    let env = TestEnv::new()?;
+    let json = env.path("json");
     let line =
         format!("run --cpus 2 --memory 32m,slots=3,backing=memfd {WORKLOAD} --json {}", json.display());
-    let first = home.run("m", &line)?;
-    home.has_written("m", 2 * (32 << 20) / 4096)?;
-    let second = upgrade(&home, "m")?;
+    let first = env.run("m", &line)?;
+    env.has_written("m", 2 * (32 << 20) / 4096)?;
+    let second = upgrade(&env, "m")?;
     // Its client hears that the guest has gone before the machine that is left has been taken apart.
     eventually(LIMIT, "the first process has none of its memory", || {
         let maps = fs::read_to_string(format!("/proc/{}/maps", first.child.id()))?;
         Ok((!maps.contains("vellum-guest")).then_some(()))
     })?;
-    let dir = home.path("snap");
-    let saved = home.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
+    let dir = env.path("snap");
+    let saved = env.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
     succeeds(&saved)?;
-    let third = upgrade(&home, "m")?;
+    let third = upgrade(&env, "m")?;
     eventually(LIMIT, "the one in between ends", || Ok(process(second).is_none().then_some(())))?;
-    let saved = home.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
+    let saved = env.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
     succeeds(&saved)?;
     // Nobody followed the guest across the upgrade.
     ensure(String::from_utf8_lossy(&saved.stdout).contains("whole"), || format!("{saved:?}"))?;
     ensure(process(third).is_some() && process(first.child.id()).is_some(), || "one has ended".into())?;
-    succeeds(&home.vellum("ctl m stop")?)?;
+    succeeds(&env.vellum("ctl m stop")?)?;
     ends_with(first, 0)?;
     every_page_is_right(&json)?;
-    ensure(!home.socket("m").exists(), || "its control socket is still there".into())?;
+    ensure(!env.socket("m").exists(), || "its control socket is still there".into())?;
     for point in 0..2 {
-        let json = home.path(&format!("{point}.json"));
+        let json = env.path(&format!("{point}.json"));
         let again =
-            home.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
-        succeeds(&home.vellum("ctl again stop")?)?;
+            env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+        succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
         every_page_is_right(&json)?;
     }
@@ -83,9 +83,9 @@ fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Resu
 /// A disk with its lock, a serial port, a vsock, a console: each goes over, and the guest counts on without a gap.
 #[test(kvm())]
 fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = counting(&home)?;
-    let [out, disk, vsock] = ["out", "disk", "vsock"].map(|name| home.path(name));
+    let env = TestEnv::new()?;
+    let kernel = counting(&env)?;
+    let [out, disk, vsock] = ["out", "disk", "vsock"].map(|name| env.path(name));
     fs::write(&disk, [0; 4096])?;
     let devices = format!(
         "--serial file={} --disk {} --vsock {} --console pty --rng --balloon",
@@ -94,25 +94,25 @@ fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
         vsock.display()
     );
     let line = format!("run --kernel {} --memory 32m,backing=memfd {devices}", kernel.display());
-    let first = home.run("m", &line)?;
+    let first = env.run("m", &line)?;
     let grows = || -> Result<(), Failed> {
         let was = fs::metadata(&out)?.len();
         eventually(LIMIT, "it counts", || Ok((fs::metadata(&out)?.len() > was + 512).then_some(())))
     };
     grows()?;
     for _ in 0..2 {
-        upgrade(&home, "m")?;
+        upgrade(&env, "m")?;
         grows()?;
         ensure(vsock.exists(), || "its vsock is gone".into())?;
         // The lock went over, too.
         let second =
             format!("run --kernel {} --memory 32m --serial null --disk {}", kernel.display(), disk.display());
-        let refused = with(home.vellum(&second)?, 2)?;
+        let refused = with(env.vellum(&second)?, 2)?;
         ensure(String::from_utf8_lossy(&refused.stderr).contains("in use"), || format!("{refused:?}"))?;
     }
-    succeeds(&home.vellum("ctl m stop")?)?;
+    succeeds(&env.vellum("ctl m stop")?)?;
     ends_with(first, 0)?;
-    ensure(!vsock.exists() && !home.socket("m").exists(), || "a socket is left behind".into())?;
+    ensure(!vsock.exists() && !env.socket("m").exists(), || "a socket is left behind".into())?;
     has_counted(&[out])
 }
 
@@ -123,11 +123,11 @@ fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
     for (of_first, signal, status) in
         [(true, "-TERM", Some(128 + 15)), (true, "-KILL", None), (false, "-KILL", Some(1))]
     {
-        let home = TestEnv::new()?;
-        let json = home.path("json");
+        let env = TestEnv::new()?;
+        let json = env.path("json");
         let line = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
-        let first = home.run("m", &line)?;
-        let second = upgrade(&home, "m")?;
+        let first = env.run("m", &line)?;
+        let second = upgrade(&env, "m")?;
         kill(if of_first { first.child.id() } else { second }, signal)?;
         let output = first.child.output()?;
         ensure(output.status.code() == status, || format!("{signal}: {output:?}"))?;
@@ -142,33 +142,33 @@ fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
 /// Memory without a descriptor, a program that is none, or is none of these: the machine runs on where it was.
 #[test(real())]
 fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let json = home.path("json");
-    let _anonymous = home.run("anonymous", "run --memory 8m --passes 0")?;
+    let env = TestEnv::new()?;
+    let json = env.path("json");
+    let _anonymous = env.run("anonymous", "run --memory 8m --passes 0")?;
     let memfd = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
-    let machine = home.run("memfd", &memfd)?;
-    let before = pid(&home, "memfd")?;
+    let machine = env.run("memfd", &memfd)?;
+    let before = pid(&env, "memfd")?;
     for (name, binary, status, says) in [
         ("anonymous", VELLUM, 2, "--memory SIZE,backing=memfd"),
         ("memfd", "/nonexistent/vellum", 2, "/nonexistent/vellum"),
         ("memfd", "/bin/false", 1, "stays in the process that it is in"),
         ("memfd", "/bin/cat", 1, "stays in the process that it is in"),
     ] {
-        let refused = with(home.vellum(&format!("ctl {name} upgrade {binary}"))?, status)?;
+        let refused = with(env.vellum(&format!("ctl {name} upgrade {binary}"))?, status)?;
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         ensure(said.contains(says) && said.lines().count() == 1, || said.clone())?;
-        ensure(home.standing(name).as_deref() == Some("running"), || format!("{name} does not run on"))?;
+        ensure(env.standing(name).as_deref() == Some("running"), || format!("{name} does not run on"))?;
     }
-    ensure(pid(&home, "memfd")? == before, || "it is another process".into())?;
-    home.has_written("memfd", 4 * (8 << 20) / 4096)?;
-    succeeds(&home.vellum("ctl memfd stop")?)?;
+    ensure(pid(&env, "memfd")? == before, || "it is another process".into())?;
+    env.has_written("memfd", 4 * (8 << 20) / 4096)?;
+    succeeds(&env.vellum("ctl memfd stop")?)?;
     ends_with(machine, 0)?;
     every_page_is_right(&json)
 }
 
 /// A build that runs `script`, at the end of which `exec vellum "$@"` makes it a Vellum.
-fn build(home: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
-    let path = home.path(name);
+fn build(env: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
+    let path = env.path(name);
     fs::write(&path, format!("#!/bin/sh\n{}\n", script.replace("exec vellum", &format!("exec {VELLUM}"))))?;
     fs::set_permissions(&path, Permissions::from_mode(0o755))?;
     Ok(path)
@@ -178,36 +178,36 @@ fn build(home: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
 /// none along. Each way in which an upgrade comes to nothing, before one that succeeds and after it.
 #[test(real())]
 fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let json = home.path("json");
+    let env = TestEnv::new()?;
+    let json = env.path("json");
     let line = format!("run --memory 8m,backing=memfd {WORKLOAD} --json {}", json.display());
-    let first = home.run("m", &line)?;
+    let first = env.run("m", &line)?;
     let ways =
         [("false", "exit 1"), ("few", "ulimit -n 14; exec vellum \"$@\""), ("other", "exec vellum list")];
     for _ in 0..3 {
-        let now = pid(&home, "m")?;
+        let now = pid(&env, "m")?;
         for (name, script) in ways {
-            let path = build(&home, name, script)?;
-            let refused = with(home.vellum(&format!("ctl m upgrade {}", path.display()))?, 1)?;
+            let path = build(&env, name, script)?;
+            let refused = with(env.vellum(&format!("ctl m upgrade {}", path.display()))?, 1)?;
             let said = String::from_utf8_lossy(&refused.stderr).into_owned();
             ensure(said.contains("m stays in the process that it is in"), || format!("{name}: {said}"))?;
         }
         // One that comes to be a Vellum only when the upgrade was cancelled, or when its client is gone.
         for how in ["migrate-cancel", "-INT", "-KILL"] {
-            let gate = home.path("gate");
+            let gate = env.path("gate");
             succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;
             let script = format!("read -r _ < {}; exec vellum \"$@\"", gate.display());
             let client =
-                home.migration_client(&format!("ctl m upgrade {}", build(&home, how, &script)?.display()))?;
+                env.migration_client(&format!("ctl m upgrade {}", build(&env, how, &script)?.display()))?;
             eventually(LIMIT, "it is under way", || {
-                Ok((home.standing("m").as_deref() == Some("upgrading")).then_some(()))
+                Ok((env.standing("m").as_deref() == Some("upgrading")).then_some(()))
             })?;
             match how {
-                "migrate-cancel" => succeeds(&home.vellum("ctl m migrate-cancel")?)?,
+                "migrate-cancel" => succeeds(&env.vellum("ctl m migrate-cancel")?)?,
                 signal => kill(client.id(), signal)?,
             }
             eventually(LIMIT, "it is over", || {
-                Ok((home.standing("m").as_deref() == Some("running")).then_some(()))
+                Ok((env.standing("m").as_deref() == Some("running")).then_some(()))
             })?;
             fs::write(&gate, "go\n")?;
             let status = if how == "-KILL" { None } else { Some(1) };
@@ -218,11 +218,11 @@ fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is()
             })?;
             fs::remove_file(&gate)?;
         }
-        ensure(pid(&home, "m")? == now, || "it is in another process".into())?;
-        upgrade(&home, "m")?;
+        ensure(pid(&env, "m")? == now, || "it is in another process".into())?;
+        upgrade(&env, "m")?;
     }
-    home.has_written("m", 4 * (8 << 20) / 4096)?;
-    succeeds(&home.vellum("ctl m stop")?)?;
+    env.has_written("m", 4 * (8 << 20) / 4096)?;
+    succeeds(&env.vellum("ctl m stop")?)?;
     ends_with(first, 0)?;
     every_page_is_right(&json)
 }

@@ -24,8 +24,8 @@ fn setsid() -> Need {
 /// Every key but Ctrl-A x is the guest's, in the other build as in the first; that ends it, and then the terminal is as it was before.
 #[test(real(), setsid())]
 fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = home.path("kernel");
+    let env = TestEnv::new()?;
+    let kernel = env.path("kernel");
     fs::write(&kernel, Code::default().print("V").echo().elf64())?;
     let (mut master, slave, name) = open_pty()?;
     let stty = |arguments: &[&str]| -> Result<String, Failed> {
@@ -35,7 +35,7 @@ fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<
     stty(&["sane"])?;
     let mut first = Command::new("setsid");
     first.args(["--ctty", "--wait", VELLUM, "run", "--name", "m", "--memory", "8m,backing=memfd", "-k"]);
-    first.arg(&kernel).env("XDG_RUNTIME_DIR", &home.0);
+    first.arg(&kernel).env("XDG_RUNTIME_DIR", &env.0);
     let mut first = first.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave).spawn()?;
     let mut says = |keys: &[u8], due: &[u8]| -> Result<(), Failed> {
         master.write_all(keys)?;
@@ -46,7 +46,7 @@ fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<
     says(b"", b"V")?;
     for _ in 0..2 {
         says(b"a\x03\r\x01\x01", b"a\x03\r\x01")?;
-        upgrade(&home, "m")?;
+        upgrade(&env, "m")?;
         let mode = stty(&["-a"])?;
         ensure(mode.contains("-icanon") && mode.contains("-isig"), || format!("it is not raw: {mode}"))?;
     }
@@ -85,23 +85,23 @@ fn taps_of(of: u32) -> Result<Vec<String>, Failed> {
 /// first process has none of it any more.
 #[test(kvm(), taps())]
 fn a_tap_goes_over_to_another_build() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (kernel, out) = (counting(&home)?, home.path("out"));
+    let env = TestEnv::new()?;
+    let (kernel, out) = (counting(&env)?, env.path("out"));
     let mut command = Command::new("unshare");
     command.args(["-n", VELLUM, "run", "--memory", "32m,backing=memfd", "--net", "tap=vt0,create", "-k"]);
     command.arg(&kernel).args(["--serial", &format!("file={}", out.display())]);
-    command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
-    let first = home.start("m", &mut command)?;
+    command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    let first = env.start("m", &mut command)?;
     let grows = || -> Result<(), Failed> {
         let was = fs::metadata(&out)?.len();
         eventually(LIMIT, "it counts", || Ok((fs::metadata(&out)?.len() > was + 512).then_some(())))
     };
     grows()?;
-    let mut before = pid(&home, "m")?;
+    let mut before = pid(&env, "m")?;
     let queues = taps_of(before)?;
     ensure(!queues.is_empty() && queues.iter().all(|name| name == "vt0"), || format!("{queues:?}"))?;
     for _ in 0..2 {
-        let now = upgrade(&home, "m")?;
+        let now = upgrade(&env, "m")?;
         ensure(taps_of(now)? == queues, || format!("{:?} are open, not {queues:?}", taps_of(now)))?;
         eventually(LIMIT, "the process before has no tap", || {
             // The one in between may have ended by now.
@@ -110,7 +110,7 @@ fn a_tap_goes_over_to_another_build() -> Result<(), Failed> {
         grows()?;
         before = now;
     }
-    succeeds(&home.vellum("ctl m stop")?)?;
+    succeeds(&env.vellum("ctl m stop")?)?;
     ends_with(first, 0)?;
     has_counted(&[out])
 }

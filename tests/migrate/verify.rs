@@ -16,7 +16,7 @@ use vellum_sys::mmap::PAGE_SIZE;
 use crate::relay::{Part, changed_back, next_frame};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
-/// How many pages were compared, as the courier says it.
+/// How many pages were compared, as the migration client says it.
 fn compared(said: &[u8]) -> Option<u64> {
     let said = String::from_utf8_lossy(said);
     let words: Vec<&str> = said.split_whitespace().collect();
@@ -28,16 +28,16 @@ fn compared(said: &[u8]) -> Option<u64> {
 #[test(kvm())]
 fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> {
     for backing in ["anonymous", "memfd"] {
-        let home = TestEnv::new()?;
-        let kernel = home.path("kernel");
+        let env = TestEnv::new()?;
+        let kernel = env.path("kernel");
         fs::write(&kernel, Code::default().spin().elf64())?;
         let line =
             format!("run --kernel {} --memory 1g,backing={backing} --serial null --rng", kernel.display());
-        let mut here = home.run("m0", &line)?;
+        let mut here = env.run("m0", &line)?;
         for hop in 1..3 {
             let name = format!("m{hop}");
-            let there = home.receive(&name, &format!("--serial null --rng --memory backing={backing}"))?;
-            let output = home.migrate(&format!("m{}", hop - 1), &name, "--verify --downtime 1s")?;
+            let there = env.receive(&name, &format!("--serial null --rng --memory backing={backing}"))?;
+            let output = env.migrate(&format!("m{}", hop - 1), &name, "--verify --downtime 1s")?;
             succeeds(&output)?;
             let pages = compared(&output.stdout);
             ensure(pages.is_some_and(|pages| (1..1000).contains(&pages)), || {
@@ -54,24 +54,24 @@ fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> 
             ensure(held < 64 << 10, || format!("{backing}: the target holds {held} KiB"))?;
             here = there;
         }
-        succeeds(&home.vellum("ctl m2 stop")?)?;
+        succeeds(&env.vellum("ctl m2 stop")?)?;
         ends_with(here, 0)?;
     }
-    let home = TestEnv::new()?;
-    let here = home.run(
+    let env = TestEnv::new()?;
+    let here = env.run(
         "here",
         "run --cpus 2 --memory 16m,slots=3 --passes 0 --workload write,order=random,rate=20000",
     )?;
-    let there = home.receive("there", &format!("--json {}", home.path("json").display()))?;
-    let output = home.migrate("here", "there", "--verify --downtime 1s")?;
+    let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
+    let output = env.migrate("here", "there", "--verify --downtime 1s")?;
     succeeds(&output)?;
     // What it has come to by then.
     let all = (16 << 20) / PAGE_SIZE;
     ensure(compared(&output.stdout).is_some_and(|pages| pages > all / 16), || format!("{output:?}"))?;
     ends_with(here, 15)?;
-    succeeds(&home.vellum("ctl there stop")?)?;
+    succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
-    every_page_is_right(&home.path("json"))
+    every_page_is_right(&env.path("json"))
 }
 
 /// Changes one bit in the first page that it carries to the target, and puts all sums right; where that page lies.
@@ -121,24 +121,22 @@ fn carry(mut from: UnixStream, mut to: UnixStream, lose: bool) -> std::io::Resul
 #[test(kvm())]
 fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> {
     for lose in [false, true] {
-        let home = TestEnv::new()?;
+        let env = TestEnv::new()?;
         let here =
-            home.run("here", &format!("run --memory 8m --passes 0 --json {}", home.path("json").display()))?;
-        let there = home.receive("there", "")?;
-        tamper(home.path("relay.in"), home.path("there.in"), lose)?;
-        let output = with(home.migrate("here", "relay", "--verify --paused")?, 1)?;
+            env.run("here", &format!("run --memory 8m --passes 0 --json {}", env.path("json").display()))?;
+        let there = env.receive("there", "")?;
+        tamper(env.path("relay.in"), env.path("there.in"), lose)?;
+        let output = with(env.migrate("here", "relay", "--verify --paused")?, 1)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let named =
             said.contains("the target's memory differs in 1 of ") && said.contains("at guest address 0x");
         ensure(named && said.lines().count() == 1, || said.clone())?;
-        ensure(home.standing("here").as_deref() == Some("paused"), || {
-            format!("{:?}", home.standing("here"))
-        })?;
+        ensure(env.standing("here").as_deref() == Some("paused"), || format!("{:?}", env.standing("here")))?;
         ends_with(there, 1)?;
-        succeeds(&home.vellum("ctl here resume")?)?;
-        succeeds(&home.vellum("ctl here stop")?)?;
+        succeeds(&env.vellum("ctl here resume")?)?;
+        succeeds(&env.vellum("ctl here stop")?)?;
         ends_with(here, 0)?;
-        every_page_is_right(&home.path("json"))?;
+        every_page_is_right(&env.path("json"))?;
     }
     Ok(())
 }
@@ -173,21 +171,21 @@ fn what_a_target_says_is_neither_believed_nor_shown_unread() -> Result<(), Faile
             "no\\nvellum: \\u{202e}moved",
         ),
     ];
-    let home = TestEnv::new()?;
-    let json = home.path("json");
-    let here = home.run("here", &format!("run --memory 8m --passes 0 --json {}", json.display()))?;
-    home.has_written("here", 1000)?;
+    let env = TestEnv::new()?;
+    let json = env.path("json");
+    let here = env.run("here", &format!("run --memory 8m --passes 0 --json {}", json.display()))?;
+    env.has_written("here", 1000)?;
     for (at, (change, says)) in answers.into_iter().enumerate() {
-        let there = home.receive(&format!("there{at}"), "")?;
-        let [relay, to] = ["relay", "in"].map(|end| home.path(&format!("there{at}.{end}")));
+        let there = env.receive(&format!("there{at}"), "")?;
+        let [relay, to] = ["relay", "in"].map(|end| env.path(&format!("there{at}.{end}")));
         changed_back(&relay, to, change)?;
         let line = format!("migrate here --liveness 5m --verify --downtime 1m --to unix:{}", relay.display());
-        let output = with(home.vellum(&line)?, 1)?;
+        let output = with(env.vellum(&line)?, 1)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(said.contains(says) && said.lines().count() == 1, || said.clone())?;
         drop(there);
     }
-    succeeds(&home.vellum("ctl here stop")?)?;
+    succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     every_page_is_right(&json)
 }

@@ -275,26 +275,26 @@ fn a_guest_that_moves_keeps_its_address_and_loses_its_connections() -> Result<()
     ensure(again == address, || format!("{address}, and then {again}"))
 }
 
-/// A kernel that runs for ever, in a file below `home`.
-fn spinning(home: &TestEnv) -> Result<PathBuf, Failed> {
-    let kernel = home.0.join("kernel");
+/// A kernel that runs for ever, in a file below `env`.
+fn spinning(env: &TestEnv) -> Result<PathBuf, Failed> {
+    let kernel = env.0.join("kernel");
     std::fs::write(&kernel, Code::default().spin().elf64())?;
     Ok(kernel)
 }
 
-fn is_running(home: &TestEnv, name: &str) -> Result<bool, Failed> {
-    let status: serde_json::Value = serde_json::from_str(&home.ctl(&format!("{name} status"))?)?;
+fn is_running(env: &TestEnv, name: &str) -> Result<bool, Failed> {
+    let status: serde_json::Value = serde_json::from_str(&env.ctl(&format!("{name} status"))?)?;
     Ok(status["state"] == "running")
 }
 
 #[test(kvm(), passt())]
 fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = spinning(&home)?;
+    let env = TestEnv::new()?;
+    let kernel = spinning(&env)?;
     for killed in [true, false] {
         let port = free()?;
         let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
-        let mut machine = home.start("p", &mut home.command(&run))?;
+        let mut machine = env.start("p", &mut env.command(&run))?;
         let pid = passt_of(port)?.ok_or("there is no passt")?;
         // Kept until the machine has ended, which may have more to say.
         let mut stderr = machine.child.stderr.take().map(BufReader::new).ok_or("no standard error")?;
@@ -303,9 +303,9 @@ fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
             kill(pid)?;
             // It has to have noticed before it is stopped.
             stderr.read_line(&mut said)?;
-            ensure(is_running(&home, "p")?, || "it does not run on".into())?;
+            ensure(is_running(&env, "p")?, || "it does not run on".into())?;
         }
-        home.ctl("p stop")?;
+        env.ctl("p stop")?;
         machine.end()?;
         stderr.read_to_string(&mut said)?;
         ensure(said.contains("passt has ended") == killed, || said.clone())?;
@@ -316,20 +316,20 @@ fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
 
 #[test(kvm(), passt())]
 fn a_machine_moves_to_a_passt_of_its_own() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let (kernel, port) = (spinning(&home)?, free()?);
+    let env = TestEnv::new()?;
+    let (kernel, port) = (spinning(&env)?, free()?);
     let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
-    let machine = home.start("p", &mut home.command(&run))?;
+    let machine = env.start("p", &mut env.command(&run))?;
     let old = passt_of(port)?.ok_or("there is no passt")?;
-    let (address, other) = (format!("unix:{}", home.0.join("in").display()), free()?);
+    let (address, other) = (format!("unix:{}", env.0.join("in").display()), free()?);
     let receive = format!("receive --listen {address} --net user --forward {other}:{PORT}");
-    let there = home.start("q", &mut home.command(&receive))?;
-    let output = home.vellum(&format!("migrate p --to {address}"))?;
+    let there = env.start("q", &mut env.command(&receive))?;
+    let output = env.vellum(&format!("migrate p --to {address}"))?;
     ensure(output.status.success(), || format!("{output:?}"))?;
     machine.end()?;
     eventually(LIMIT, "the first passt ends", || Ok((support::env::process(old).is_none()).then_some(())))?;
-    ensure(is_running(&home, "q")? && passt_of(other)?.is_some(), || "it does not run there".into())?;
-    home.ctl("q stop")?;
+    ensure(is_running(&env, "q")? && passt_of(other)?.is_some(), || "it does not run there".into())?;
+    env.ctl("q stop")?;
     there.end()?;
     eventually(LIMIT, "passt ends", || Ok(passt_of(other)?.is_none().then_some(())))
 }
@@ -344,18 +344,18 @@ fn refused(command: &mut Command, flag: &str, says: &str) -> Result<(), Failed> 
 
 #[test(kvm(), passt())]
 fn a_port_in_use_is_named() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = spinning(&home)?;
+    let env = TestEnv::new()?;
+    let kernel = spinning(&env)?;
     let taken = TcpListener::bind("127.0.0.1:0")?;
     let port = taken.local_addr()?.port();
     let run = format!("run --net user --forward {port}:80 -k {}", kernel.display());
-    refused(&mut home.command(&run), "--net", &format!("127.0.0.1/{port}:80"))
+    refused(&mut env.command(&run), "--net", &format!("127.0.0.1/{port}:80"))
 }
 
 #[test]
 fn what_is_missing_is_named_with_the_remedy() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let run = |arguments: &str| home.command(&format!("run -k {VELLUM} {arguments}"));
+    let env = TestEnv::new()?;
+    let run = |arguments: &str| env.command(&format!("run -k {VELLUM} {arguments}"));
     refused(&mut run("--forward 80:80"), "--net", "required")?;
     refused(&mut run("--net tap=x --forward 80:80"), "--forward", "--net user")?;
     refused(&mut run("--net user --forward eighty:80"), "--forward", "HOSTPORT:GUESTPORT")?;
@@ -366,10 +366,10 @@ fn what_is_missing_is_named_with_the_remedy() -> Result<(), Failed> {
 /// A host without passt, and one without a default route.
 #[test(kvm(), passt())]
 fn a_host_without_a_route_or_without_passt_says_so() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let run = format!("run --net user -k {}", spinning(&home)?.display());
+    let env = TestEnv::new()?;
+    let run = format!("run --net user -k {}", spinning(&env)?.display());
     let mut alone = Command::new("unshare");
     alone.args(["-n", VELLUM]).args(run.split_whitespace());
     refused(&mut alone, "--net", "no default route")?;
-    refused(home.command(&run).env("PATH", &home.0), "--net", "apt install passt")
+    refused(env.command(&run).env("PATH", &env.0), "--net", "apt install passt")
 }

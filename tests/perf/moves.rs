@@ -30,21 +30,21 @@ fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
     [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
 }
 
-fn receive(home: &TestEnv) -> Result<Machine, Failed> {
-    let socket = home.0.join("there.in");
-    home.start("there", &mut home.command(&format!("receive --listen unix:{}", socket.display())))
+fn receive(env: &TestEnv) -> Result<Machine, Failed> {
+    let socket = env.0.join("there.in");
+    env.start("there", &mut env.command(&format!("receive --listen unix:{}", socket.display())))
 }
 
 /// A guest with `memory` bytes that writes to the first `bytes` of them alone, over and over again, and has written to all of these.
-fn written(home: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) -> Result<Machine, Failed> {
+fn written(env: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) -> Result<Machine, Failed> {
     let percent = bytes as f64 * 100.0 / memory as f64;
     let hot = if bytes < memory { format!(",hot={percent},share=100") } else { String::new() };
     let arguments = format!(
         "run --memory {}m{backing} --passes 0 --workload write,order=sequential{hot}{more}",
         memory >> 20
     );
-    let here = home.start("here", &mut home.command(&arguments))?;
-    let mut client = Client::connect(&home.socket("here"))?;
+    let here = env.start("here", &mut env.command(&arguments))?;
+    let mut client = Client::connect(&env.socket("here"))?;
     client.ask(&Do::Events {})?;
     eventually(LIMIT, "it has written enough", || {
         Ok((client.line()?["done"].as_u64() >= Some(bytes / PAGE_SIZE)).then_some(()))
@@ -54,49 +54,49 @@ fn written(home: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) -
 
 /// For how many milliseconds a guest of `memory` stands still that is handed over while it runs.
 fn handed(memory: u64) -> Result<f64, Failed> {
-    let home = TestEnv::new()?;
-    let here = written(&home, HANDED, memory, ",backing=memfd", ",rate=100000")?;
-    let there = receive(&home)?;
-    let to = home.0.join("there.in");
+    let env = TestEnv::new()?;
+    let here = written(&env, HANDED, memory, ",backing=memfd", ",rate=100000")?;
+    let there = receive(&env)?;
+    let to = env.0.join("there.in");
     let line = format!("migrate here --link memfd --downtime 10s --json --to unix:{}", to.display());
-    let moved = home.vellum(&line)?;
+    let moved = env.vellum(&line)?;
     ensure(moved.status.success(), || format!("{moved:?}"))?;
     let told: Vec<Value> =
         serde_json::Deserializer::from_slice(&moved.stdout).into_iter().collect::<Result<_, _>>()?;
     let stood = told.iter().find(|event| event["event"] == "moved").and_then(|event| event["us"].as_u64());
     here.end()?;
-    home.ctl("there stop")?;
+    env.ctl("there stop")?;
     there.end()?;
     Ok(stood.ok_or("nobody said for how long")? as f64 / 1e3)
 }
 
 /// Milliseconds that a paused guest of `memory` takes to move, once it has written to [`TOUCHED`] bytes.
 fn moves(memory: u64) -> Result<f64, Failed> {
-    let home = TestEnv::new()?;
-    let here = written(&home, TOUCHED, memory, "", "")?;
-    home.ctl("here pause")?;
-    let there = receive(&home)?;
+    let env = TestEnv::new()?;
+    let here = written(&env, TOUCHED, memory, "", "")?;
+    env.ctl("here pause")?;
+    let there = receive(&env)?;
     let start = Instant::now();
-    let to = home.0.join("there.in");
-    let moved = home.vellum(&format!("migrate here --to unix:{}", to.display()))?;
+    let to = env.0.join("there.in");
+    let moved = env.vellum(&format!("migrate here --to unix:{}", to.display()))?;
     let took = start.elapsed().as_secs_f64() * 1e3;
     ensure(moved.status.success(), || format!("{moved:?}"))?;
     here.end()?;
-    home.ctl("there stop")?;
+    env.ctl("there stop")?;
     there.end()?;
     Ok(took)
 }
 
 /// Milliseconds from the end of the target of a migration until the source says that its guest runs on.
 fn closed() -> Result<f64, Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let arguments = "run --memory 64m --passes 0 --workload write,rate=1000";
-    let here = home.start("here", &mut home.command(arguments))?;
-    let there = receive(&home)?;
-    let to = home.0.join("there.in");
+    let here = env.start("here", &mut env.command(arguments))?;
+    let there = receive(&env)?;
+    let to = env.0.join("there.in");
     let line = format!("migrate here --bandwidth 1m --to unix:{}", to.display());
-    let courier = support::env::Process::spawn(home.command(&line).stderr(std::process::Stdio::piped()))?;
-    let mut client = Client::connect(&home.socket("here"))?;
+    let migration = support::env::Process::spawn(env.command(&line).stderr(std::process::Stdio::piped()))?;
+    let mut client = Client::connect(&env.socket("here"))?;
     let mut is = |state: &str| -> Result<bool, Failed> { Ok(client.ask(&Do::Status {})?["state"] == state) };
     eventually(LIMIT, "it is under way", || Ok(is("migrating")?.then_some(())))?;
     drop(there);
@@ -105,7 +105,9 @@ fn closed() -> Result<f64, Failed> {
         ensure(start.elapsed() < LIMIT, || "the source does not run on".into())?;
     }
     let took = start.elapsed().as_secs_f64() * 1e3;
-    ensure(courier.output()?.status.code() == Some(1), || "the courier says that it has moved".into())?;
+    ensure(migration.output()?.status.code() == Some(1), || {
+        "the migration client says that it has moved".into()
+    })?;
     drop(here);
     Ok(took)
 }

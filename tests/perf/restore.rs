@@ -55,19 +55,19 @@ fn forget(file: &Path) -> Result<(), Failed> {
 }
 
 /// Milliseconds until a machine has been round.
-fn round(home: &TestEnv, dir: &Path, how: &str) -> Result<f64, Failed> {
-    let serial = home.0.join("again.out");
+fn round(env: &TestEnv, dir: &Path, how: &str) -> Result<f64, Failed> {
+    let serial = env.0.join("again.out");
     let _ = fs::remove_file(&serial);
     let line =
         format!("restore {} --serial file={} --name again --memory {how}", dir.display(), serial.display());
     let start = Instant::now();
-    let machine = support::env::Process::spawn(&mut home.command(&line))?;
+    let machine = support::env::Process::spawn(&mut env.command(&line))?;
     while len(&serial) < 2 {
         ensure(start.elapsed() < LIMIT, || format!("{how}: it does not go round"))?;
         std::thread::sleep(std::time::Duration::from_micros(100));
     }
     let took = start.elapsed().as_secs_f64() * 1e3;
-    home.ctl("again stop")?;
+    env.ctl("again stop")?;
     machine.output()?;
     Ok(took)
 }
@@ -78,19 +78,19 @@ fn main() -> Result<(), Failed> {
         println!("skipped: {error}");
         return Ok(());
     }
-    let home = TestEnv::new()?;
-    let (image, out, dir) = (home.0.join("kernel"), home.0.join("out"), home.0.join("snap"));
+    let env = TestEnv::new()?;
+    let (image, out, dir) = (env.0.join("kernel"), env.0.join("out"), env.0.join("snap"));
     fs::write(&image, kernel())?;
     let line = format!("run --kernel {} --memory 512m --serial file={}", image.display(), out.display());
-    let here = home.start("here", &mut home.command(&line))?;
+    let here = env.start("here", &mut env.command(&line))?;
     eventually(LIMIT, "it goes round", || Ok((len(&out) > 2).then_some(())))?;
-    let saved = home.vellum(&format!("snapshot here {} --stop --downtime 10s", dir.display()))?;
+    let saved = env.vellum(&format!("snapshot here {} --stop --downtime 10s", dir.display()))?;
     ensure(saved.status.success(), || format!("{saved:?}"))?;
     here.end()?;
     let line = format!("restore {} --serial null --memory demand --record=3s", dir.display());
-    let records = home.start("records", &mut home.command(&line))?;
+    let records = env.start("records", &mut env.command(&line))?;
     eventually(LIMIT, "it is recorded", || Ok(dir.join(working_set::NAME).exists().then_some(())))?;
-    home.ctl("records stop")?;
+    env.ctl("records stop")?;
     records.end()?;
     println!("working set: {} bytes of a record", len(&dir.join(working_set::NAME)));
     for cached in [true, false] {
@@ -101,7 +101,7 @@ fn main() -> Result<(), Failed> {
                 if !cached {
                     forget(&dir.join("ram-0"))?;
                 }
-                all[way].push(round(&home, &dir, WAYS[way])?);
+                all[way].push(round(&env, &dir, WAYS[way])?);
             }
         }
         let ratios = all[3].iter().zip(&all[2]).map(|(with, without)| with / without).collect();

@@ -60,15 +60,15 @@ fn bare(file: &Path, content: &[u8]) -> Result<f64, Failed> {
     Ok(took)
 }
 
-fn writing(home: &TestEnv) -> Result<(), Failed> {
+fn writing(env: &TestEnv) -> Result<(), Failed> {
     let line = "run --memory 512m --passes 0 --workload write,order=sequential";
-    let here = home.start("here", &mut home.command(line))?;
-    let mut client = Client::connect(&home.socket("here"))?;
+    let here = env.start("here", &mut env.command(line))?;
+    let mut client = Client::connect(&env.socket("here"))?;
     client.ask(&Do::Events {})?;
     eventually(LIMIT, "it has written to all of its memory", || {
         Ok((client.line()?["done"].as_u64() >= Some(BYTES / PAGE_SIZE)).then_some(()))
     })?;
-    home.ctl("here pause")?;
+    env.ctl("here pause")?;
     let content: Vec<u8> = (0..BYTES / 8).flat_map(|word| word.to_ne_bytes()).collect();
     // Beside each other on the disk where the compiler's output is, not on one in memory.
     let at = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
@@ -79,7 +79,7 @@ fn writing(home: &TestEnv) -> Result<(), Failed> {
             if (round + turn) % 2 == 0 {
                 let _ = fs::remove_dir_all(&dir);
                 let start = Instant::now();
-                let output = home.vellum(&format!("snapshot here {}", dir.display()))?;
+                let output = env.vellum(&format!("snapshot here {}", dir.display()))?;
                 saved.push(ms(start));
                 ensure(output.status.success(), || format!("{output:?}"))?;
             } else {
@@ -122,20 +122,20 @@ fn first_byte(command: &mut Command) -> Result<f64, Failed> {
     Ok(took)
 }
 
-fn starting(home: &TestEnv) -> Result<(), Failed> {
-    let (touches_all, prints) = (home.0.join("touches"), home.0.join("prints"));
+fn starting(env: &TestEnv) -> Result<(), Failed> {
+    let (touches_all, prints) = (env.0.join("touches"), env.0.join("prints"));
     fs::write(&touches_all, touches())?;
     fs::write(&prints, Code::default().print("V").spin().elf64())?;
     let vellum = installed(Path::new(VELLUM), Path::new(env!("CARGO_TARGET_TMPDIR")));
     let dir = |memory: &str| PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("shown-{memory}"));
     for memory in ["256m", "8g"] {
         let _ = fs::remove_dir_all(dir(memory));
-        let out = home.0.join("out");
+        let out = env.0.join("out");
         let line =
             format!("run -k {} --memory {memory} --serial file={}", touches_all.display(), out.display());
-        let here = home.start("here", &mut home.command(&line))?;
+        let here = env.start("here", &mut env.command(&line))?;
         eventually(LIMIT, "it has written", || Ok((fs::metadata(&out)?.len() > 0).then_some(())))?;
-        let saved = home.vellum(&format!("snapshot here {} --stop --downtime 1m", dir(memory).display()))?;
+        let saved = env.vellum(&format!("snapshot here {} --stop --downtime 1m", dir(memory).display()))?;
         ensure(saved.status.success(), || format!("{saved:?}"))?;
         here.end()?;
         fs::remove_file(out)?;
@@ -192,7 +192,7 @@ fn main() -> Result<(), Failed> {
         println!("skipped: {error}");
         return Ok(());
     }
-    let home = TestEnv::new()?;
-    starting(&home)?;
-    writing(&home)
+    let env = TestEnv::new()?;
+    starting(&env)?;
+    writing(&env)
 }

@@ -11,11 +11,11 @@ use support::{Failed, ensure, test};
 use crate::VELLUM;
 
 /// `vellum ARGUMENTS` where a file may have so many blocks (of 512 bytes or 1 KiB, as this shell counts).
-fn limited(home: &TestEnv, blocks: u32, arguments: &str) -> Command {
+fn limited(env: &TestEnv, blocks: u32, arguments: &str) -> Command {
     let mut command = Command::new("sh");
     // What is added to it comes behind the arguments.
     command.args(["-c", &format!("ulimit -f {blocks} && exec {VELLUM} {arguments} \"$@\""), "sh"]);
-    command.env("XDG_RUNTIME_DIR", &home.0).stdin(Stdio::null());
+    command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
     command
 }
 
@@ -29,27 +29,27 @@ fn is_refused(output: &Output) -> Result<(), Failed> {
 
 #[test(kvm())]
 fn memory_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    is_refused(&limited(&home, 1000, "run --memory 16m,backing=memfd --passes 1").output()?)
+    let env = TestEnv::new()?;
+    is_refused(&limited(&env, 1000, "run --memory 16m,backing=memfd --passes 1").output()?)
 }
 
 #[test(kvm())]
 fn a_result_is_refused() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let arguments = format!("run --memory 16m --passes 1 --json {}", home.0.join("result").display());
-    is_refused(&limited(&home, 0, &arguments).output()?)
+    let env = TestEnv::new()?;
+    let arguments = format!("run --memory 16m --passes 1 --json {}", env.0.join("result").display());
+    is_refused(&limited(&env, 0, &arguments).output()?)
 }
 
 #[test(kvm())]
 fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     let machine =
-        home.start("limited", &mut limited(&home, 1000, "run --memory 64m --workload write --passes 0"))?;
-    let path = home.0.join("snapshot");
-    is_refused(&home.vellum(&format!("snapshot limited {}", path.display()))?)?;
-    home.ctl("limited status")?;
-    is_refused(&limited(&home, 1000, &format!("snapshot limited {}", path.display())).output()?)?;
-    home.ctl("limited status")?;
+        env.start("limited", &mut limited(&env, 1000, "run --memory 64m --workload write --passes 0"))?;
+    let path = env.0.join("snapshot");
+    is_refused(&env.vellum(&format!("snapshot limited {}", path.display()))?)?;
+    env.ctl("limited status")?;
+    is_refused(&limited(&env, 1000, &format!("snapshot limited {}", path.display())).output()?)?;
+    env.ctl("limited status")?;
     drop(machine);
     Ok(())
 }
@@ -57,14 +57,14 @@ fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
 /// A guest without an end, whose log is full after its first bytes.
 #[test(kvm())]
 fn a_log_that_is_full_does_not_end_the_machine() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let kernel = home.0.join("kernel");
+    let env = TestEnv::new()?;
+    let kernel = env.0.join("kernel");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;
-    let (log, kernel) = (home.0.join("log"), kernel.display());
+    let (log, kernel) = (env.0.join("log"), kernel.display());
     let arguments = format!("run -m 16m -k {kernel} --serial file={}", log.display());
-    let mut limited = limited(&home, 0, &arguments);
-    let machine = home.start("full", &mut limited)?;
-    home.ctl("full status")?;
+    let mut limited = limited(&env, 0, &arguments);
+    let machine = env.start("full", &mut limited)?;
+    env.ctl("full status")?;
     drop(machine);
     Ok(())
 }

@@ -115,8 +115,8 @@ fn each_kind_of_thread_keeps_what_the_table_says() -> Result<(), Failed> {
 
 #[test(all_of_root())]
 fn a_share_s_writes_clear_setuid_bits() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let path = home.0.join("program");
+    let env = TestEnv::new()?;
+    let path = env.0.join("program");
     fs::write(&path, "x")?;
     fs::set_permissions(&path, fs::Permissions::from_mode(0o6755))?;
     let file = fs::File::options().write(true).open(&path)?;
@@ -131,8 +131,8 @@ fn a_share_s_writes_clear_setuid_bits() -> Result<(), Failed> {
 #[test(kvm().and(all_of_root()))]
 fn a_machine_s_threads_and_processes_keep_what_the_table_says() -> Result<(), Failed> {
     let table = table()?;
-    let home = TestEnv::new()?;
-    let (kernel, disk, shared) = (home.0.join("kernel"), home.0.join("disk"), home.0.join("shared"));
+    let env = TestEnv::new()?;
+    let (kernel, disk, shared) = (env.0.join("kernel"), env.0.join("disk"), env.0.join("shared"));
     fs::write(&kernel, support::guests::Code::default().spin().elf64())?;
     fs::write(&disk, vec![0; 1 << 20])?;
     fs::create_dir(&shared)?;
@@ -145,14 +145,14 @@ fn a_machine_s_threads_and_processes_keep_what_the_table_says() -> Result<(), Fa
             "file-server, `as-root,rw,setid,devices,privileged-xattrs`",
         ),
     ] {
-        let mut command = home.command("run -m 16m -k");
+        let mut command = env.command("run -m 16m -k");
         command
             .arg(&kernel)
             .arg("-d")
             .arg(&disk)
             .arg("--share")
             .arg(format!("{}:s,{options}", shared.display()));
-        let machine = home.start("privileged", &mut command)?;
+        let machine = env.start("privileged", &mut command)?;
         // A guest that never looks at its devices has not started their threads.
         for (name, is) in threads(machine.child.id())? {
             let row = if name.starts_with("vcpu") { "vcpu" } else { "main" };

@@ -69,12 +69,12 @@ fn send(signal: i32, pid: u32) -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_machine_does_with_each_signal_what_the_table_says() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
+    let env = TestEnv::new()?;
     for (signal, becomes) in table() {
-        let mut child = home.endless("signalled")?.child;
+        let mut child = env.endless("signalled")?.child;
         send(signal, child.id())?;
         if becomes == Goes {
-            home.ctl("signalled status")?;
+            env.ctl("signalled status")?;
             ensure(child.try_wait()?.is_none(), || format!("signal {signal} has ended it"))?;
             child.kill()?;
         }
@@ -93,16 +93,16 @@ fn a_machine_does_with_each_signal_what_the_table_says() -> Result<(), Failed> {
 /// Its work begins when the machine has ended.
 #[test(kvm())]
 fn a_guard_goes_on_whatever_it_is_sent() -> Result<(), Failed> {
-    let home = TestEnv::new()?;
-    let mut machine = home.endless("guarded")?;
+    let env = TestEnv::new()?;
+    let mut machine = env.endless("guarded")?;
     let guard = machine.started("vellum-guard").ok_or("it has no guard")?;
     // Nor can it block those of the C library.
     for signal in table().into_keys().filter(|signal| ![libc::SIGKILL, 32, 33, 34].contains(signal)) {
         send(signal, guard)?;
     }
-    ensure(home.socket("guarded").exists(), || "no socket".into())?;
+    ensure(env.socket("guarded").exists(), || "no socket".into())?;
     machine.child.kill()?;
     support::eventually(support::LIMIT, "the guard removes the socket", || {
-        Ok((!home.socket("guarded").exists()).then_some(()))
+        Ok((!env.socket("guarded").exists()).then_some(()))
     })
 }

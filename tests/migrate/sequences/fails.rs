@@ -45,25 +45,25 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
         return cannot_be_upgraded(run);
     }
     let before = run.pid()?;
-    let gate = run.home.path("gate");
+    let gate = run.env.path("gate");
     let _ = fs::remove_file(&gate);
     succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;
     let build = script(run, &format!("read -r go <{}", gate.display()))?;
     let line = format!("ctl {} upgrade --downtime 1m {}", run.name, build.display());
-    let courier = run.home.migration_client(&line)?;
+    let client = run.env.migration_client(&line)?;
     eventually(LIMIT, "the upgrade is under way", || {
-        Ok((run.home.standing(&run.name).as_deref() == Some("upgrading")).then_some(()))
+        Ok((run.env.standing(&run.name).as_deref() == Some("upgrading")).then_some(()))
     })?;
     let early = run.random.below(2) == 0;
     let (by_signal, opens) = (run.random.below(2) == 0, || fs::write(&gate, "go\n"));
     if !early {
         opens()?;
     }
-    cancel(run, &courier, by_signal)?;
+    cancel(run, &client, by_signal)?;
     if early {
         opens()?;
     }
-    let output = ends(&line, courier)?;
+    let output = ends(&line, client)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     match output.status.code() {
         // It was too late; a client that gets a signal takes a while to say so.
@@ -77,9 +77,9 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
 }
 
 /// Cancels what is under way, if anything is by then.
-fn cancel(run: &Run, courier: &Process, by_signal: bool) -> Result<(), Failed> {
+fn cancel(run: &Run, client: &Process, by_signal: bool) -> Result<(), Failed> {
     if by_signal {
-        succeeds(&Command::new("kill").args(["-INT", &courier.id().to_string()]).output()?)
+        succeeds(&Command::new("kill").args(["-INT", &client.id().to_string()]).output()?)
     } else {
         let output = run.does(&format!("ctl {} migrate-cancel", run.name))?;
         // An upgrade may have ended in between.
@@ -96,8 +96,8 @@ fn stays(output: &std::process::Output) -> Result<(), Failed> {
 
 pub fn migrate_misfit(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
-    let there = run.home.receive(&name, "--rng")?;
-    let to = run.home.path(&format!("{name}.in"));
+    let there = run.env.receive(&name, "--rng")?;
+    let to = run.env.path(&format!("{name}.in"));
     stays(&run.does(&format!("migrate {} --to unix:{}", run.name, to.display()))?)?;
     ends_with(there, 1).map(drop)
 }
@@ -105,19 +105,19 @@ pub fn migrate_misfit(run: &mut Run) -> Result<(), Failed> {
 pub fn migrate_target_dies(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
-    let courier = slowly(run, &run.home.path(&format!("{name}.in")))?;
+    let client = slowly(run, &run.env.path(&format!("{name}.in")))?;
     eventually(LIMIT, "it is under way", || {
-        Ok((run.home.standing(&name).as_deref() == Some("incoming")).then_some(()))
+        Ok((run.env.standing(&name).as_deref() == Some("incoming")).then_some(()))
     })?;
     drop(there);
-    stays(&ends("the migration", courier)?)
+    stays(&ends("the migration", client)?)
 }
 
 /// Within its first pass, where no guest can have been handed over.
 pub fn migrate_cut(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
-    let [from, to] = ["relay", "in"].map(|end| run.home.path(&format!("{name}.{end}")));
+    let [from, to] = ["relay", "in"].map(|end| run.env.path(&format!("{name}.{end}")));
     let after = (256 << 10) + run.random.below((MIB / 2) << 20);
     relay(from.clone(), to, RelayFault::Cut { back: false, after })?;
     let line = format!("migrate {} --liveness 5m --to unix:{}", run.name, from.display());
@@ -128,15 +128,15 @@ pub fn migrate_cut(run: &mut Run) -> Result<(), Failed> {
 pub fn migrate_cancelled(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
-    let courier = slowly(run, &run.home.path(&format!("{name}.in")))?;
+    let client = slowly(run, &run.env.path(&format!("{name}.in")))?;
     // The client connects to the target before it asks the source.
     eventually(LIMIT, "both sides have begun", || {
-        let stands = |name: &str, as_what| run.home.standing(name).as_deref() == Some(as_what);
+        let stands = |name: &str, as_what| run.env.standing(name).as_deref() == Some(as_what);
         Ok((stands(&name, "incoming") && stands(&run.name, "migrating")).then_some(()))
     })?;
     let by_signal = run.random.below(2) == 0;
-    cancel(run, &courier, by_signal)?;
-    stays(&ends("the migration", courier)?)?;
+    cancel(run, &client, by_signal)?;
+    stays(&ends("the migration", client)?)?;
     ends_with(there, 1).map(drop)
 }
 
@@ -145,7 +145,7 @@ pub fn migrate_cancelled(run: &mut Run) -> Result<(), Failed> {
 pub fn postcopy_recovered(run: &mut Run, connections: u32) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
-    let [from, to] = ["relay", "in"].map(|end| run.home.path(&format!("{name}.{end}")));
+    let [from, to] = ["relay", "in"].map(|end| run.env.path(&format!("{name}.{end}")));
     let cutter = Cutter::between(&from, to)?;
     let paused = connections > 1;
     if paused {
@@ -157,7 +157,7 @@ pub fn postcopy_recovered(run: &mut Run, connections: u32) -> Result<(), Failed>
     let output = with(run.does(&format!("migrate {} {more} {to}", run.name))?, 1)?;
     ensure(String::from_utf8_lossy(&output.stderr).contains("--recover"), || format!("{output:?}"))?;
     eventually(LIMIT, "both sides know of the cut", || {
-        let standings = [&run.name, &name].map(|name| run.home.standing(name));
+        let standings = [&run.name, &name].map(|name| run.env.standing(name));
         Ok(standings.iter().all(|state| state.as_deref() == Some("postcopy-paused")).then_some(()))
     })?;
     succeeds(&run.does(&format!("migrate {} --recover {to}", run.name))?)?;

@@ -21,7 +21,7 @@ pub const SOON: &str = "--downtime 1s --timeout 5s,then=force";
 
 /// A machine, and what is known of it.
 pub struct Run {
-    pub home: TestEnv,
+    pub env: TestEnv,
     pub random: Random,
     /// Its name; and the process that whoever started it waits for.
     pub name: String,
@@ -37,20 +37,20 @@ pub struct Run {
 impl Run {
     /// One that writes, with a socket for a debugger where one is to attach.
     pub fn new(seed: u64, has_gdb: bool) -> Result<Self, Failed> {
-        let home = TestEnv::new()?;
-        let [json, gdb] = ["m0.json", "m0.gdb"].map(|name| home.path(name));
+        let env = TestEnv::new()?;
+        let [json, gdb] = ["m0.json", "m0.gdb"].map(|name| env.path(name));
         let gdb = if has_gdb { format!("--gdb {}", gdb.display()) } else { String::new() };
         let workload = "--passes 0 --workload write,order=random,rate=5000,write=80,warm";
-        let machine = home.run(
+        let machine = env.run(
             "m0",
             &format!(
                 "run --cpus 2 --memory {MIB}m,slots=2,backing=memfd {workload} --json {} {gdb}",
                 json.display()
             ),
         )?;
-        home.has_written("m0", MIB << 8)?;
+        env.has_written("m0", MIB << 8)?;
         Ok(Self {
-            home,
+            env,
             random: Random::of(seed),
             name: "m0".into(),
             machine: Some(machine),
@@ -67,7 +67,7 @@ impl Run {
     }
 
     pub fn json(&self, name: &str) -> PathBuf {
-        self.home.path(&format!("{name}.json"))
+        self.env.path(&format!("{name}.json"))
     }
 
     /// One of these.
@@ -77,11 +77,11 @@ impl Run {
 
     /// The command line that `arguments` are, done to its end, which comes.
     pub fn does(&self, arguments: &str) -> Result<Output, Failed> {
-        ends(arguments, self.home.migration_client(arguments)?)
+        ends(arguments, self.env.migration_client(arguments)?)
     }
 
     pub fn status(&self) -> Result<Value, Failed> {
-        Ok(Client::connect(&self.home.socket(&self.name))?.ask(&Do::Status {})?)
+        Ok(Client::connect(&self.env.socket(&self.name))?.ask(&Do::Status {})?)
     }
 
     pub fn pid(&self) -> Result<u64, Failed> {
@@ -90,7 +90,7 @@ impl Run {
 
     /// A receiver for it.
     pub fn receiver(&self, name: &str) -> Result<Machine, Failed> {
-        self.home.receive(name, &format!("--memory memfd --json {}", self.json(name).display()))
+        self.env.receive(name, &format!("--memory memfd --json {}", self.json(name).display()))
     }
 
     /// It runs in `machine` now, which has the name `name`; the one before has ended with `status`.
@@ -105,13 +105,13 @@ impl Run {
     /// It runs, and its guest writes on.
     pub fn goes_on(&self) -> Result<(), Failed> {
         let running = || -> Result<Option<()>, Failed> {
-            let state = self.home.standing(&self.name);
+            let state = self.env.standing(&self.name);
             ensure(state.is_some(), || format!("{} does not answer", self.name))?;
             Ok((state.as_deref() == Some("running")).then_some(()))
         };
         let runs = eventually(LIMIT, "it runs", running);
-        runs.map_err(|error| format!("{error:?}: {:?}", self.home.standing(&self.name)))?;
-        let mut events = Client::connect(&self.home.socket(&self.name))?;
+        runs.map_err(|error| format!("{error:?}: {:?}", self.env.standing(&self.name)))?;
+        let mut events = Client::connect(&self.env.socket(&self.name))?;
         events.ask(&Do::Events {})?;
         let mut first = None;
         let mut more = || {
@@ -130,9 +130,9 @@ impl Run {
             let name = self.next();
             let json = self.json(&name);
             let line = format!("restore {} --json {}", dir.display(), json.display());
-            let machine = self.home.run(&name, &line)?;
+            let machine = self.env.run(&name, &line)?;
             eventually(LIMIT, "it is restored", || {
-                Ok((self.home.standing(&name).as_deref() == Some("running")).then_some(()))
+                Ok((self.env.standing(&name).as_deref() == Some("running")).then_some(()))
             })?;
             succeeds(&self.does(&format!("ctl {name} stop"))?)?;
             ends_with(machine, 0)?;
@@ -151,7 +151,7 @@ pub fn ends(what: &str, mut process: Process) -> Result<Output, Failed> {
 
 /// A script that does `first` and then is the program under test.
 pub fn script(run: &Run, first: &str) -> Result<PathBuf, Failed> {
-    let path = run.home.path("build");
+    let path = run.env.path("build");
     // Another name for each: one that runs cannot be written to.
     let _ = fs::remove_file(&path);
     fs::write(&path, format!("#!/bin/sh\n{first}\nexec {VELLUM} \"$@\"\n"))?;
@@ -171,7 +171,7 @@ pub fn upgrade(run: &mut Run) -> Result<(), Failed> {
         return cannot_be_upgraded(run);
     }
     let before = run.pid()?;
-    let build = run.home.path("other-build");
+    let build = run.env.path("other-build");
     if !build.exists() {
         symlink(VELLUM, &build)?;
     }
@@ -204,15 +204,15 @@ pub fn migrate(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
     let line =
-        format!("migrate {} --liveness 5m --to unix:{}.in {way}", run.name, run.home.path(&name).display());
+        format!("migrate {} --liveness 5m --to unix:{}.in {way}", run.name, run.env.path(&name).display());
     let output = run.does(&line)?;
     succeeds(&output).map_err(|error| format!("{way}: {error:?}"))?;
     run.has_descriptor = true;
     run.is_at(name, there, 15)
 }
 
-/// A courier that takes its time: the migration is under way.
+/// A migration client that takes its time: the migration is under way.
 pub fn slowly(run: &Run, to: &Path) -> Result<Process, Failed> {
     let line = format!("migrate {} --liveness 5m --bandwidth 1m --to unix:{}", run.name, to.display());
-    run.home.migration_client(&line)
+    run.env.migration_client(&line)
 }

@@ -25,7 +25,7 @@ fn save(run: &Run, dir: &Path, more: &str) -> Result<(), Failed> {
 
 fn fresh(run: &mut Run) -> PathBuf {
     let name = run.next();
-    run.home.path(&format!("{name}.snap"))
+    run.env.path(&format!("{name}.snap"))
 }
 
 pub fn full(run: &mut Run) -> Result<(), Failed> {
@@ -50,14 +50,14 @@ pub fn incremental(run: &mut Run) -> Result<(), Failed> {
 pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
     let line = format!("snapshot {} {} {SOON}", run.name, dir.display());
-    let mut courier = run.home.migration_client(&line)?;
+    let mut client = run.env.migration_client(&line)?;
     eventually(LIMIT, "it is saved, or about to be", || {
-        let saves = run.home.standing(&run.name).as_deref() == Some("snapshotting");
-        Ok((saves || courier.try_wait()?.is_some()).then_some(()))
+        let saves = run.env.standing(&run.name).as_deref() == Some("snapshotting");
+        Ok((saves || client.try_wait()?.is_some()).then_some(()))
     })?;
     // It may have ended by now.
-    let _ = Command::new("kill").args(["-INT", &courier.id().to_string()]).output()?;
-    if ends(&line, courier)?.status.success() {
+    let _ = Command::new("kill").args(["-INT", &client.id().to_string()]).output()?;
+    if ends(&line, client)?.status.success() {
         run.saved.push(dir);
     }
     Ok(())
@@ -66,13 +66,12 @@ pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
 /// A client that is killed at any time, and one that goes when all is written and nothing is named.
 pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
-    let mut courier =
-        run.home.migration_client(&format!("snapshot {} {} {SOON}", run.name, dir.display()))?;
+    let mut client = run.env.migration_client(&format!("snapshot {} {} {SOON}", run.name, dir.display()))?;
     eventually(LIMIT, "it is saved, or about to be", || {
-        let saves = run.home.standing(&run.name).as_deref() == Some("snapshotting");
-        Ok((saves || courier.try_wait()?.is_some()).then_some(()))
+        let saves = run.env.standing(&run.name).as_deref() == Some("snapshotting");
+        Ok((saves || client.try_wait()?.is_some()).then_some(()))
     })?;
-    drop(courier);
+    drop(client);
     run.goes_on()?;
     let asked = Snapshot {
         downtime_ms: 1000,
@@ -87,7 +86,7 @@ pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
     };
     let [ram, map, state] = [(); 3].map(|()| memfd(c"nameless", 0, None));
     let (ram, map, state) = (ram?, map?, state?);
-    let socket = run.home.socket(&run.name);
+    let socket = run.env.socket(&run.name);
     let mut events = Client::connect(&socket)?;
     events.ask(&Do::Events {})?;
     let mut client = Client::connect(&socket)?;
@@ -113,14 +112,14 @@ pub fn restore(run: &mut Run, memory: &str) -> Result<(), Failed> {
         with(machine.end()?, 0)?;
     }
     let line = format!("restore {} --memory {memory} --json {}", dir.display(), json.display());
-    let machine = run.home.run(&name, &line)?;
+    let machine = run.env.run(&name, &line)?;
     run.has_descriptor = memory.contains("memfd");
     run.is_at(name, machine, 0)
 }
 
 pub fn dump(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
-    let core = run.home.path(&format!("{name}.core"));
+    let core = run.env.path(&format!("{name}.core"));
     succeeds(&run.does(&format!("dump {} {}", run.name, core.display()))?)?;
     let bytes = fs::metadata(&core)?.len();
     fs::remove_file(&core)?;
@@ -129,7 +128,7 @@ pub fn dump(run: &mut Run) -> Result<(), Failed> {
 
 /// Attaches and detaches.
 pub fn gdb(run: &mut Run) -> Result<(), Failed> {
-    let mut stream = UnixStream::connect(run.home.path("m0.gdb"))?;
+    let mut stream = UnixStream::connect(run.env.path("m0.gdb"))?;
     stream.set_read_timeout(Some(LIMIT))?;
     for (packet, due) in [("$?#3f", "$T05"), ("+$D#44", "$OK")] {
         stream.write_all(packet.as_bytes())?;

@@ -36,7 +36,7 @@ impl TestEnv {
     /// An empty one.
     pub fn new() -> Result<Self, Failed> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vellum-home-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name = format!("vellum-env-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
         fs::create_dir(&path)?;
         Ok(Self(path, None))
@@ -44,9 +44,9 @@ impl TestEnv {
 
     /// One whose machines make this mistake, if any.
     pub fn planted(mistake: Option<&'static str>) -> Result<Self, Failed> {
-        let mut home = Self::new()?;
-        home.1 = mistake;
-        Ok(home)
+        let mut env = Self::new()?;
+        env.1 = mistake;
+        Ok(env)
     }
 
     /// The control socket of the machine of that name.

@@ -1,4 +1,4 @@
-//! What happens to a plan on a cluster, told in the namespaces.
+//! What happens to a plan on a cluster: scenarios that run in the namespaces.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,17 +13,17 @@ use vellum_report::Status;
 
 use super::cluster::{Cluster, output, vellum};
 
-/// Tells the story of that name.
-pub fn tell(name: &str) -> ExitCode {
-    let told = match name {
+/// Runs the scenario of that name.
+pub fn run(name: &str) -> ExitCode {
+    let ended = match name {
         "short" => short(),
         "thousand" => thousand(),
         "deaths" => deaths(),
         "full" => full(),
         "oracle" => oracle(),
-        _ => Err(format!("{name}: no such story").into()),
+        _ => Err(format!("{name}: no such scenario").into()),
     };
-    match told {
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{}", error.message().unwrap_or("it failed"));
