@@ -13,6 +13,7 @@ mod scenarios;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use support::hosts::kvm;
 use support::{Failed, Need, Tests, ensure, test, tools};
 use vellum_sys::signal;
 
@@ -38,10 +39,6 @@ fn directory() -> Result<PathBuf, String> {
 
 fn slurm() -> Need {
     directory().map(drop)
-}
-
-fn kvm() -> Need {
-    vellum_kvm::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
 }
 
 /// Slurm's daemons give each task another user's rights, be they the same.
