@@ -43,7 +43,7 @@ fn empty_bounding_set() {
 }
 
 /// Leaves `kept` in the bounding set, beyond which no program that is started from here gets any, as far as this thread may.
-pub fn limit_bounding_set(kept: CapabilitySet) {
+pub(crate) fn limit_bounding_set(kept: CapabilitySet) {
     // A kernel has them without a gap, and says so of the first that it has not.
     for number in 0..u64::BITS {
         let one = CapabilitySet::from_bits_retain(1 << number);

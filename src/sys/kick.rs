@@ -46,7 +46,7 @@ pub fn install() -> io::Result<()> {
 
 /// A timer that sends the signal to the thread that made it: a test of calls that a signal interrupts.
 #[derive(Debug)]
-pub struct Alarm {
+pub(crate) struct Alarm {
     timer: libc::timer_t,
     // The signal is for one thread.
     _thread: PhantomData<*const ()>,

@@ -19,7 +19,7 @@ pub const ENDING: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::S
 pub const STOPPING: [i32; 4] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, CONTINUE];
 
 /// The one that lets a stopped process go on.
-pub const CONTINUE: i32 = libc::SIGCONT;
+pub(crate) const CONTINUE: i32 = libc::SIGCONT;
 
 /// The other signals that end a process unless it says otherwise: nothing in Vellum sends them. A machine ends in order by them too, so
 /// that its terminal and its files are left as by [`ENDING`]. The first real-time signals are the C library's and [`super::kick`]'s.
@@ -109,7 +109,7 @@ impl AsRawFd for SignalFd {
 
 /// Stops this process as `signal` does, which is blocked in this thread; returns when it goes on. An orphaned process group is not
 /// stopped.
-pub fn stop_by(signal: i32) {
+pub(crate) fn stop_by(signal: i32) {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises `set` before anything else looks at it; the other calls take it, or numbers.
     unsafe {
