@@ -3,7 +3,8 @@
 //! A target is a plain function in `fuzz-targets`; `fuzz` is the shell that `cargo fuzz` needs, and has the corpus.
 
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+
+use support::Random;
 
 type Target = fn(&[u8]);
 
@@ -47,19 +48,8 @@ fn every_target_survives_its_corpus() {
 
 #[test]
 fn every_target_survives_changes_to_its_corpus() {
-    let seed = std::env::var("VELLUM_SEED")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64));
-    println!("VELLUM_SEED={seed}");
-    // xorshift64: any state but zero.
-    let mut state = seed | 1;
-    let mut random = |below: usize| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state % below as u64) as usize
-    };
+    let mut numbers = Random::new();
+    let mut random = |below: usize| numbers.below(below as u64) as usize;
     for (name, target) in TARGETS {
         for mut input in corpus(name) {
             for _ in 0..300 {
@@ -84,26 +74,29 @@ fn every_target_survives_changes_to_its_corpus() {
     }
 }
 
-/// The shell's own lock file names all that the library depends on, or it could not be built as it was left.
+/// The shell's own lock file names all that its libraries depend on, or it could not be built as it was left.
 #[test]
 fn the_lock_file_knows_what_the_library_depends_on() {
-    let read = |name: &str| {
+    let read = |name: &str| -> toml::Table {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
-        std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+        let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        text.parse().unwrap()
     };
-    let (ours, lock): (toml::Table, toml::Table) =
-        (read("Cargo.toml").parse().unwrap(), read("tests/fuzz/Cargo.lock").parse().unwrap());
+    let lock = read("tests/fuzz/Cargo.lock");
     let packages = lock["package"].as_array().unwrap();
-    let library = packages.iter().find(|package| package["name"].as_str() == Some("vellum")).unwrap();
-    let locked = library["dependencies"].as_array().unwrap();
-    let locked: Vec<&str> = locked.iter().filter_map(|name| name.as_str()?.split(' ').next()).collect();
-    let missing: Vec<&String> = ours["dependencies"]
-        .as_table()
-        .unwrap()
-        .keys()
-        .filter(|name| !locked.contains(&name.as_str()))
-        .collect();
-    assert!(missing.is_empty(), "cargo metadata in tests/fuzz writes {missing:?} into its Cargo.lock");
+    for (library, manifest) in [
+        ("vellum", "Cargo.toml"),
+        ("support", "tests/support/Cargo.toml"),
+        ("fuzz-targets", "tests/fuzz-targets/Cargo.toml"),
+    ] {
+        let locked = packages.iter().find(|package| package["name"].as_str() == Some(library)).unwrap();
+        let locked = locked["dependencies"].as_array().unwrap();
+        let locked: Vec<&str> = locked.iter().filter_map(|name| name.as_str()?.split(' ').next()).collect();
+        let ours = read(manifest);
+        let ours = ours["dependencies"].as_table().unwrap().keys();
+        let missing: Vec<&String> = ours.filter(|name| !locked.contains(&name.as_str())).collect();
+        assert!(missing.is_empty(), "cargo metadata in tests/fuzz writes {missing:?} into its Cargo.lock");
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
