@@ -39,7 +39,7 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine =
         env.start("d", &mut env.command("run --memory 64m --passes 0 -c 2 --workload write,region=shared"))?;
-    let core = env.0.join("core");
+    let core = env.path("core");
     let output = env.vellum(&format!("dump d {}", core.display()))?;
     let said = String::from_utf8_lossy(&output.stdout);
     ensure(output.status.success() && said.contains("without VMCOREINFO"), || format!("{output:?}"))?;
@@ -76,7 +76,7 @@ fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     let written = |event: &Value| event["event"] == "progress" && event["done"].as_u64() > Some(100);
     while !written(&events.line()?) {}
     env.ctl("d pause")?;
-    let (first, second) = (env.0.join("first"), env.0.join("second"));
+    let (first, second) = (env.path("first"), env.path("second"));
     for core in [&first, &second] {
         let output = env.vellum(&format!("dump d {}", core.display()))?;
         ensure(output.status.success(), || format!("{output:?}"))?;
@@ -121,7 +121,7 @@ fn memory_of(pid: u32) -> Result<File, Failed> {
 fn readelf_reads_it() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.endless("d")?;
-    let core = env.0.join("core");
+    let core = env.path("core");
     let output = env.vellum(&format!("dump d {}", core.display()))?;
     ensure(output.status.success(), || format!("{output:?}"))?;
     let output = Command::new("readelf").args(["-W", "-h", "-l", "-n"]).arg(&core).output()?;
@@ -136,7 +136,7 @@ fn readelf_reads_it() -> Result<(), Failed> {
 fn a_dump_that_cannot_be_is_one_line_and_leaves_nothing() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.endless("d")?;
-    let there = env.0.join("there");
+    let there = env.path("there");
     fs::write(&there, "kept")?;
     let refused = |arguments: &str, status: i32, says: &str| {
         let output = env.vellum(arguments)?;
@@ -146,15 +146,15 @@ fn a_dump_that_cannot_be_is_one_line_and_leaves_nothing() -> Result<(), Failed> 
     };
     refused(&format!("dump d {}", there.display()), 2, "it is there already")?;
     refused("dump d /nonexistent/core", 2, "/nonexistent/core")?;
-    refused(&format!("dump nobody {}", env.0.join("x").display()), 2, "vellum list")?;
+    refused(&format!("dump nobody {}", env.path("x").display()), 2, "vellum list")?;
     ensure(fs::read_to_string(&there)? == "kept", || "a file was overwritten".into())?;
-    ensure(!env.0.join("x").exists(), || "a file is left behind".into())?;
+    ensure(!env.path("x").exists(), || "a file is left behind".into())?;
     refused("ctl d nmi", 1, "built-in guest")?;
     refused("ctl d sysrq c", 1, "built-in guest")?;
     refused("ctl d sysrq lots", 2, "a letter or a digit")?;
     refused("run -k x --on-panic dmup", 2, "dump=FILE")?;
     // A disk that is full: it says so, and goes on.
-    if let Some(full) = small(&env.0) {
+    if let Some(full) = small(env.dir()) {
         let output = env.vellum(&format!("dump d {}", full.0.join("core").display()))?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure(output.status.code() == Some(1) && said.contains("No space"), || format!("{output:?}"))?;

@@ -2,11 +2,10 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, Output};
-use std::sync::atomic::{AtomicU32, Ordering};
 
-use support::{Failed, Random, Tests, ensure, test, tools};
+use support::{Failed, Random, Scratch, Tests, ensure, test, tools};
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use vellum_disk::Image;
 use vellum_disk::overlay::{Base, Overlay, unnamed};
@@ -25,27 +24,9 @@ const SIZE: usize = (9 << 20) + 512;
 /// The longest request.
 const MAX_REQUEST: usize = 300 << 10;
 
-/// A directory that goes with the test.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Result<Self, Failed> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vellum-qcow2-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir(&path)?;
-        Ok(Self(path))
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).display().to_string()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// The path of a file in `scratch`.
+fn file(scratch: &Scratch, name: &str) -> String {
+    scratch.path(name).display().to_string()
 }
 
 fn run(program: &str, arguments: &[&str]) -> Result<Output, Failed> {
@@ -206,7 +187,7 @@ fn writable(path: &str) -> Result<Image, Failed> {
 /// What QEMU says of the image: it is sound, and has exactly `model`.
 fn is_sound(scratch: &Scratch, path: &str, model: &[u8]) -> Result<(), Failed> {
     run("qemu-img", &["check", "-q", path])?;
-    let due = scratch.path("due.raw");
+    let due = file(scratch, "due.raw");
     fs::write(&due, model)?;
     run("qemu-img", &["compare", "-q", "-f", "qcow2", "-F", "raw", path, &due]).map(drop)
 }
@@ -216,7 +197,7 @@ fn images_of_thirty_kinds_are_read_and_written() -> Result<(), Failed> {
     let (mut random, guest) = (Random::new(), Guest::new()?);
     for (options, more) in KINDS {
         let scratch = Scratch::new()?;
-        let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
+        let (raw, path) = (file(&scratch, "a.raw"), file(&scratch, "a.qcow2"));
         let mut model = contents(&mut random);
         fs::write(&raw, &model)?;
         let line = [&["convert", "-f", "raw", "-O", "qcow2", "-o", options], more, &[&raw, &path]].concat();
@@ -241,7 +222,7 @@ fn images_of_thirty_kinds_are_read_and_written() -> Result<(), Failed> {
 #[test(tools::program("qemu-img"))]
 fn snapshots_inside_an_image_keep_what_they_had() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
-    let (raw, path, then) = (scratch.path("a.raw"), scratch.path("a.qcow2"), scratch.path("then.raw"));
+    let (raw, path, then) = (file(&scratch, "a.raw"), file(&scratch, "a.qcow2"), file(&scratch, "then.raw"));
     let mut model = contents(&mut random);
     fs::write(&raw, &model)?;
     run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &raw, &path])?;
@@ -258,7 +239,8 @@ fn snapshots_inside_an_image_keep_what_they_had() -> Result<(), Failed> {
 #[test(tools::program("qemu-img"))]
 fn files_beside_an_image_are_opened_only_if_they_are_named() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
-    let (raw, base, top) = (scratch.path("a.raw"), scratch.path("base.qcow2"), scratch.path("top.qcow2"));
+    let (raw, base, top) =
+        (file(&scratch, "a.raw"), file(&scratch, "base.qcow2"), file(&scratch, "top.qcow2"));
     let mut model = contents(&mut random);
     fs::write(&raw, &model)?;
     run("qemu-img", &["convert", "-O", "qcow2", "-c", &raw, &base])?;
@@ -276,12 +258,12 @@ fn files_beside_an_image_are_opened_only_if_they_are_named() -> Result<(), Faile
         guest.exercise(&mut image, &mut model, &mut random, 60)?;
         drop(image);
         is_sound(&scratch, &top, &model)?;
-        let unchanged = scratch.path("unchanged.raw");
+        let unchanged = file(&scratch, "unchanged.raw");
         run("qemu-img", &["convert", "-O", "raw", backing, &unchanged])?;
         ensure(fs::read(&unchanged)? == before, || format!("the {format} backing file has changed"))?;
         model = before;
     }
-    let (data, out) = (scratch.path("data"), scratch.path("out.qcow2"));
+    let (data, out) = (file(&scratch, "data"), file(&scratch, "out.qcow2"));
     run(
         "qemu-img",
         &["create", "-q", "-f", "qcow2", "-o", &format!("data_file={data}"), &out, &SIZE.to_string()],
@@ -299,7 +281,7 @@ fn files_beside_an_image_are_opened_only_if_they_are_named() -> Result<(), Faile
 #[test(tools::program("qemu-img"))]
 fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
-    let (path, size) = (scratch.path("a.qcow2"), SIZE.to_string());
+    let (path, size) = (file(&scratch, "a.qcow2"), SIZE.to_string());
     let refused = |options: &str, due: &str| match Qcow2::open(open(&path, true)?, true, Named::default()) {
         Err(error) if error.to_string().contains(due) => Ok(()),
         other => Err(Failed::from(format!("{options}: {:?}", other.map(drop)))),
@@ -332,7 +314,7 @@ fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
 #[test(tools::program("qemu-img"))]
 fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
-    let path = scratch.path("a.qcow2");
+    let path = file(&scratch, "a.qcow2");
     run("qemu-img", &["create", "-q", "-f", "qcow2", &path, "1M"])?;
     let config = BlkConfig::new(&path);
     let first = Blk::open(&config)?;
@@ -351,7 +333,7 @@ fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
 #[test(tools::program("qemu-img"))]
 fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
-    let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
+    let (raw, path) = (file(&scratch, "a.raw"), file(&scratch, "a.qcow2"));
     let mut model = contents(&mut random);
     fs::write(&raw, &model)?;
     run("qemu-img", &["convert", "-O", "qcow2", "-c", &raw, &path])?;
@@ -369,7 +351,7 @@ fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
 #[test(tools::program("qemu-img"))]
 fn damaged_images_end_in_errors() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
-    let (raw, path) = (scratch.path("a.raw"), scratch.path("a.qcow2"));
+    let (raw, path) = (file(&scratch, "a.raw"), file(&scratch, "a.qcow2"));
     let model = contents(&mut random);
     fs::write(&raw, &model)?;
     run("qemu-img", &["convert", "-O", "qcow2", "-o", "cluster_size=4k", &raw, &path])?;

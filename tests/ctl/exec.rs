@@ -57,8 +57,8 @@ fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
 fn an_older_agent_is_said_to_be_one_in_a_line() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let guest = Guest::start(&env)?;
-    fs::remove_file(env.0.join("vsock"))?;
-    let listener = UnixListener::bind(env.0.join("vsock"))?;
+    fs::remove_file(env.path("vsock"))?;
+    let listener = UnixListener::bind(env.path("vsock"))?;
     let older = thread::spawn(move || -> std::io::Result<()> {
         for stream in listener.incoming().take(2) {
             let mut stream = stream?;
@@ -103,14 +103,14 @@ fn output_that_cannot_be_written_is_a_failure_and_a_reader_that_left_is_none() -
 
 /// A shell's line that writes its pid to `pid` in the directory, and goes on with `script`.
 fn telling(env: &TestEnv, script: &str) -> [String; 3] {
-    let file = env.0.join("pid");
+    let file = env.path("pid");
     ["sh".into(), "-c".into(), format!("echo $$ >{0}.new; mv {0}.new {0}; {script}", file.display())]
 }
 
 /// Starts the client of such a command; and the command's pid.
 fn started(env: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed> {
     let client = client.stdout(Stdio::null()).spawn()?;
-    let file = env.0.join("pid");
+    let file = env.path("pid");
     let read = || fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok());
     let pid = eventually(LIMIT, "the command runs", || Ok(read()))?;
     fs::remove_file(&file)?;

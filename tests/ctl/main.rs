@@ -86,7 +86,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     let status: Status = serde_json::from_str(&env.ctl("w status")?)?;
     ensure(status.state == MachineState::Paused, || format!("{status:?}"))?;
     env.ctl("w resume")?;
-    let (kept, fresh) = (env.0.join("kept"), env.0.join("fresh"));
+    let (kept, fresh) = (env.path("kept"), env.path("fresh"));
     fs::write(&kept, "from before")?;
     for (arguments, says) in [
         ("ctl w balloon 8m", "without a balloon"),
@@ -195,7 +195,7 @@ fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed>
 
 /// A guest that says V, then sends back what it receives.
 fn echo(env: &TestEnv, name: &str) -> Result<Machine, Failed> {
-    let image = env.0.join("echo");
+    let image = env.path("echo");
     fs::write(&image, Code::default().print("V").echo().elf64())?;
     let mut command = env.command("run -m 16 -k");
     env.start(name, command.arg(image).stdin(Stdio::piped()))
@@ -245,7 +245,7 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
     round.push((round.len() as u8 + 1).wrapping_neg());
     let image = setup.bytes(&round).bytes(&right).print("W").power_off().elf64();
     let env = TestEnv::new()?;
-    let file = env.0.join("image");
+    let file = env.path("image");
     fs::write(&file, image)?;
     let mut command = env.command("run -m 16 -k");
     let mut machine = env.start("r", command.arg(file).stdin(Stdio::piped()))?;
@@ -265,10 +265,10 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
 fn kept() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = echo(&env, "s")?;
-    let (image, built_in) = (env.0.join("echo"), env.endless("b")?);
+    let (image, built_in) = (env.path("echo"), env.endless("b")?);
     let before = fs::read(&image)?;
     let at = image.display();
-    let (other, new) = (env.0.join("other"), env.0.join("new"));
+    let (other, new) = (env.path("other"), env.path("new"));
     fs::write(&other, "earlier")?;
     for (line, status, says) in [
         (format!("ctl s serial file={at}"), 2, "kernel or initial RAM disk"),
@@ -357,7 +357,7 @@ fn no_descriptors() -> Result<(), Failed> {
         "--passes",
         "0",
     ]);
-    command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    command.env("XDG_RUNTIME_DIR", env.dir()).stdin(Stdio::null());
     let machine = env.start("n", &mut command)?;
     let mut clients = Vec::new();
     let refused = loop {
@@ -387,7 +387,7 @@ fn no_descriptors() -> Result<(), Failed> {
 #[test(kvm())]
 fn large_balloon() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let image = env.0.join("image");
+    let image = env.path("image");
     fs::write(&image, Code::default().spin().elf64())?;
     let machine = env.start("m", env.command("run -m 16 --balloon -k").arg(image))?;
     let output = env.vellum("ctl m balloon 99999t")?;
@@ -407,7 +407,7 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     let child = &mut *machine.child;
     let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
     output.read_exact(&mut [0])?;
-    let log = env.0.join("log");
+    let log = env.path("log");
     env.ctl(&format!("s serial file={}", log.display()))?;
     input.write_all(b"to the file")?;
     eventually(LIMIT, "the file has all of it", || {
@@ -432,14 +432,14 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
 fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = echo(&env, "u")?;
-    let place = env.0.join("file");
+    let place = env.path("file");
     fs::write(&place, "")?;
     let (readable, _writable) = std::io::pipe()?;
     let mut client = Client::connect(&env.socket("u"))?;
     for (what, descriptor, says) in [
         ("a file opened for reading", File::open(&place)?.into(), "not opened for writing"),
         ("the reading end of a pipe", readable.into(), "not opened for writing"),
-        ("a directory", File::open(&env.0)?.into(), "not a file"),
+        ("a directory", File::open(env.dir())?.into(), "not a file"),
     ] {
         match client.ask_with(&Do::Serial { truncate: false }, &[OwnedFd::as_fd(&descriptor)]) {
             Err(Error::Refused(error)) if error.contains(says) => {}
@@ -453,7 +453,7 @@ fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    fs::create_dir(env.0.join("vellum"))?;
+    fs::create_dir(env.path("vellum"))?;
     drop(UnixListener::bind(env.socket("n"))?);
     // `list` takes away what nobody serves, and says nothing of it.
     let list = env.vellum("list")?;
@@ -462,7 +462,7 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     })?;
     drop(UnixListener::bind(env.socket("n"))?);
     let machine = env.endless("n")?;
-    let image = env.0.join("spin");
+    let image = env.path("spin");
     fs::write(&image, Code::default().spin().elf64())?;
     for second in ["run --memory 16m --name n".into(), format!("run --name n -k {}", image.display())] {
         let output = env.vellum(&second)?;
@@ -480,9 +480,9 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let image = env.0.join("spin");
+    let image = env.path("spin");
     fs::write(&image, Code::default().spin().elf64())?;
-    let vsock = env.0.join("v.sock");
+    let vsock = env.path("v.sock");
     for guest in [
         "--memory 16m --passes 0".into(),
         format!("-m 16 --vsock {} -k {}", vsock.display(), image.display()),
@@ -496,7 +496,7 @@ fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
                     .args([&format!("-{signal}"), &machine.child.id().to_string()])
                     .status()?;
                 machine.end()?;
-                let left = fs::read_dir(env.0.join("vellum"))?.count();
+                let left = fs::read_dir(env.path("vellum"))?.count();
                 ensure(left == 0 && !vsock.exists(), || {
                     format!("{guest}, {sandbox}, {signal}: {left} left")
                 })?;
@@ -510,7 +510,7 @@ fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
 #[test(kvm())]
 fn both_kinds_of_machine_answer_alike() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let image = env.0.join("spin.elf");
+    let image = env.path("spin.elf");
     fs::write(&image, Code::default().spin().elf64())?;
     let mut builtin = env.command("run --memory 16m --passes 0");
     let mut kernel = env.command("run --memory 16m --serial null --kernel");

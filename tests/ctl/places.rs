@@ -25,10 +25,10 @@ const READERS: [&str; 6] =
 fn commands_that_read_make_nothing() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     for line in READERS {
-        let output = env.command(line).current_dir(&env.0).output()?;
+        let output = env.command(line).current_dir(env.dir()).output()?;
         let fits = if line == "list" { output.status.success() } else { output.status.code() == Some(2) };
         ensure(fits, || format!("{line}: {output:?}"))?;
-        let left: Vec<_> = fs::read_dir(&env.0)?.flatten().collect();
+        let left: Vec<_> = fs::read_dir(env.dir())?.flatten().collect();
         ensure(left.is_empty(), || format!("{line} leaves {left:?}"))?;
     }
     // Nor where nothing can be made at all.
@@ -40,12 +40,12 @@ fn commands_that_read_make_nothing() -> Result<(), Failed> {
 #[test]
 fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let dir = env.0.join("vellum");
+    let dir = env.path("vellum");
     fs::create_dir(&dir)?;
     for mode in [0o777, 0o1777, 0o770] {
         fs::set_permissions(&dir, Permissions::from_mode(mode))?;
         for line in READERS.into_iter().chain(["run --name m --memory 8m", "receive --name m"]) {
-            let output = env.command(line).current_dir(&env.0).output()?;
+            let output = env.command(line).current_dir(env.dir()).output()?;
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
             let named = said.contains(&format!("mode {mode:04o}")) && said.contains("chmod 700");
             ensure(output.status.code() == Some(2) && named && said.lines().count() == 1, || {
@@ -60,13 +60,13 @@ fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
 #[test(root())]
 fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    chown(&env.0, Some(1000), Some(1000))?;
+    chown(env.dir(), Some(1000), Some(1000))?;
     for line in ["list", "ctl m status"] {
         env.vellum(line)?;
-        ensure(fs::read_dir(&env.0)?.next().is_none(), || format!("{line} leaves something"))?;
+        ensure(fs::read_dir(env.dir())?.next().is_none(), || format!("{line} leaves something"))?;
     }
     // What is there is not looked at: root's own directory is.
-    fs::create_dir(env.0.join("vellum"))?;
+    fs::create_dir(env.path("vellum"))?;
     let _listener = UnixListener::bind(env.socket("theirs"))?;
     let list = env.vellum("list")?;
     let all = [list.stdout, list.stderr].concat();
@@ -77,9 +77,9 @@ fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
 #[test(root())]
 fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let dir = env.0.join("vellum");
+    let dir = env.path("vellum");
     fs::create_dir(&dir)?;
-    fs::set_permissions(&env.0, Permissions::from_mode(0o711))?;
+    fs::set_permissions(env.dir(), Permissions::from_mode(0o711))?;
     fs::set_permissions(&dir, Permissions::from_mode(0o777))?;
     let socket = env.socket("m");
     let path = socket.clone();
@@ -93,7 +93,7 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
     let _theirs = listener.join().map_err(|_| "it cannot be another user")??;
     fs::set_permissions(&dir, Permissions::from_mode(0o700))?;
     for line in ["ctl m status", "list", "dump m core"] {
-        let output = env.command(line).current_dir(&env.0).output()?;
+        let output = env.command(line).current_dir(env.dir()).output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(said.contains("a process of user 1000 listens there") && said.lines().count() == 1, || {
             format!("{line}: {output:?}")
@@ -106,8 +106,8 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let vsock = env.0.join("vsock");
-    let kernel = env.0.join("kernel");
+    let vsock = env.path("vsock");
+    let kernel = env.path("kernel");
     fs::write(&kernel, support::guests::Code::default().print("V").power_off().elf64())?;
     for round in 0..60 {
         let line = match round % 3 {

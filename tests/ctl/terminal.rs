@@ -70,7 +70,7 @@ pub struct Guest {
 
 impl Guest {
     pub fn start(env: &TestEnv) -> Result<Self, Failed> {
-        let [control, vsock] = ["control", "vsock"].map(|name| env.0.join(name));
+        let [control, vsock] = ["control", "vsock"].map(|name| env.path(name));
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(WORD).args([&control, &vsock]).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
@@ -240,10 +240,10 @@ fn in_a_shell(env: &TestEnv, line: &str) -> Result<(Guest, User), Failed> {
     let guest = Guest::start(env)?;
     let (master, slave, name) = open_pty()?;
     stty(&name, &["sane"])?;
-    let client = env.0.join("client");
+    let client = env.path("client");
     let command = "trap 'echo interrupted; exit 9' INT; echo on; while :; do sleep 0.1; done";
     let exec = format!("exec {VELLUM} exec -t {} -- sh -c \"{command}\"\n", guest.control.display());
-    std::fs::write(&client, format!("echo $$ >{}\n{exec}", env.0.join("pid").display()))?;
+    std::fs::write(&client, format!("echo $$ >{}\n{exec}", env.path("pid").display()))?;
     let script = line.replace("CLIENT", &format!("sh {}", client.display()));
     let user = User::on((master, slave, name), Command::new("setsid").args(["-c", "sh", "-mc", &script]))?;
     Ok((guest, user))
@@ -272,7 +272,7 @@ fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(
         let (_guest, mut user) = in_a_shell(&env, &line)?;
         user.wait_for("on\r\n")?;
         becomes(&user, true)?;
-        let id = std::fs::read_to_string(env.0.join("pid"))?;
+        let id = std::fs::read_to_string(env.path("pid"))?;
         let sent = Command::new("kill").args([signal, id.trim()]).status()?;
         ensure(sent.success(), || format!("kill {signal}: {sent}"))?;
         user.wait_for("back\r\n")?;
@@ -303,7 +303,7 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
 #[test(setsid(), kvm())]
 fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let (image, pid) = (env.0.join("image"), env.0.join("pid"));
+    let (image, pid) = (env.path("image"), env.path("pid"));
     std::fs::write(&image, Code::default().print("V").echo().elf64())?;
     let run = format!("exec {VELLUM} run -m 16m -k {}", image.display());
     let script = format!("sh -c 'echo $$ >{}; {run}'; echo back; read line; fg", pid.display());
@@ -331,7 +331,7 @@ fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() ->
 fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let _guest = Guest::start(&env)?;
-    let mut stream = UnixStream::connect(env.0.join("vsock"))?;
+    let mut stream = UnixStream::connect(env.path("vsock"))?;
     let command = ["sh", "-c", "cat; echo no >&2; exit 7"].map(Argument::from).to_vec();
     let request = Request::Launch(Launch { command, ..Launch::default() });
     stream.write_all(format!("CONNECT 1024\n{}\n", serde_json::to_string(&request)?).as_bytes())?;

@@ -92,7 +92,7 @@ fn bytes(text: &str) -> Result<Vec<u8>, Failed> {
 
 /// A built-in guest that waits for its debugger, and where that connects.
 fn waiting(env: &TestEnv, flags: &str) -> Result<(Machine, PathBuf), Failed> {
-    let socket = env.0.join("gdb");
+    let socket = env.path("gdb");
     let command = format!("run --memory 16m --gdb {},wait {flags}", socket.display());
     Ok((env.start("g", &mut env.command(&command))?, socket))
 }
@@ -261,8 +261,8 @@ fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed
     ensure(state(&env)? == "debugged", || "it runs although it is debugged".into())?;
     // Neither moves nor is saved.
     for arguments in [
-        format!("migrate g --to unix:{}", env.0.join("x").display()),
-        format!("snapshot g {}", env.0.join("s").display()),
+        format!("migrate g --to unix:{}", env.path("x").display()),
+        format!("snapshot g {}", env.path("s").display()),
     ] {
         let output = env.vellum(&arguments)?;
         let said = String::from_utf8_lossy(&output.stderr);
@@ -334,8 +334,8 @@ fn packets_are_bounded() -> Result<(), Failed> {
 #[test]
 fn bad_places_for_a_debugger_are_one_line() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    fs::write(env.0.join("file"), "kept")?;
-    let file = env.0.join("file");
+    fs::write(env.path("file"), "kept")?;
+    let file = env.path("file");
     for (value, says) in [
         (file.display().to_string(), "is no socket"),
         ("/nonexistent/gdb".into(), "/nonexistent/gdb"),

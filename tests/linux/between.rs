@@ -8,7 +8,7 @@ use support::env::TestEnv;
 use support::{Failed, Need, ensure, eventually};
 
 use crate::VELLUM;
-use crate::guest::{Guest, Image, Scratch, host};
+use crate::guest::{Guest, Image, host, scratch};
 
 /// How long one host waits for the other, which may have to boot a guest first.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(15 * 60);
@@ -123,7 +123,7 @@ fn goes(guest: &mut Guest, address: &str) -> Result<(), Failed> {
 /// One that comes to `address`, once it runs here.
 fn comes(address: &str) -> Result<Guest, Failed> {
     let flags = ["--insecure-network", "--serial", "null", "--rng", "--liveness", "5m"];
-    let guest = Guest::to_come_by(Scratch::new(), address, &flags)?;
+    let guest = Guest::to_come_by(scratch()?, address, &flags)?;
     eventually(MOVE_TIMEOUT, "a guest comes", || {
         Ok((guest.ctl(&["status"])?["state"] == "running").then_some(()))
     })?;

@@ -7,7 +7,7 @@ use std::path::Path;
 use guest_agent::{Argument, Request};
 use support::{Failed, LIMIT, ensure, eventually};
 
-use crate::guest::{Guest, Image, Scratch, noise};
+use crate::guest::{Guest, Image, noise, scratch};
 use crate::moves::{self, Way};
 use crate::whole;
 use crate::wires::{Wires, answers_soon};
@@ -25,7 +25,7 @@ const REBIND: &str = "cd /sys/bus/pci/drivers/virtio-pci && for it in 0*; do ech
 
 /// 2 vCPUs with [`DEVICES`] are asked for all of that, and again after a snapshot and after a move.
 pub fn works_moves_and_comes_back(image: &Image, irqchip: &str) -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let [disk, known, dir] = ["disk", "known", "saved"].map(|name| scratch.path(name));
     work::empty(&disk)?;
     fs::write(&known, noise(23, 4 << 20))?;

@@ -10,7 +10,7 @@ use vellum_sys::terminal::open_pty;
 
 use crate::VELLUM;
 use crate::all_on_a_root;
-use crate::guest::{Scratch, for_this_bed, host};
+use crate::guest::{for_this_bed, host, scratch};
 use crate::typed::until;
 
 /// Where the laboratory has its kernel and its initrd, and the disk.
@@ -34,7 +34,7 @@ fn image() -> Need {
 /// it was.
 #[test(image())]
 fn a_cloud_image_boots_beside_the_hosts_root() -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let (user_data, meta_data) = (scratch.path("user-data"), scratch.path("meta-data"));
     let users = format!(
         "#cloud-config\nusers:\n  - name: {USER}\n    shell: /bin/bash\n    lock_passwd: false\n    \

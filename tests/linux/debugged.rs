@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use support::hosts::breakpoints;
-use support::{Failed, Need, ensure, test};
+use support::{Failed, Need, Scratch, ensure, test};
 
 use crate::VELLUM;
-use crate::guest::{Guest, Image, Scratch};
+use crate::guest::{Guest, Image, scratch};
 use crate::whole_matrix;
 
 /// The oldest guest's symbols, and a GDB.
@@ -87,7 +87,7 @@ fn waiting(image: &Image, scratch: &Scratch) -> Result<(Guest, PathBuf), Failed>
 
 #[test(gdb(), breakpoints())]
 fn gdb_breaks_and_watches() -> Result<(), Failed> {
-    let (image, scratch) = (Image::oldest()?, Scratch::new());
+    let (image, scratch) = (Image::oldest()?, scratch()?);
     let (mut guest, socket) = waiting(&image, &scratch)?;
     debug(&image, &socket, IN_THE_PROCESSOR)?;
     guest.ready()?;
@@ -105,7 +105,7 @@ fn gdb_breaks_and_watches() -> Result<(), Failed> {
 
 #[test(gdb())]
 fn gdb_looks_steps_unwinds_and_detaches() -> Result<(), Failed> {
-    let (image, scratch) = (Image::oldest()?, Scratch::new());
+    let (image, scratch) = (Image::oldest()?, scratch()?);
     let (mut guest, socket) = waiting(&image, &scratch)?;
     debug(&image, &socket, AWAY)?;
     guest.ready()?;

@@ -5,13 +5,12 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 
 use guest_agent::{Event, Request};
 use serde_json::Value;
-use support::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, Scratch, ensure, eventually};
 use vellum_control::agent;
 
 use crate::VELLUM;
@@ -154,33 +153,15 @@ pub fn for_this_bed() -> (&'static [&'static str], &'static str) {
     }
 }
 
-/// A directory of a test's own, gone with it.
-pub struct Scratch(PathBuf);
-
-impl Scratch {
-    pub fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("linux-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-        fs::create_dir_all(&dir).expect("cargo's directory for tests");
-        Self(dir)
-    }
-
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    /// A name for a machine or an interface: at most 15 bytes.
-    pub fn short_name(&self) -> String {
-        let name = self.0.file_name().expect("it has one").to_string_lossy();
-        format!("l{}", name.trim_start_matches("linux").replace('-', "."))
-    }
+/// A directory of a test's own.
+pub fn scratch() -> Result<Scratch, Failed> {
+    Ok(Scratch::within(Path::new(env!("CARGO_TARGET_TMPDIR")))?)
 }
 
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// A name for a machine or an interface that is no other test's: at most 15 bytes.
+pub fn short_name(scratch: &Scratch) -> String {
+    let name = scratch.dir().file_name().expect("it has one").to_string_lossy();
+    format!("l{}", name.trim_start_matches("vellum").replace('-', "."))
 }
 
 /// A guest that runs; killed if the test ends before it does.
@@ -214,7 +195,7 @@ impl Guest {
     }
 
     fn start_kernel(image: &Image, kernel: &str, cmdline: &str, flags: &[&str]) -> Result<Self, Failed> {
-        let scratch = Scratch::new();
+        let scratch = scratch()?;
         let vsock = scratch.path("vsock").display().to_string();
         let mut all = ["--kernel", kernel, "--vsock", &vsock].map(str::to_owned).to_vec();
         all.extend(flags.iter().map(|flag| (*flag).to_owned()));
@@ -228,7 +209,7 @@ impl Guest {
         cmdline: &str,
         flags: Vec<String>,
     ) -> Result<Self, Failed> {
-        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
+        let (name, vsock) = (short_name(&scratch), scratch.path("vsock"));
         let (bed_flags, bed_cmdline) = for_this_bed();
         let cmdline = format!("quiet {bed_cmdline} {cmdline}");
         let own_limit = flags.iter().any(|flag| flag == "--timeout");
@@ -245,14 +226,14 @@ impl Guest {
 
     /// One that is to come from another process: `vellum receive`, with a vsock and `flags`. Where a source finds it comes along.
     pub fn to_come(flags: &[&str]) -> Result<(Self, String), Failed> {
-        let scratch = Scratch::new();
+        let scratch = scratch()?;
         let address = format!("unix:{}", scratch.path("in").display());
         Ok((Self::to_come_by(scratch, &address, flags)?, address))
     }
 
     /// The same at an address of the test's.
     pub fn to_come_by(scratch: Scratch, address: &str, flags: &[&str]) -> Result<Self, Failed> {
-        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
+        let (name, vsock) = (short_name(&scratch), scratch.path("vsock"));
         let mut command = Command::new(VELLUM);
         command.args(["receive", "--listen", address, "--name", &name, "--vsock"]).arg(&vsock).args(flags);
         let guest = Self::spawn(scratch, command, name, vsock)?;
@@ -262,8 +243,8 @@ impl Guest {
 
     /// One that comes out of a snapshot: `vellum restore`, with a vsock and `flags`; it runs when this returns.
     pub fn restored(dir: &str, flags: &[&str]) -> Result<Self, Failed> {
-        let scratch = Scratch::new();
-        let (name, vsock) = (scratch.short_name(), scratch.path("vsock"));
+        let scratch = scratch()?;
+        let (name, vsock) = (short_name(&scratch), scratch.path("vsock"));
         let mut command = Command::new(VELLUM);
         command.args(["restore", dir, "--name", &name, "--vsock"]).arg(&vsock).args(flags);
         let mut guest = Self::spawn(scratch, command, name, vsock)?;

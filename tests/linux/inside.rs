@@ -7,10 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use support::{Failed, LIMIT, Need, ensure, eventually};
+use support::{Failed, LIMIT, Need, Scratch, ensure, eventually};
 
 use crate::VELLUM;
-use crate::guest::{Guest, Image, Scratch, Source, for_this_bed};
+use crate::guest::{Guest, Image, Source, for_this_bed, scratch, short_name};
 use crate::whole_matrix;
 
 /// A guest, and a makedumpfile, by which the kdump of distributions reads what a kernel leaves.
@@ -50,7 +50,7 @@ fn has_vmcoreinfo(path: &Path) -> Result<bool, Failed> {
 
 /// It runs, is paused and panics, and each time makedumpfile reads what was dumped of it.
 pub fn is_dumped(image: &Image) -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let (running, panic) = (scratch.path("running"), scratch.path("panic"));
     let on_panic = format!("dump={}", panic.display());
     let mut guest = Guest::start(image, "sysrq_always_enabled", &["--cpus", "2", "--on-panic", &on_panic])?;
@@ -95,7 +95,7 @@ pub fn is_dumped(image: &Image) -> Result<(), Failed> {
 
 /// Its console alone says so: the module by which a guest reports a panic is not there yet.
 pub fn is_dumped_before_its_modules(image: &Image) -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let panic = scratch.path("panic");
     let on_panic = format!("dump={}", panic.display());
     let mut guest = Guest::start(image, "rdinit=/nothing", &["--on-panic", &on_panic])?;
@@ -110,8 +110,8 @@ pub fn is_dumped_before_its_modules(image: &Image) -> Result<(), Failed> {
 /// The guest of a command is dumped by its machine's name, and its kernel is newer than the makedumpfile that reads the log in there. (What
 /// that leaves out it finds by the layout of the kernel's own lists, which it does not know of that kernel.)
 pub fn of_a_tree_is_dumped(kernel: &Source) -> Result<(), Failed> {
-    let scratch = Scratch::new();
-    let (name, dump, log) = (scratch.short_name(), scratch.path("dump"), scratch.path("log"));
+    let scratch = scratch()?;
+    let (name, dump, log) = (short_name(&scratch), scratch.path("dump"), scratch.path("log"));
     let (bed_flags, cmdline) = for_this_bed();
     let archive = Image::oldest()?.initrd();
     let mut command = Command::new(VELLUM);

@@ -8,7 +8,7 @@ use guest_agent::{Argument, Event, Kexec, Request};
 use support::{Failed, Need, ensure, test};
 use vellum_control::agent;
 
-use crate::guest::{Guest, Image, Scratch, noise};
+use crate::guest::{Guest, Image, noise, scratch};
 use crate::whole::{entropy, is_read, vsock};
 use crate::whole_matrix;
 
@@ -28,7 +28,7 @@ fn file_load() -> Need {
 
 /// The guest has the kernel and the initramfs of the next one on disks, and a disk that both kernels read.
 fn start(image: &Image, memory: &str, cmdline: &str) -> Result<(Guest, PathBuf), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let mut flags =
         ["--kernel", &image.kernel(), "--cpus", "2", "--memory", memory, "--rng"].map(str::to_owned).to_vec();
     for (name, mut content) in [

@@ -10,7 +10,7 @@ use support::{Failed, ensure, test};
 use vellum_share::Cache;
 
 use crate::VELLUM;
-use crate::guest::{Image, Scratch, for_this_bed, noise};
+use crate::guest::{Image, for_this_bed, noise, scratch};
 use crate::{guests, whole_matrix};
 
 #[test(whole_matrix())]
@@ -93,7 +93,7 @@ fn three_guests_are_one_pipeline() -> Result<(), Failed> {
 /// A command's status may be any number; what the guest's own end was, and why, is in lines of Vellum's and in the status file.
 #[test(whole_matrix())]
 fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let file = scratch.path("status").display().to_string();
     // A kernel without its first process looks for a root: one that is not there, or one that may yet come.
     let (nothing, never) = ("rdinit=/none root=/dev/none", "rdinit=/none root=/dev/none rootwait");
@@ -121,7 +121,7 @@ fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
 /// One guest with a directory of each kind: data both ways, what is refused, and what the host has of it afterwards.
 #[test(guests())]
 fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
-    let (image, scratch) = (Image::oldest()?, Scratch::new());
+    let (image, scratch) = (Image::oldest()?, scratch()?);
     let data = noise(23, 3_000_000);
     for name in ["ro", "rw", "overlay"] {
         fs::create_dir_all(scratch.path(name))?;
@@ -186,7 +186,7 @@ pub fn in_guest() -> Option<ExitCode> {
 /// The checks of the test `share`, by a guest's own virtiofs instead of /dev/fuse: the guest runs this very program.
 #[test(whole_matrix())]
 fn calls_on_a_share_do_what_posix_says() -> Result<(), Failed> {
-    let (image, scratch) = (Image::oldest()?, Scratch::new());
+    let (image, scratch) = (Image::oldest()?, scratch()?);
     let program = std::env::current_exe()?;
     let directory = program.parent().ok_or("it is in no directory")?;
     let (flags, cmdline) = for_this_bed();

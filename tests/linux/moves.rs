@@ -7,7 +7,7 @@ use guest_agent::{Event, MemoryWork, Pattern, Request};
 use support::{Failed, LIMIT, ensure, eventually};
 
 use crate::VELLUM;
-use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch};
+use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, scratch};
 use crate::wires::{Outage, Reported, Wires};
 use crate::work::{self, Clock, count};
 
@@ -65,7 +65,7 @@ impl Way {
 
 /// 2 vCPUs move by each of `ways` while the agent writes memory, others write a disk, look at the clocks and tell over TCP.
 pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let disk = scratch.path("disk");
     work::empty(&disk)?;
     let wires = Wires::new(&scratch)?;
@@ -145,7 +145,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
 pub fn goes(guest: &mut Guest, way: Way, devices: &[&str]) -> Result<Option<Ended>, Failed> {
     if !way.has_target() {
         let process = |guest: &Guest| Ok::<_, Failed>(guest.ctl(&["status"])?["pid"].as_u64());
-        let (first, scratch) = (process(guest)?, Scratch::new());
+        let (first, scratch) = (process(guest)?, scratch()?);
         let build = scratch.path("other-build");
         symlink(VELLUM, &build)?;
         let build = build.display().to_string();

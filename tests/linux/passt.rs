@@ -6,7 +6,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 
 use support::{Failed, LIMIT, Need, ensure, eventually};
 
-use crate::guest::{Guest, Image, Scratch, host, noise};
+use crate::guest::{Guest, Image, host, noise, scratch};
 use crate::{all_on_a_root, whole};
 
 /// Where the guest listens, and how /proc/net/tcp and tcp6 write that: the port, then a peer that is none, and the state.
@@ -28,7 +28,7 @@ const LEASE: &str = "#!/bin/sh
 
 /// The guest has the host's address by DHCP, as passt gives it; and whoever connects to the host's port is connected to the guest.
 pub fn is_its_network(image: &Image) -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let forward = format!("{port}:{PORT}");
     let mut guest = Guest::start(image, "", &["--net", "user", "--forward", &forward])?;

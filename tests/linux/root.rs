@@ -12,7 +12,7 @@ use support::{Failed, ensure};
 use vellum_sys::terminal::open_pty;
 
 use crate::VELLUM;
-use crate::guest::{Image, Scratch, Source, for_this_bed, noise};
+use crate::guest::{Image, Source, for_this_bed, noise, scratch, short_name};
 use crate::typed::until;
 
 /// Whoever is root says that its files may be served by root.
@@ -110,8 +110,8 @@ pub fn a_shell_has_the_terminal(image: &Image) -> Result<(), Failed> {
     let (mut master, slave, name) = open_pty()?;
     let (bed_flags, cmdline) = for_this_bed();
     crate::guest::host(&["stty", "-F", &name, "sane", "rows", "33", "cols", "77"])?;
-    let scratch = Scratch::new();
-    let machine = scratch.short_name();
+    let scratch = scratch()?;
+    let machine = short_name(&scratch);
     let mut command = Command::new("setsid");
     command.args([
         "-c",

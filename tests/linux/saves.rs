@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use support::{Failed, ensure, eventually};
 
-use crate::guest::{Guest, Image, Scratch};
+use crate::guest::{Guest, Image, scratch};
 use crate::wires::{Wires, answers_soon};
 use crate::work::{self, Clock, count};
 
@@ -17,7 +17,7 @@ const WAYS: [(&str, &str); 3] = [("eager", "advance"), ("map", "stand-still"), (
 
 /// 2 vCPUs are saved while they work, go on, and are saved again, upon which the machine ends; then both points come back.
 pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let [disk, kept, dir] = ["disk", "kept", "saved"].map(|name| scratch.path(name));
     work::empty(&disk)?;
     let wires = Wires::new(&scratch)?;

@@ -9,7 +9,7 @@ use support::{Failed, ensure, test};
 use vellum_sys::terminal::open_pty;
 
 use crate::VELLUM;
-use crate::guest::{CLOCKSOURCE, Guest, Image, Scratch, for_this_bed, taps};
+use crate::guest::{CLOCKSOURCE, Guest, Image, for_this_bed, scratch, taps};
 use crate::whole_matrix;
 
 /// Runs `vellum run` to its end, with what the bed needs put before `cmdline`.
@@ -36,7 +36,7 @@ fn after_dashes(line: &str) -> String {
 #[test(whole_matrix(), taps())]
 fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
     let image = &Image::oldest()?;
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let disk = scratch.path("disk");
     let mut content = b"what is on the disk\n".to_vec();
     content.resize(1 << 20, 0);
@@ -72,7 +72,7 @@ fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
 #[test(whole_matrix())]
 fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
     let image = &Image::oldest()?;
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let disk = scratch.path("disk");
     fs::write(&disk, vec![0; 2 << 20])?;
     let mut flags = ["--kernel", &image.kernel(), "--disk"].map(str::to_owned).to_vec();
@@ -178,7 +178,7 @@ fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
 #[test(whole_matrix())]
 fn serial_on_a_pty_and_into_a_file() -> Result<(), Failed> {
     let image = &Image::oldest()?;
-    let (kernel, initrd, scratch) = (image.kernel(), image.initrd(), Scratch::new());
+    let (kernel, initrd, scratch) = (image.kernel(), image.initrd(), scratch()?);
     let (bed_flags, bed_cmdline) = for_this_bed();
     let mut child = Command::new(VELLUM)
         .args(["run", "--serial", "pty", "-k", &kernel, "-i", &initrd, "--timeout", "300s"])

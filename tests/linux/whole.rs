@@ -9,12 +9,12 @@ use std::thread;
 
 use guest_agent::{DiskWork, Event, MemoryWork, Pattern, Request};
 use serde_json::{Value, json};
-use support::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, Scratch, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_control::names;
 
-use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, Scratch, host, noise};
+use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, host, noise, scratch, short_name};
 use crate::segments::Segments;
 
 const MIB: u64 = 1 << 20;
@@ -40,7 +40,7 @@ pub enum Tap {
 pub fn every_device(image: &Image, irqchip: &str, tap: Tap) -> Result<(), Failed> {
     let seed = std::process::id().into();
     eprintln!("seed {seed}");
-    let scratch = Scratch::new();
+    let scratch = scratch()?;
     let (known, written, console) = (scratch.path("known"), scratch.path("written"), scratch.path("console"));
     let content = noise(seed, 8 << 20);
     fs::write(&known, &content)?;
@@ -198,7 +198,7 @@ struct Network {
 
 impl Network {
     fn new(scratch: &Scratch, made_by: Tap) -> Result<Self, Failed> {
-        let this = Self { tap: scratch.short_name(), made_by };
+        let this = Self { tap: short_name(scratch), made_by };
         if made_by == Tap::Others {
             host(&["ip", "tuntap", "add", &this.tap, "mode", "tap"])
                 .or_else(|_| host(&["tunctl", "-t", &this.tap]))?;

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use support::{Failed, LIMIT, ensure, eventually};
+use support::{Failed, LIMIT, Scratch, ensure, eventually};
 
-use crate::guest::{Guest, Scratch, host};
+use crate::guest::{Guest, host, scratch, short_name};
 
 /// Where the guest finds its host, and where that finds it.
 const HOST: Ipv4Addr = Ipv4Addr::new(192, 168, 78, 1);
@@ -22,8 +22,7 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Whether this machine has bridges.
 pub fn bridges() -> Result<(), String> {
-    let scratch = Scratch::new();
-    Wires::new(&scratch).map(drop).map_err(|failed| {
+    scratch().and_then(|scratch| Wires::new(&scratch)).map(drop).map_err(|failed| {
         let why = failed.message().unwrap_or_default().to_owned();
         format!("needs a bridge with taps: modprobe bridge tun ({why})")
     })
@@ -37,7 +36,7 @@ pub struct Wires {
 
 impl Wires {
     pub fn new(scratch: &Scratch) -> Result<Self, Failed> {
-        let name = scratch.short_name();
+        let name = short_name(scratch);
         let this = Self { bridge: format!("{name}b"), taps: [format!("{name}x"), format!("{name}y")] };
         let bridge = &this.bridge;
         host(&["ip", "link", "add", bridge, "type", "bridge"])

@@ -90,8 +90,8 @@ fn carry(mut from: UnixStream, mut to: UnixStream, harm: Harm, counts: &Counts, 
 
 /// Harms the first connection in one direction, and no other.
 fn relay(env: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<[Counts; 2]>, Failed> {
-    let listener = UnixListener::bind(env.0.join("relay.in"))?;
-    let there: PathBuf = env.0.join("there.in");
+    let listener = UnixListener::bind(env.path("relay.in"))?;
+    let there: PathBuf = env.path("there.in");
     let counts: Arc<[Counts; 2]> = Arc::default();
     let counted = counts.clone();
     std::thread::spawn(move || {

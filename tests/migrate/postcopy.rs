@@ -429,7 +429,7 @@ fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Faile
         env.path("there.in").display()
     );
     let mut command = Command::new("unshare");
-    command.args(["-m", "sh", "-c", &line, "sh"]).env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    command.args(["-m", "sh", "-c", &line, "sh"]).env("XDG_RUNTIME_DIR", env.dir()).stdin(Stdio::null());
     let there = env.start("there", &mut command)?;
     let output = with(env.migrate("here", "there", "--mode postcopy")?, 1)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();

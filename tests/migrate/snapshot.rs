@@ -259,7 +259,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
     };
     let path = dir.display().to_string();
     refused(&format!("{path} --at 3"), "there is no point 3; there is 0 alone")?;
-    refused(&env.0.display().to_string(), "it holds no snapshot")?;
+    refused(&env.dir().display().to_string(), "it holds no snapshot")?;
     for (name, offset, says) in [
         ("ram-0", 3 * 4096 + 7, "ram-0, byte 12288: page 3 of the machine is not the one that was written"),
         ("map-0", 8, "map-0, byte 0: its sum is"),

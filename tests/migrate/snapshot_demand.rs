@@ -248,7 +248,7 @@ fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
 fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
     let env = TestEnv::new()?;
     let dir = taken(&env, "8m", "rate=20000")?;
-    for (path, mode) in [(&env.0, 0o755), (&dir, 0o755)] {
+    for (path, mode) in [(env.dir(), 0o755), (&dir, 0o755)] {
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
     }
     for entry in fs::read_dir(&dir)? {

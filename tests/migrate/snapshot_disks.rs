@@ -127,7 +127,7 @@ fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
         return Ok(Completion::ignored_with("needs a file system of its own at /dev/shm"));
     }
     let env = TestEnv::new()?;
-    let disk = elsewhere.join(env.0.file_name().ok_or("a directory has a name")?);
+    let disk = elsewhere.join(env.dir().file_name().ok_or("a directory has a name")?);
     let guest = Writer { env: &env, disk };
     let result = guest.start().and_then(|here| {
         let dir = env.path("snap");

@@ -34,7 +34,7 @@ impl Server {
         }
         fs::copy(env.path("user_key.pub"), env.path("authorized"))?;
         let vellum = Path::new(crate::VELLUM).parent().ok_or("a program has a directory")?;
-        let dir = env.0.display();
+        let dir = env.dir().display();
         let config = format!(
             "ListenAddress 127.0.0.1\nPort {port}\nHostKey {dir}/host_key\nAuthorizedKeysFile {dir}/authorized\nStrictModes no\n\
              PidFile none\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n\
@@ -66,7 +66,7 @@ impl Server {
     /// What `ssh` is for those who start it by [`Self::path`].
     fn client(&self, env: &TestEnv, last: &str) -> Result<(), Failed> {
         let rest = std::env::var("PATH").unwrap_or_default();
-        let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", env.0.display());
+        let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", env.dir().display());
         let ssh = self.bin.join("ssh");
         fs::write(&ssh, script)?;
         Ok(fs::set_permissions(&ssh, fs::Permissions::from_mode(0o755))?)
@@ -78,7 +78,7 @@ impl Server {
 
     fn ssh(&self, env: &TestEnv) -> Command {
         let mut command = Command::new(self.bin.join("ssh"));
-        command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+        command.env("XDG_RUNTIME_DIR", env.dir()).stdin(Stdio::null());
         command
     }
 

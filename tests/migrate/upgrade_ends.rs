@@ -35,7 +35,7 @@ fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<
     stty(&["sane"])?;
     let mut first = Command::new("setsid");
     first.args(["--ctty", "--wait", VELLUM, "run", "--name", "m", "--memory", "8m,backing=memfd", "-k"]);
-    first.arg(&kernel).env("XDG_RUNTIME_DIR", &env.0);
+    first.arg(&kernel).env("XDG_RUNTIME_DIR", env.dir());
     let mut first = first.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave).spawn()?;
     let mut says = |keys: &[u8], due: &[u8]| -> Result<(), Failed> {
         master.write_all(keys)?;
@@ -90,7 +90,7 @@ fn a_tap_goes_over_to_another_build() -> Result<(), Failed> {
     let mut command = Command::new("unshare");
     command.args(["-n", VELLUM, "run", "--memory", "32m,backing=memfd", "--net", "tap=vt0,create", "-k"]);
     command.arg(&kernel).args(["--serial", &format!("file={}", out.display())]);
-    command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    command.env("XDG_RUNTIME_DIR", env.dir()).stdin(Stdio::null());
     let first = env.start("m", &mut command)?;
     let grows = || -> Result<(), Failed> {
         let was = fs::metadata(&out)?.len();

@@ -277,7 +277,7 @@ fn a_guest_that_moves_keeps_its_address_and_loses_its_connections() -> Result<()
 
 /// A kernel that runs for ever, in a file below `env`.
 fn spinning(env: &TestEnv) -> Result<PathBuf, Failed> {
-    let kernel = env.0.join("kernel");
+    let kernel = env.path("kernel");
     std::fs::write(&kernel, Code::default().spin().elf64())?;
     Ok(kernel)
 }
@@ -321,7 +321,7 @@ fn a_machine_moves_to_a_passt_of_its_own() -> Result<(), Failed> {
     let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
     let machine = env.start("p", &mut env.command(&run))?;
     let old = passt_of(port)?.ok_or("there is no passt")?;
-    let (address, other) = (format!("unix:{}", env.0.join("in").display()), free()?);
+    let (address, other) = (format!("unix:{}", env.path("in").display()), free()?);
     let receive = format!("receive --listen {address} --net user --forward {other}:{PORT}");
     let there = env.start("q", &mut env.command(&receive))?;
     let output = env.vellum(&format!("migrate p --to {address}"))?;
@@ -371,5 +371,5 @@ fn a_host_without_a_route_or_without_passt_says_so() -> Result<(), Failed> {
     let mut alone = Command::new("unshare");
     alone.args(["-n", VELLUM]).args(run.split_whitespace());
     refused(&mut alone, "--net", "no default route")?;
-    refused(env.command(&run).env("PATH", &env.0), "--net", "apt install passt")
+    refused(env.command(&run).env("PATH", env.dir()), "--net", "apt install passt")
 }

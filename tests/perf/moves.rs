@@ -31,7 +31,7 @@ fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
 }
 
 fn receive(env: &TestEnv) -> Result<Machine, Failed> {
-    let socket = env.0.join("there.in");
+    let socket = env.path("there.in");
     env.start("there", &mut env.command(&format!("receive --listen unix:{}", socket.display())))
 }
 
@@ -57,7 +57,7 @@ fn handed(memory: u64) -> Result<f64, Failed> {
     let env = TestEnv::new()?;
     let here = written(&env, HANDED, memory, ",backing=memfd", ",rate=100000")?;
     let there = receive(&env)?;
-    let to = env.0.join("there.in");
+    let to = env.path("there.in");
     let line = format!("migrate here --link memfd --downtime 10s --json --to unix:{}", to.display());
     let moved = env.vellum(&line)?;
     ensure(moved.status.success(), || format!("{moved:?}"))?;
@@ -77,7 +77,7 @@ fn moves(memory: u64) -> Result<f64, Failed> {
     env.ctl("here pause")?;
     let there = receive(&env)?;
     let start = Instant::now();
-    let to = env.0.join("there.in");
+    let to = env.path("there.in");
     let moved = env.vellum(&format!("migrate here --to unix:{}", to.display()))?;
     let took = start.elapsed().as_secs_f64() * 1e3;
     ensure(moved.status.success(), || format!("{moved:?}"))?;
@@ -93,7 +93,7 @@ fn closed() -> Result<f64, Failed> {
     let arguments = "run --memory 64m --passes 0 --workload write,rate=1000";
     let here = env.start("here", &mut env.command(arguments))?;
     let there = receive(&env)?;
-    let to = env.0.join("there.in");
+    let to = env.path("there.in");
     let line = format!("migrate here --bandwidth 1m --to unix:{}", to.display());
     let migration = support::env::Process::spawn(env.command(&line).stderr(std::process::Stdio::piped()))?;
     let mut client = Client::connect(&env.socket("here"))?;

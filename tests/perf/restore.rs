@@ -56,7 +56,7 @@ fn forget(file: &Path) -> Result<(), Failed> {
 
 /// Milliseconds until a machine has been round.
 fn round(env: &TestEnv, dir: &Path, how: &str) -> Result<f64, Failed> {
-    let serial = env.0.join("again.out");
+    let serial = env.path("again.out");
     let _ = fs::remove_file(&serial);
     let line =
         format!("restore {} --serial file={} --name again --memory {how}", dir.display(), serial.display());
@@ -79,7 +79,7 @@ fn main() -> Result<(), Failed> {
         return Ok(());
     }
     let env = TestEnv::new()?;
-    let (image, out, dir) = (env.0.join("kernel"), env.0.join("out"), env.0.join("snap"));
+    let (image, out, dir) = (env.path("kernel"), env.path("out"), env.path("snap"));
     fs::write(&image, kernel())?;
     let line = format!("run --kernel {} --memory 512m --serial file={}", image.display(), out.display());
     let here = env.start("here", &mut env.command(&line))?;

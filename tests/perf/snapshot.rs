@@ -123,14 +123,14 @@ fn first_byte(command: &mut Command) -> Result<f64, Failed> {
 }
 
 fn starting(env: &TestEnv) -> Result<(), Failed> {
-    let (touches_all, prints) = (env.0.join("touches"), env.0.join("prints"));
+    let (touches_all, prints) = (env.path("touches"), env.path("prints"));
     fs::write(&touches_all, touches())?;
     fs::write(&prints, Code::default().print("V").spin().elf64())?;
     let vellum = installed(Path::new(VELLUM), Path::new(env!("CARGO_TARGET_TMPDIR")));
     let dir = |memory: &str| PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("shown-{memory}"));
     for memory in ["256m", "8g"] {
         let _ = fs::remove_dir_all(dir(memory));
-        let out = env.0.join("out");
+        let out = env.path("out");
         let line =
             format!("run -k {} --memory {memory} --serial file={}", touches_all.display(), out.display());
         let here = env.start("here", &mut env.command(&line))?;

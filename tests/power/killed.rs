@@ -6,11 +6,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use support::virtio::disk::disk;
-use support::{Failed, Random, ensure, test};
+use support::{Failed, Random, Scratch, ensure, test};
 use vellum_devices::virtio::transport::Codec;
 use vellum_sys::signal;
 
-use crate::{Scratch, ask, overlaid};
+use crate::{ask, overlaid};
 
 /// The word of the command line by which this program writes.
 pub const WORD: &str = "write";
@@ -53,7 +53,7 @@ pub fn write() -> Result<(), String> {
 
 #[test]
 fn what_was_flushed_outlives_its_process() -> Result<(), Failed> {
-    let (mut random, scratch) = (Random::new(), Scratch::new("killed")?);
+    let (mut random, scratch) = (Random::new(), Scratch::new()?);
     let (base, over) = (scratch.path("base"), scratch.path("over"));
     let original: Vec<u8> = (0..SECTORS).flat_map(|number| sector(number, 0)).collect();
     std::fs::write(&base, &original)?;

@@ -8,11 +8,11 @@ use std::process::{Command, Stdio};
 
 use support::share::mount::{Act, Mount, acts, fuse};
 use support::virtio::disk::disk;
-use support::{Failed, Need, Random, ensure, test};
+use support::{Failed, Need, Random, Scratch, ensure, test};
 use vellum_devices::virtio::transport::Codec;
 use vellum_share::{Cache, Config};
 
-use crate::{Scratch, ask, overlaid};
+use crate::{ask, overlaid};
 
 /// How often it is lost, unless VELLUM_CUTS says another number.
 const CUTS: u32 = 50;
@@ -107,7 +107,7 @@ fn used(root: &Path, record: &Path, random: &mut Random) -> Result<Vec<Promise>,
 
 #[test(ext4())]
 fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
-    let (mut random, scratch) = (Random::new(), Scratch::new("lost")?);
+    let (mut random, scratch) = (Random::new(), Scratch::new()?);
     let base = scratch.path("base");
     // Where nothing was ever written there is something, so that what is lost is not what was there by chance.
     fs::write(&base, (0..BYTES).map(|at| (at / 512) as u8 | 1).collect::<Vec<u8>>())?;

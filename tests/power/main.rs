@@ -37,27 +37,6 @@ fn main() -> ExitCode {
     }
 }
 
-/// Where a test has its files, which go with it.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> std::io::Result<Self> {
-        let path = std::env::temp_dir().join(format!("vellum-power-{}-{name}", std::process::id()));
-        std::fs::create_dir(&path)?;
-        Ok(Self(path))
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 /// A disk of `base`, with an overlay in the file `over`.
 fn overlaid(base: PathBuf, over: PathBuf) -> BlkConfig {
     BlkConfig { overlay: Some(Place::File(over)), ..BlkConfig::new(base) }

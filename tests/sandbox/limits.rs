@@ -15,7 +15,7 @@ fn limited(env: &TestEnv, blocks: u32, arguments: &str) -> Command {
     let mut command = Command::new("sh");
     // What is added to it comes behind the arguments.
     command.args(["-c", &format!("ulimit -f {blocks} && exec {VELLUM} {arguments} \"$@\""), "sh"]);
-    command.env("XDG_RUNTIME_DIR", &env.0).stdin(Stdio::null());
+    command.env("XDG_RUNTIME_DIR", env.dir()).stdin(Stdio::null());
     command
 }
 
@@ -36,7 +36,7 @@ fn memory_is_refused() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_result_is_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let arguments = format!("run --memory 16m --passes 1 --json {}", env.0.join("result").display());
+    let arguments = format!("run --memory 16m --passes 1 --json {}", env.path("result").display());
     is_refused(&limited(&env, 0, &arguments).output()?)
 }
 
@@ -45,7 +45,7 @@ fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine =
         env.start("limited", &mut limited(&env, 1000, "run --memory 64m --workload write --passes 0"))?;
-    let path = env.0.join("snapshot");
+    let path = env.path("snapshot");
     is_refused(&env.vellum(&format!("snapshot limited {}", path.display()))?)?;
     env.ctl("limited status")?;
     is_refused(&limited(&env, 1000, &format!("snapshot limited {}", path.display())).output()?)?;
@@ -58,9 +58,9 @@ fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
 #[test(kvm())]
 fn a_log_that_is_full_does_not_end_the_machine() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let kernel = env.0.join("kernel");
+    let kernel = env.path("kernel");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;
-    let (log, kernel) = (env.0.join("log"), kernel.display());
+    let (log, kernel) = (env.path("log"), kernel.display());
     let arguments = format!("run -m 16m -k {kernel} --serial file={}", log.display());
     let mut limited = limited(&env, 0, &arguments);
     let machine = env.start("full", &mut limited)?;

@@ -116,7 +116,7 @@ fn each_kind_of_thread_keeps_what_the_table_says() -> Result<(), Failed> {
 #[test(all_of_root())]
 fn a_share_s_writes_clear_setuid_bits() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let path = env.0.join("program");
+    let path = env.path("program");
     fs::write(&path, "x")?;
     fs::set_permissions(&path, fs::Permissions::from_mode(0o6755))?;
     let file = fs::File::options().write(true).open(&path)?;
@@ -132,7 +132,7 @@ fn a_share_s_writes_clear_setuid_bits() -> Result<(), Failed> {
 fn a_machine_s_threads_and_processes_keep_what_the_table_says() -> Result<(), Failed> {
     let table = table()?;
     let env = TestEnv::new()?;
-    let (kernel, disk, shared) = (env.0.join("kernel"), env.0.join("disk"), env.0.join("shared"));
+    let (kernel, disk, shared) = (env.path("kernel"), env.path("disk"), env.path("shared"));
     fs::write(&kernel, support::guests::Code::default().spin().elf64())?;
     fs::write(&disk, vec![0; 1 << 20])?;
     fs::create_dir(&shared)?;

@@ -25,7 +25,7 @@ fn many_change_a_tree_at_once() -> Result<(), Failed> {
         let before = descriptors(server)?;
         // One changes it from the host's side, where that is seen at once.
         let from_host = cache == vellum_share::Cache::None;
-        let own = from_host.then(|| both.here.0.clone());
+        let own = from_host.then(|| both.here.dir().to_owned());
         let roots = (0..THREADS).map(|_| both.mount.path.clone()).chain(own);
         let threads: Vec<_> = roots
             .map(|root| {
@@ -36,7 +36,7 @@ fn many_change_a_tree_at_once() -> Result<(), Failed> {
         for thread in threads {
             thread.join().map_err(|_| "a thread has panicked")?.map_err(|error| said(cache, &error))?;
         }
-        let (mounted, here) = (tree(&both.mount.path)?, tree(&both.here.0)?);
+        let (mounted, here) = (tree(&both.mount.path)?, tree(both.here.dir())?);
         ensure(mounted == here, || format!("{cache:?}: {mounted:?}\n{here:?}"))?;
         // Nodes keep theirs, a bounded number; those of open files come back to none. The tree goes, and all with it; but what the host has
         // removed the kernel forgets only when it wants the memory.

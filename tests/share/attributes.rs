@@ -10,9 +10,8 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use support::share::mount::fuse;
-use support::{Failed, Need, ensure, test};
+use support::{Failed, Need, Scratch, ensure, test};
 
-use crate::Directory;
 use crate::mounted::{Both, CACHES, writable};
 
 const VALUES: [(&str, &[u8]); 4] =
@@ -21,7 +20,7 @@ const VALUES: [(&str, &[u8]); 4] =
 /// What the mount needs, and a file system below it that keeps attributes.
 fn attributes() -> Need {
     fuse()?;
-    let here = Directory::new().map_err(|error| error.to_string())?;
+    let here = Scratch::new().map_err(|error| error.to_string())?;
     fs::write(here.path("file"), "").map_err(|error| error.to_string())?;
     setxattr(here.path("file"), "user.long", &[7; 3000], XattrFlags::empty()).map_err(|error| {
         format!("needs attributes of 3000 bytes ({error}): run the tests with TMPDIR on ext4, xfs or btrfs")
@@ -97,7 +96,7 @@ fn a_fifo_is_asked_for_its_attributes_without_being_opened() -> Result<(), Faile
 fn copies_keep_attributes() -> Result<(), Failed> {
     for cache in CACHES {
         let both = Both::new(writable(cache))?;
-        let out = Directory::new()?;
+        let out = Scratch::new()?;
         fs::create_dir(both.here.path("from"))?;
         fs::write(both.here.path("from/file"), "data")?;
         set(&both.here.path("from/file"))?;
@@ -124,7 +123,7 @@ fn copies_keep_attributes() -> Result<(), Failed> {
             .args(["--xattrs", "--xattrs-include=user.*", "-xf"])
             .arg(out.path("tar"))
             .arg("-C")
-            .arg(&out.0)
+            .arg(out.dir())
             .status()?;
         ensure(pack.success() && unpack.success(), || format!("tar: {pack}, {unpack}"))?;
         ensure(all(&out.path("from/file"))? == expected(), || format!("{cache:?}: tar"))?;

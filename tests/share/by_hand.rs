@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use support::{Failed, Need, ensure, test};
+use support::{Failed, Need, Scratch, ensure, test};
 use vellum_sandbox::Mode;
 use vellum_share::Config;
 use vellum_share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
@@ -96,7 +96,7 @@ fn writable() -> Config {
 /// No name leads out of the directory, and no file that is none is opened.
 #[test]
 fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
-    let directory = super::Directory::new()?;
+    let directory = Scratch::new()?;
     fs::create_dir(directory.path("inside"))?;
     fs::write(directory.path("inside/file"), "data")?;
     symlink("/etc/passwd", directory.path("absolute"))?;
@@ -105,7 +105,7 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
     let fifo = CString::new(directory.path("fifo").as_os_str().as_bytes())?;
     // SAFETY: the path is a string that ends in a zero.
     ensure(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) } == 0, || "no FIFO".into())?;
-    let mut guest = Guest::new(&directory.0, writable())?;
+    let mut guest = Guest::new(directory.dir(), writable())?;
     for name in ["..", ".", "", "inside/file", "/etc", "inside/../.."] {
         let error = guest.error(LOOKUP, ROOT, &text(name))?;
         ensure(error == libc::EINVAL, || format!("{name:?}: {error}"))?;
@@ -148,7 +148,7 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
         guest.error(opcode, ROOT, &[])?;
         guest.error(opcode, ROOT, &[0xff; 3])?;
     }
-    let mut names: Vec<_> = fs::read_dir(&directory.0)?
+    let mut names: Vec<_> = fs::read_dir(directory.dir())?
         .map(|entry| entry.map(|entry| entry.file_name()))
         .collect::<Result<_, _>>()?;
     names.sort();
@@ -158,10 +158,10 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
 /// Of what is shared to be read nothing changes, whatever a guest asks for.
 #[test]
 fn what_is_read_only_does_not_change() -> Result<(), Failed> {
-    let directory = super::Directory::new()?;
+    let directory = Scratch::new()?;
     fs::write(directory.path("file"), "data")?;
     let before = fs::metadata(directory.path("file"))?;
-    let mut guest = Guest::new(&directory.0, Config::default())?;
+    let mut guest = Guest::new(directory.dir(), Config::default())?;
     let file = guest.lookup(ROOT, "file")?;
     let name = text("new");
     let requests: [(u32, u64, Vec<u8>); 9] = [
@@ -198,10 +198,10 @@ fn what_is_read_only_does_not_change() -> Result<(), Failed> {
 #[test]
 fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
     for allowed in [false, true] {
-        let directory = super::Directory::new()?;
+        let directory = Scratch::new()?;
         fs::write(directory.path("file"), "")?;
         let config = Config { setid: allowed, devices: allowed, privileged_xattrs: allowed, ..writable() };
-        let mut guest = Guest::new(&directory.0, config)?;
+        let mut guest = Guest::new(directory.dir(), config)?;
         let file = guest.lookup(ROOT, "file")?;
         let mut change = vec![0; 88];
         change[0] = 1;
@@ -231,7 +231,7 @@ fn trusted() -> Vec<u8> {
 /// Whether this process itself may make device nodes, and attributes that only privileged processes see, where tests have their
 /// directories.
 fn privileged() -> Need {
-    let directory = super::Directory::new().map_err(|error| error.to_string())?;
+    let directory = Scratch::new().map_err(|error| error.to_string())?;
     let (node, file) = (directory.path("node"), directory.path("file"));
     let made = rustix::fs::mknodat(
         rustix::fs::CWD,
@@ -251,10 +251,10 @@ fn privileged() -> Need {
 
 #[test(privileged())]
 fn device_nodes_and_trusted_attributes_are_made_where_they_are_asked_for() -> Result<(), Failed> {
-    let directory = super::Directory::new()?;
+    let directory = Scratch::new()?;
     fs::write(directory.path("file"), "")?;
     let config = Config { devices: true, privileged_xattrs: true, ..writable() };
-    let mut guest = Guest::new(&directory.0, config)?;
+    let mut guest = Guest::new(directory.dir(), config)?;
     let file = guest.lookup(ROOT, "file")?;
     let device =
         [&(libc::S_IFCHR | 0o600).to_ne_bytes()[..], &0x103u32.to_ne_bytes(), &[0; 8], &text("null")]
@@ -298,7 +298,7 @@ fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
 /// An overlay's lower layer has no automounts, and yet no two files with one number.
 #[test(root())]
 fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
-    let directory = super::Directory::new()?;
+    let directory = Scratch::new()?;
     let place = directory.path("mounted");
     fs::create_dir(&place)?;
     let path = CString::new(place.as_os_str().as_bytes())?;
@@ -310,7 +310,7 @@ fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
         fs::write(place.join("inside"), "x")?;
         let own = fs::metadata(&place)?.ino();
         for joined in [true, false] {
-            let mut guest = Guest::new(&directory.0, Config { joined, ..Config::default() })?;
+            let mut guest = Guest::new(directory.dir(), Config { joined, ..Config::default() })?;
             // Of fuse_entry_out: the node, and in its attributes the inode's number and the flags.
             let mut look = |node: u64, name: &str| -> Result<(u64, u64, u32), Failed> {
                 let (answer, _) = guest.ask(LOOKUP, node, &text(name))?;
@@ -351,7 +351,7 @@ fn limit(most: u64) -> Result<u64, Failed> {
 fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
     const DIRECTORIES: usize = 100;
     const FILES: usize = 1000;
-    let directory = super::Directory::new()?;
+    let directory = Scratch::new()?;
     for at in 0..DIRECTORIES {
         let inside = directory.path(&at.to_string());
         fs::create_dir(&inside)?;
@@ -360,7 +360,7 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
         }
     }
     let before = limit(512)?;
-    let guest = Guest::new(&directory.0, Config::default());
+    let guest = Guest::new(directory.dir(), Config::default());
     limit(before)?;
     let mut guest = guest?;
     let mut nodes = Vec::new();
@@ -393,8 +393,8 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
 /// The number of an open file is read where it is.
 #[test]
 fn an_opened_file_is_named_by_its_answer() -> Result<(), Failed> {
-    let directory = super::Directory::new()?;
-    let mut guest = Guest::new(&directory.0, writable())?;
+    let directory = Scratch::new()?;
+    let mut guest = Guest::new(directory.dir(), writable())?;
     let create =
         [&(libc::O_RDWR).to_ne_bytes()[..], &(libc::S_IFREG | 0o644).to_ne_bytes(), &[0; 8], &text("new")]
             .concat();

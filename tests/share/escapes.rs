@@ -11,9 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use support::share::mount::fuse;
-use support::{Failed, Need, ensure, test};
+use support::{Failed, Need, Scratch, ensure, test};
 
-use crate::Directory;
 use crate::at_once::descriptors;
 use crate::by_hand::root;
 use crate::mounted::{Both, CACHES, writable};
@@ -22,15 +21,15 @@ use crate::mounted::{Both, CACHES, writable};
 #[test(fuse())]
 fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
     for cache in CACHES {
-        let (both, outside) = (Both::new(writable(cache))?, Directory::new()?);
+        let (both, outside) = (Both::new(writable(cache))?, Scratch::new()?);
         fs::write(outside.path("secret"), "outside")?;
         fs::create_dir(both.here.path("dir"))?;
         fs::write(both.here.path("dir/secret"), "inside")?;
         // The server would follow it if it went by names: the guest's kernel reads it and follows it itself, in the guest's names.
-        symlink(&outside.0, both.here.path("way"))?;
+        symlink(outside.dir(), both.here.path("way"))?;
         symlink("/proc/self/fd", both.here.path("magic"))?;
         let over = Arc::new(AtomicBool::new(false));
-        let (stop, here) = (over.clone(), both.here.0.clone());
+        let (stop, here) = (over.clone(), both.here.dir().to_owned());
         let swaps = std::thread::spawn(move || -> Result<u32, rustix::io::Errno> {
             let mut count = 0;
             while !stop.load(Ordering::Relaxed) {
@@ -67,7 +66,7 @@ fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
         tried?;
         ensure(count > 100, || format!("{count} renames: the guest was not disturbed"))?;
         let names: Vec<_> =
-            fs::read_dir(&outside.0)?.map(|it| it.map(|it| it.file_name())).collect::<Result<_, _>>()?;
+            fs::read_dir(outside.dir())?.map(|it| it.map(|it| it.file_name())).collect::<Result<_, _>>()?;
         ensure(names == ["secret"], || format!("{cache:?}: outside there is {names:?}"))?;
     }
     Ok(())

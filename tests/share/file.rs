@@ -11,10 +11,9 @@ use std::path::Path;
 
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use support::share::mount::fuse;
-use support::{Failed, Random, ensure, test};
+use support::{Failed, Random, Scratch, ensure, test};
 use vellum_share::Cache;
 
-use crate::Directory;
 use crate::mounted::{Both, CACHES, writable};
 
 const MAX_FILE: u64 = 512 << 10;
@@ -23,7 +22,7 @@ const STEPS: u32 = 600;
 #[test(fuse())]
 fn a_file_is_used_in_every_way_at_once() -> Result<(), Failed> {
     let mut random = Random::new();
-    let plain = Directory::new()?;
+    let plain = Scratch::new()?;
     exercise(&plain.path("file"), &plain.path("file"), true, &mut random)
         .map_err(|error| said("the host's", &error))?;
     for cache in CACHES {

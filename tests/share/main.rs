@@ -8,9 +8,7 @@ mod escapes;
 mod file;
 mod mounted;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use support::Tests;
 use support::share::mount;
@@ -28,28 +26,5 @@ fn main() -> ExitCode {
             eprintln!("share: {error}");
             ExitCode::FAILURE
         }
-    }
-}
-
-/// A directory of a test's own, which goes with it.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new() -> std::io::Result<Self> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vellum-share-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path)?;
-        Ok(Self(path))
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -8,23 +8,21 @@ use std::path::Path;
 
 use support::share::mount::{Mount, fuse};
 use support::share::posix::checked;
-use support::{Failed, Random, ensure, test};
+use support::{Failed, Random, Scratch, ensure, test};
 use vellum_share::{Cache, Config};
-
-use crate::Directory;
 
 /// A directory, and where it is mounted.
 pub struct Both {
     // Unmounted before the directories go.
     pub mount: Mount,
-    pub here: Directory,
-    _there: Directory,
+    pub here: Scratch,
+    _there: Scratch,
 }
 
 impl Both {
     pub fn new(config: Config) -> Result<Self, Failed> {
-        let (here, there) = (Directory::new()?, Directory::new()?);
-        let mount = Mount::new(&here.0, there.0.clone(), config)?;
+        let (here, there) = (Scratch::new()?, Scratch::new()?);
+        let mount = Mount::new(here.dir(), there.dir().to_owned(), config)?;
         Ok(Self { mount, here, _there: there })
     }
 
@@ -41,8 +39,8 @@ pub const CACHES: [Cache; 3] = [Cache::Auto, Cache::Always, Cache::None];
 
 #[test(fuse())]
 fn calls_do_what_posix_says() -> Result<(), Failed> {
-    let plain = Directory::new()?;
-    let (all, wrong) = checked(&plain.0, None, false)?;
+    let plain = Scratch::new()?;
+    let (all, wrong) = checked(plain.dir(), None, false)?;
     ensure(wrong.is_empty(), || format!("the host's own file system:\n{}", wrong.join("\n")))?;
     for cache in CACHES {
         let config = Config { writable: true, setid: true, devices: true, cache, ..Config::default() };
@@ -100,7 +98,7 @@ fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
         ensure(fs::remove_dir(both.path("nothing")).is_err(), || "nothing is removed".into())?;
         fs::remove_dir(both.path("dir"))?;
         fs::remove_file(both.path("link"))?;
-        ensure(fs::read_dir(&both.here.0)?.next().is_none(), || "something is left".into())?;
+        ensure(fs::read_dir(both.here.dir())?.next().is_none(), || "something is left".into())?;
     }
     Ok(())
 }
@@ -219,7 +217,7 @@ fn random_size(random: &mut Random) -> u64 {
 fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed> {
     let mut random = Random::new();
     for cache in CACHES {
-        let (both, plain) = (Both::new(writable(cache))?, Directory::new()?);
+        let (both, plain) = (Both::new(writable(cache))?, Scratch::new()?);
         let name = |random: &mut Random| {
             let depth = 1 + random.below(3);
             (0..depth).map(|_| ["a", "b", "c", "d"][random.below(4) as usize]).collect::<Vec<_>>().join("/")
@@ -244,12 +242,12 @@ fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed
                 };
                 done.map_err(|error| error.raw_os_error().unwrap_or(0))
             };
-            let (mounted, direct) = (act(&both.mount.path), act(&plain.0));
+            let (mounted, direct) = (act(&both.mount.path), act(plain.dir()));
             ensure(mounted == direct, || {
                 format!("{cache:?}, step {step}: {what} {one} {other}: {mounted:?}, not {direct:?}")
             })?;
         }
-        let (mounted, here, direct) = (tree(&both.mount.path)?, tree(&both.here.0)?, tree(&plain.0)?);
+        let (mounted, here, direct) = (tree(&both.mount.path)?, tree(both.here.dir())?, tree(plain.dir())?);
         ensure(mounted == direct && here == direct, || format!("{cache:?}: {mounted:?}\n{direct:?}"))?;
     }
     Ok(())

@@ -4,35 +4,21 @@
 //! whole one is a request as it is, header included.
 
 use std::fs::{self, File};
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use support::Scratch;
 use vellum_share::fuse::{Answer, IN_HEADER, OUT_HEADER};
 use vellum_share::process::open_root;
 use vellum_share::server::Server;
 use vellum_share::{Cache, Config};
 
 /// A directory with something of each kind in it, beside a file that no request may change.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name =
-            format!("vellum-fuzz-share-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir_all(path.join("shared/d")).unwrap();
-        fs::write(path.join("outside"), "untouched").unwrap();
-        File::create(path.join("shared/f")).unwrap();
-        std::os::unix::fs::symlink("../outside", path.join("shared/l")).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+fn directory() -> Scratch {
+    let scratch = Scratch::new().unwrap();
+    fs::create_dir_all(scratch.path("shared/d")).unwrap();
+    fs::write(scratch.path("outside"), "untouched").unwrap();
+    File::create(scratch.path("shared/f")).unwrap();
+    std::os::unix::fs::symlink("../outside", scratch.path("shared/l")).unwrap();
+    scratch
 }
 
 /// It would fill the disk.
@@ -47,8 +33,8 @@ pub fn share(data: &[u8]) {
         cache: [Cache::Auto, Cache::Always, Cache::None][usize::from(first >> 1) % 3],
         ..Config::default()
     };
-    let directory = Directory::new();
-    let root = open_root(&directory.0.join("shared")).unwrap();
+    let directory = directory();
+    let root = open_root(&directory.path("shared")).unwrap();
     let mut server = Server::new(root.into(), config, 64).unwrap();
     let mut answer = Answer::default();
     while let [opcode, node, len, more @ ..] = rest {
@@ -68,5 +54,5 @@ pub fn share(data: &[u8]) {
         assert!(error == 0 || answer.bytes().len() == OUT_HEADER && opened.is_none());
     }
     server.answer(rest, &mut answer);
-    assert_eq!(fs::read(directory.0.join("outside")).unwrap(), b"untouched");
+    assert_eq!(fs::read(directory.path("outside")).unwrap(), b"untouched");
 }

@@ -3,11 +3,10 @@
 use std::fs;
 use std::io;
 use std::ops::{Deref, DerefMut};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::{Failed, LIMIT, ensure, eventually};
+use crate::{Failed, LIMIT, Scratch, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
@@ -29,37 +28,39 @@ fn vellum() -> &'static str {
     inventory::iter::<Vellum>.into_iter().next().expect("main.rs has support::vellum!()").0
 }
 
-/// A directory in which a user's machines have their sockets; the mistake that they make, if any.
-pub struct TestEnv(pub PathBuf, Option<&'static str>);
+/// A directory in which a user's machines have their sockets; the fault that is planted in them, if any.
+pub struct TestEnv {
+    scratch: Scratch,
+    planted: Option<&'static str>,
+}
 
 impl TestEnv {
     /// An empty one.
     pub fn new() -> Result<Self, Failed> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vellum-env-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir(&path)?;
-        Ok(Self(path, None))
+        Self::planted(None)
     }
 
-    /// One whose machines make this mistake, if any.
-    pub fn planted(mistake: Option<&'static str>) -> Result<Self, Failed> {
-        let mut env = Self::new()?;
-        env.1 = mistake;
-        Ok(env)
+    /// One in whose machines this fault is planted, if any.
+    pub fn planted(planted: Option<&'static str>) -> Result<Self, Failed> {
+        Ok(Self { scratch: Scratch::new()?, planted })
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        self.scratch.dir()
     }
 
     /// The control socket of the machine of that name.
     pub fn socket(&self, name: &str) -> PathBuf {
-        self.0.join(format!("vellum/{name}.sock"))
+        self.path(&format!("vellum/{name}.sock"))
     }
 
     /// `vellum` with these arguments, which blanks separate, and without standard input.
     pub fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(vellum());
-        command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", &self.0).stdin(Stdio::null());
-        if let Some(mistake) = self.1 {
-            command.env(vellum_sys::plant::VARIABLE, mistake);
+        command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", self.dir()).stdin(Stdio::null());
+        if let Some(fault) = self.planted {
+            command.env(vellum_sys::plant::VARIABLE, fault);
         }
         command
     }
@@ -109,7 +110,7 @@ impl TestEnv {
 impl TestEnv {
     /// The path of a file in the directory.
     pub fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.scratch.path(name)
     }
 
     /// The state of the machine `name`, if it answers.
@@ -165,12 +166,6 @@ impl TestEnv {
 /// busy, KVM was seen to take more than ten seconds to make a machine (synchronize_srcu).
 pub fn patient(more: &str) -> String {
     if more.contains("--liveness") { more.to_owned() } else { format!("--liveness 5m {more}") }
-}
-
-impl Drop for TestEnv {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 /// A machine, with the processes that it has started: their numbers and names.

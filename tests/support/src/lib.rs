@@ -15,6 +15,7 @@ pub mod pc;
 pub mod perf;
 mod random;
 pub mod record;
+mod scratch;
 pub mod share;
 mod signals;
 pub mod tools;
@@ -34,6 +35,7 @@ pub use libtest_mimic::{Arguments, Completion, Failed};
 
 pub use random::Random;
 use record::{Line, Outcome, Record};
+pub use scratch::Scratch;
 /// Makes a function a test, under its own name. What it needs stands in the attribute, each a [`Need`], and is asked for
 /// when the program starts. The function gives `Result<(), Failed>`, or `Result<Completion, Failed>` where it may find
 /// out only while it runs that it cannot say anything here.

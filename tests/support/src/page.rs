@@ -9,10 +9,10 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use crate::{Failed, LIMIT, ensure, eventually};
+use crate::{Failed, LIMIT, Scratch, ensure, eventually};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 /// What ends a command's output.
@@ -82,18 +82,21 @@ fn output_matches(expected: &[&str], output: &[String]) -> bool {
 struct Shell {
     child: Child,
     output: BufReader<std::process::ChildStdout>,
-    dir: PathBuf,
+    dir: Scratch,
 }
 
 impl Shell {
-    fn new(name: &str, vellum: &'static str) -> Result<Self, Failed> {
-        let dir = std::env::temp_dir().join(format!("vellum-tutorial-{name}-{}", std::process::id()));
-        fs::create_dir(&dir)?;
-        fs::create_dir(dir.join("bin"))?;
-        symlink(vellum, dir.join("bin/vellum"))?;
-        let path = format!("{}:{}", dir.join("bin").display(), std::env::var("PATH").unwrap_or_default());
+    fn new(vellum: &'static str) -> Result<Self, Failed> {
+        let dir = Scratch::new()?;
+        fs::create_dir(dir.path("bin"))?;
+        symlink(vellum, dir.path("bin/vellum"))?;
+        let path = format!("{}:{}", dir.path("bin").display(), std::env::var("PATH").unwrap_or_default());
         let mut shell = Command::new("sh");
-        shell.current_dir(&dir).env("PATH", path).env("XDG_RUNTIME_DIR", &dir).env_remove("VELLUM_PLANT");
+        shell
+            .current_dir(dir.dir())
+            .env("PATH", path)
+            .env("XDG_RUNTIME_DIR", dir.dir())
+            .env_remove("VELLUM_PLANT");
         shell.stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
         let mut child = shell.spawn()?;
         let output = BufReader::new(child.stdout.take().ok_or("no output")?);
@@ -136,7 +139,6 @@ impl Drop for Shell {
             let _ = kill_process_group(group, Signal::KILL);
         }
         let _ = self.child.wait();
-        let _ = fs::remove_dir_all(&self.dir);
     }
 }
 
@@ -149,8 +151,8 @@ pub fn run(
 ) -> Result<(), Failed> {
     let steps = steps(page);
     ensure(!steps.is_empty(), || format!("{name} has no commands"))?;
-    let mut shell = Shell::new(name, vellum)?;
-    prepare(&shell.dir)?;
+    let mut shell = Shell::new(vellum)?;
+    prepare(shell.dir.dir())?;
     let mut started = false;
     for (nth, Step { line, command, expected }) in (1..).zip(&steps) {
         let asks = steps.get(nth).is_some_and(|next: &Step| next.command == "echo $?");

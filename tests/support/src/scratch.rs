@@ -1,0 +1,56 @@
+//! Directories for files of a test.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::{env, fs, io, process};
+
+/// An empty directory, which is removed with its contents when this is dropped.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A directory where temporary files are.
+    pub fn new() -> io::Result<Self> {
+        Self::within(&env::temp_dir())
+    }
+
+    /// A directory in `parent`.
+    pub fn within(parent: &Path) -> io::Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = parent.join(format!("vellum-{}-{number}", process::id()));
+        fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Its own path.
+    pub fn dir(&self) -> &Path {
+        &self.0
+    }
+
+    /// The path of a file in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_is_new_and_goes_with_its_files() {
+        let (one, other) = (Scratch::new().unwrap(), Scratch::new().unwrap());
+        assert_ne!(one.dir(), other.dir());
+        fs::write(one.path("file"), "").unwrap();
+        let dir = one.dir().to_owned();
+        drop(one);
+        assert!(!dir.exists() && other.dir().exists());
+    }
+}
