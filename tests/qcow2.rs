@@ -340,7 +340,7 @@ fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
     let before = fs::read(&path)?;
     let file = open(&path, false)?;
     let base = Base::Qcow2(Box::new(Qcow2::open(file.try_clone()?, false, Named::default())?), file);
-    let mut image = Image::Over(Box::new(Overlay::new(base, SIZE as u64, unnamed()?, false)?));
+    let mut image = Image::Over(Box::new(Overlay::new(base, SIZE as u64, None, unnamed()?, false)?));
     guest.exercise(&mut image, &mut model, &mut random, 200)?;
     guest.compare(&image, &model)?;
     drop(image);

@@ -1,14 +1,15 @@
-//! Disk images: what a file's format is ([`format`](mod@format)), qcow2 ([`qcow2`]), and what a guest writes beside an image that
-//! stays as it is ([`overlay`]).
+//! Disk images: what a file's format is ([`format`](mod@format)), qcow2 ([`qcow2`]), what a guest writes beside an image that
+//! stays as it is ([`overlay`]), and copies from one format to the other ([`copy`](mod@copy)).
 //!
 //! The device that a guest sees is `vellum_devices::virtio::blk`. It opens and locks the files.
 
+pub mod copy;
 pub mod format;
 pub mod overlay;
 pub mod qcow2;
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
@@ -50,6 +51,49 @@ impl Image {
             Self::Raw(file) => data.preadv(file, at, usize::MAX),
             Self::Qcow2(image) => image.read(data, at, usize::MAX),
             Self::Over(overlay) => overlay.read(data, at),
+        }
+    }
+
+    /// Bytes of the disk.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn size(&self) -> io::Result<u64> {
+        match self {
+            // Unlike the metadata's size, this is right for block devices too.
+            Self::Raw(file) => (&mut &*file).seek(SeekFrom::End(0)),
+            Self::Qcow2(image) => Ok(image.size()),
+            Self::Over(overlay) => Ok(overlay.size()),
+        }
+    }
+
+    /// Reads exactly `bytes` from `at` on.
+    ///
+    /// # Errors
+    /// The host's, or that the disk ends before.
+    pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        match self {
+            Self::Raw(file) => file.read_exact_at(bytes, at),
+            Self::Qcow2(image) => image.read_exact_at(bytes, at),
+            Self::Over(overlay) => overlay.read_exact_at(bytes, at),
+        }
+    }
+
+    /// Whether bytes from `at` on read as zeroes without a look at them, and how many of the next `len`.
+    /// A file system that does not know its holes has none.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn is_hole(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
+        match self {
+            Self::Raw(file) => match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
+                Ok(data) => Ok((data > at, data.saturating_sub(at).min(len))),
+                // No data follows.
+                Err(rustix::io::Errno::NXIO) => Ok((true, len)),
+                Err(_) => Ok((false, 0)),
+            },
+            Self::Qcow2(image) => image.is_hole(at, len),
+            Self::Over(_) => Ok((false, 0)),
         }
     }
 

@@ -2,10 +2,12 @@
 //!
 //! ```text
 //! 0        header: "VLMOVER\n", u32 version, u32 bytes of a block, u64 bytes of the base, i64 when the base was last written to (ns since
-//!          1970), u32 CRC32C of these
+//!          1970), in version 2 u64 bytes of the disk, u32 CRC32C of these
 //! 4096     the map, a bit a block, 1 where the block is here
 //! then     from the next multiple of 4096 on, each block where it lies in the base
 //! ```
+//!
+//! A disk that is larger than its base (version 2) has zeroes behind it.
 //!
 //! A block is here as a whole: of one that is written to in part for the first time, the rest is copied from the base. The map of a file
 //! says of a block that it is here only when the block is on the medium: a flush first writes data, and then the map. So after a loss of
@@ -29,8 +31,11 @@ use vellum_sys::open::{self, Kind};
 /// Bytes of a block: what file systems write at least, and the host's page cache has.
 const BLOCK: u64 = 4096;
 const MAGIC: [u8; 8] = *b"VLMOVER\n";
-const VERSION: u32 = 1;
+/// The version of a disk that is as large as its base, and of one that is larger.
+const VERSIONS: [u32; 2] = [1, 2];
+/// Bytes of a header of version 1; those of version 2 have the size of the disk more.
 const HEADER: usize = 36;
+const LARGER: usize = 44;
 /// Where the map begins, and how much of it is written at once.
 const MAP: u64 = 4096;
 const MAP_PAGE: u64 = 4096;
@@ -58,7 +63,7 @@ pub enum Error {
     #[error("it is no overlay: it does not begin like one; another name makes a new one")]
     Other,
     /// A later version's.
-    #[error("it is of version {0}, and this Vellum knows {VERSION}")]
+    #[error("it is of version {0}, and this Vellum knows 1 and 2")]
     Version(u32),
     /// Of another disk.
     #[error(
@@ -73,6 +78,14 @@ pub enum Error {
         now_bytes: u64,
         /// When this one was.
         now_at: i64,
+    },
+    /// The user wants a size that it cannot have.
+    #[error("a disk of {wanted} bytes is not possible: {why}")]
+    Size {
+        /// What the user wants, in bytes.
+        wanted: u64,
+        /// Why not, and what would do.
+        why: String,
     },
     /// A base that is too large.
     #[error("a disk of {} TiB is larger than an overlay's base may be, {} TiB", .0 >> 40, MAX_BASE >> 40)]
@@ -93,7 +106,8 @@ pub struct Overlay {
     over: File,
     /// Whether somebody wants it after the machine's end.
     lasts: bool,
-    /// Bytes of the disk.
+    /// Bytes of the base, and of the disk.
+    base_bytes: u64,
     bytes: u64,
     /// Where block 0 lies in `over`.
     data: u64,
@@ -151,28 +165,35 @@ impl Identity {
         Ok(Self { bytes, written: written.unwrap_or(0) })
     }
 
-    fn header(self) -> [u8; HEADER] {
-        let mut header = [0; HEADER];
-        header[..8].copy_from_slice(&MAGIC);
-        header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        header[12..16].copy_from_slice(&(BLOCK as u32).to_le_bytes());
-        header[16..24].copy_from_slice(&self.bytes.to_le_bytes());
-        header[24..32].copy_from_slice(&self.written.to_le_bytes());
-        let sum = checksum(Crc32Iscsi, &header[..32]) as u32;
-        header[32..].copy_from_slice(&sum.to_le_bytes());
+    /// The header of a disk of `bytes` bytes.
+    fn header(self, bytes: u64) -> Vec<u8> {
+        let mut header = MAGIC.to_vec();
+        let is_larger = bytes != self.bytes;
+        header.extend(VERSIONS[usize::from(is_larger)].to_le_bytes());
+        header.extend((BLOCK as u32).to_le_bytes());
+        header.extend(self.bytes.to_le_bytes());
+        header.extend(self.written.to_le_bytes());
+        if is_larger {
+            header.extend(bytes.to_le_bytes());
+        }
+        let sum = checksum(Crc32Iscsi, &header) as u32;
+        header.extend(sum.to_le_bytes());
         header
     }
 
-    fn check(self, header: &[u8; HEADER]) -> Result<(), Error> {
+    /// Checks that `header` is of this base: the bytes of the disk.
+    fn check(self, header: &[u8; LARGER]) -> Result<u64, Error> {
         let word = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 bytes"));
         let half = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes"));
         if header[..8] != MAGIC {
             return Err(Error::Other);
         }
-        if half(8) != VERSION {
-            return Err(Error::Version(half(8)));
-        }
-        if half(32) != checksum(Crc32Iscsi, &header[..32]) as u32 || half(12) != BLOCK as u32 {
+        let len = match half(8) {
+            1 => HEADER,
+            2 => LARGER,
+            version => return Err(Error::Version(version)),
+        };
+        if half(len - 4) != checksum(Crc32Iscsi, &header[..len - 4]) as u32 || half(12) != BLOCK as u32 {
             return Err(Error::Other);
         }
         let found = Self { bytes: word(16), written: word(24).cast_signed() };
@@ -185,7 +206,8 @@ impl Identity {
                 now_at: second(self.written),
             });
         }
-        Ok(())
+        let bytes = if len == HEADER { self.bytes } else { word(32) };
+        if bytes < self.bytes { Err(Error::Other) } else { Ok(bytes) }
     }
 }
 
@@ -230,36 +252,72 @@ pub fn unnamed() -> io::Result<File> {
     options.open(std::env::temp_dir()).or_else(|_| mmap::memfd(c"vellum-overlay", 0, None))
 }
 
+/// Reads the header of a file, with zeroes behind one of version 1.
+fn read_header(over: &File) -> Result<[u8; LARGER], Error> {
+    let mut header = [0; LARGER];
+    match over.read_exact_at(&mut header[..HEADER], 0) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(Error::Other),
+        read => read?,
+    }
+    match over.read_exact_at(&mut header[HEADER..], HEADER as u64) {
+        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => Err(error.into()),
+        _ => Ok(header),
+    }
+}
+
 impl Overlay {
-    /// `over` beside `base`, which has `bytes` bytes. An empty file becomes one.
+    /// `over` beside `base`, which has `base_bytes` bytes. An empty file becomes one, of a disk of `wanted` bytes or as large as the base.
+    /// The size of a disk stays.
     ///
     /// # Errors
-    /// Why it is none of this base's.
-    pub fn new(base: Base, bytes: u64, over: File, lasts: bool) -> Result<Self, Error> {
-        if bytes > MAX_BASE {
-            return Err(Error::Large(bytes));
+    /// Why it is none of this base's, or not of that size.
+    pub fn new(
+        base: Base,
+        base_bytes: u64,
+        wanted: Option<u64>,
+        over: File,
+        lasts: bool,
+    ) -> Result<Self, Error> {
+        let identity = Identity::of(base.file(), base_bytes)?;
+        let has = over.metadata()?.len();
+        let bytes = match has {
+            0 => wanted.unwrap_or(base_bytes),
+            _ => identity.check(&read_header(&over)?)?,
+        };
+        let refuse = |wanted, why| Err(Error::Size { wanted, why });
+        match wanted {
+            Some(wanted) if wanted < base_bytes => {
+                return refuse(
+                    wanted,
+                    format!("the image has {base_bytes} bytes, and a disk can only be larger"),
+                );
+            }
+            Some(wanted) if wanted != bytes => {
+                return refuse(
+                    wanted,
+                    format!(
+                        "the overlay was made for {bytes}, which cannot be changed; another overlay can have another size"
+                    ),
+                );
+            }
+            _ if bytes > MAX_BASE => return Err(Error::Large(bytes)),
+            _ => {}
         }
         let blocks = bytes.div_ceil(BLOCK);
         let map = blocks.div_ceil(8).next_multiple_of(MAP_PAGE);
-        let (data, identity) = (MAP + map, Identity::of(base.file(), bytes)?);
+        let data = MAP + map;
         let due = data + blocks * BLOCK;
         let mut here = vec![0; (map / 8) as usize];
-        match over.metadata()?.len() {
+        match has {
             0 => {
                 // The length last: a file that has it has a header.
-                over.write_all_at(&identity.header(), 0)?;
+                over.write_all_at(&identity.header(bytes), 0)?;
                 over.set_len(due)?;
                 if lasts {
                     over.sync_all()?;
                 }
             }
             has => {
-                let mut header = [0; HEADER];
-                match over.read_exact_at(&mut header, 0) {
-                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(Error::Other),
-                    read => read?,
-                }
-                identity.check(&header)?;
                 if has < due {
                     return Err(Error::Short { has, due });
                 }
@@ -276,6 +334,7 @@ impl Overlay {
             base,
             over,
             lasts,
+            base_bytes,
             bytes,
             data,
             here,
@@ -283,6 +342,11 @@ impl Overlay {
             #[cfg(test)]
             trace: Vec::new(),
         })
+    }
+
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        self.bytes
     }
 
     fn is_here(&self, block: u64) -> bool {
@@ -307,7 +371,42 @@ impl Overlay {
     pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         let (here, end) = self.run(at, data.left() as u64);
         let most = (end - at) as usize;
-        if here { data.preadv(&self.over, self.data + at, most) } else { self.base.read(data, at, most) }
+        if here {
+            return data.preadv(&self.over, self.data + at, most);
+        }
+        match self.base_bytes.saturating_sub(at) {
+            0 => Ok(data.zero(most)),
+            left => self.base.read(data, at, most.min(left as usize)),
+        }
+    }
+
+    /// Reads exactly `bytes` from `at` on.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the disk ends before.
+    pub fn read_exact_at(&self, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
+        if at.checked_add(bytes.len() as u64).is_none_or(|end| end > self.bytes) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        while !bytes.is_empty() {
+            let (here, end) = self.run(at, bytes.len() as u64);
+            let (part, rest) = bytes.split_at_mut((end - at) as usize);
+            if here {
+                self.over.read_exact_at(part, self.data + at)?;
+            } else {
+                self.read_base(part, at)?;
+            }
+            (bytes, at) = (rest, end);
+        }
+        Ok(())
+    }
+
+    /// Reads exactly `bytes` of the base, which has zeroes behind it.
+    fn read_base(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        let (inside, behind) =
+            bytes.split_at_mut(self.base_bytes.saturating_sub(at).min(bytes.len() as u64) as usize);
+        behind.fill(0);
+        if inside.is_empty() { Ok(()) } else { self.base.read_exact_at(inside, at) }
     }
 
     /// Writes the next bytes of `data` from `at` on: how many.
@@ -346,7 +445,7 @@ impl Overlay {
     fn fill(&mut self, block: u64) -> io::Result<()> {
         let (at, mut bytes) = (block * BLOCK, [0; BLOCK as usize]);
         let part = &mut bytes[..(self.bytes - at).min(BLOCK) as usize];
-        self.base.read_exact_at(part, at)?;
+        self.read_base(part, at)?;
         self.over.write_all_at(part, self.data + at)?;
         let len = part.len() as u64;
         self.note(self.data + at, len);
@@ -529,7 +628,7 @@ mod tests {
 
     #[test]
     fn a_base_that_is_too_large_for_a_map_is_refused() {
-        let refused = Overlay::new(Base::Raw(file(b"")), 1 << 50, file(b""), false);
+        let refused = Overlay::new(Base::Raw(file(b"")), 1 << 50, None, file(b""), false);
         assert!(matches!(refused, Err(Error::Large(bytes)) if bytes == 1 << 50));
     }
 
@@ -544,7 +643,8 @@ mod tests {
         let original = base(97 * 512);
         let bytes = original.len() as u64;
         let (under, over, guest) = (file(&original), file(&[]), Guest::new());
-        let mut overlay = Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, over, true).unwrap();
+        let mut overlay =
+            Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, None, over, true).unwrap();
         // What the guest wrote to each sector since it last flushed, the flushed content first; as of each act.
         let sector = |at: u64, from: &[u8]| from[(at * SECTOR) as usize..][..SECTOR as usize].to_vec();
         let mut allowed: Vec<Vec<Vec<u8>>> = (0..97).map(|at| vec![sector(at, &original)]).collect();
@@ -579,7 +679,7 @@ mod tests {
             assert_eq!(guest.read(&overlay, 0, original.len()), now, "step {step}");
         }
         let trace = std::mem::take(&mut overlay.trace);
-        let header = Identity::of(&under, bytes).unwrap().header();
+        let header = Identity::of(&under, bytes).unwrap().header(bytes);
         let length = overlay.over.metadata().unwrap().len();
         for _ in 0..1000 {
             let cut = random(&mut state, trace.len() as u64 + 1) as usize;
@@ -594,7 +694,8 @@ mod tests {
                     }
                 }
             }
-            let again = Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, after, true).unwrap();
+            let again =
+                Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, None, after, true).unwrap();
             let found = guest.read(&again, 0, original.len());
             // What may be there: of the step in which power was lost, and of the one before it.
             let at = history.partition_point(|(acts, _)| *acts < cut);
@@ -615,7 +716,7 @@ mod tests {
         let under = file(&original);
         let bytes = original.len() as u64;
         let new = |over: &File| {
-            Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, over.try_clone().unwrap(), true)
+            Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, None, over.try_clone().unwrap(), true)
                 .map(drop)
         };
         let over = file(&[]);
@@ -627,13 +728,44 @@ mod tests {
         assert!(matches!(new(&file(&[7; 10])), Err(Error::Other)));
         let mut header = [0; HEADER];
         over.read_exact_at(&mut header, 0).unwrap();
-        header[8] = 2;
-        assert!(matches!(new(&file(&header)), Err(Error::Version(2))));
+        header[8] = 3;
+        assert!(matches!(new(&file(&header)), Err(Error::Version(3))));
         under.write_all_at(b"x", 0).unwrap();
         let moved = file(&[]);
         new(&moved).unwrap();
         under.set_len(65 * 512).unwrap();
-        let grown = Overlay::new(Base::Raw(under.try_clone().unwrap()), 65 * 512, moved, true);
+        let grown = Overlay::new(Base::Raw(under.try_clone().unwrap()), 65 * 512, None, moved, true);
         assert!(matches!(grown.map(drop), Err(Error::Base { bytes: 32768, now_bytes: 33280, .. })));
+    }
+
+    #[test]
+    fn a_disk_is_larger_than_its_base_and_stays_so() {
+        let original = base(10 * 512);
+        let (under, over, guest) = (file(&original), file(&[]), Guest::new());
+        let new = |wanted| {
+            let base = Base::Raw(under.try_clone().unwrap());
+            Overlay::new(base, 10 * 512, wanted, over.try_clone().unwrap(), true)
+        };
+        assert!(matches!(new(Some(9 * 512)).map(drop), Err(Error::Size { .. })));
+        let mut overlay = new(Some(100 * 512)).unwrap();
+        let mut expected = original.clone();
+        expected.resize(100 * 512, 0);
+        assert_eq!(guest.read(&overlay, 0, expected.len()), expected);
+        // Across the end of the base, and behind it.
+        for (at, len) in [(9 * 512, 1024), (50 * 512, 512)] {
+            guest.write(&mut overlay, at, &vec![7; len]);
+            expected[at as usize..][..len].fill(7);
+        }
+        assert_eq!(guest.read(&overlay, 0, expected.len()), expected);
+        drop(overlay);
+        for wanted in [None, Some(100 * 512)] {
+            let again = new(wanted).unwrap();
+            assert_eq!(again.size(), 100 * 512);
+            let mut bytes = vec![0; expected.len()];
+            again.read_exact_at(&mut bytes, 0).unwrap();
+            assert_eq!(bytes, expected);
+            assert!(again.read_exact_at(&mut bytes, 1).is_err());
+        }
+        assert!(matches!(new(Some(101 * 512)).map(drop), Err(Error::Size { .. })));
     }
 }

@@ -356,6 +356,20 @@ impl Qcow2 {
         Driver::create_builder(ImageFile::new(file)).size(size).preallocate(PreallocateMode::None).create()
     }
 
+    /// Makes the disk larger: `size` bytes. What is new reads as zeroes.
+    ///
+    /// # Errors
+    /// What the kernel says, or that the image cannot grow, as one with snapshots in version 2.
+    pub fn grow(&mut self, size: u64) -> io::Result<()> {
+        self.access.resize_grow(size, PreallocateMode::None)?;
+        self.flush()
+    }
+
+    /// The version of its format.
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
     /// Bytes of the disk.
     pub fn size(&self) -> u64 {
         self.access.size()

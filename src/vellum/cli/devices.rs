@@ -209,8 +209,8 @@ mod tests {
             --network none --network mode=tap,guest_mac=02:00:00:00:00:0a --vsock v,cid=9 --console null";
         let found = parse(&words.split_whitespace().collect::<Vec<_>>()).unwrap();
         let expected = [
-            r#"BlkConfig { path: "a,b.img", readonly: true, overlay: None, serial: Some("s1"), queues: 4, format: None, backing: None, data_file: None, force: false }"#,
-            r#"BlkConfig { path: "c", readonly: false, overlay: None, serial: None, queues: 1, format: None, backing: None, data_file: None, force: false }"#,
+            r#"BlkConfig { path: "a,b.img", readonly: true, overlay: None, into_image: false, size: None, serial: Some("s1"), queues: 4, format: None, backing: None, data_file: None, force: false }"#,
+            r#"BlkConfig { path: "c", readonly: false, overlay: None, into_image: false, size: None, serial: None, queues: 1, format: None, backing: None, data_file: None, force: false }"#,
             r#"NetConfig { tap: "tap0", create: true, host: Some((10.0.0.1, 24)), mac: None, user: None }"#,
             r#"VsockConfig { path: "v", cid: 9 }"#,
             "ConsoleConfig(Null)",

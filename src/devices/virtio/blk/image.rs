@@ -98,13 +98,25 @@ pub enum BlkError {
     /// The image is empty or ends with a partial sector.
     #[error(
         "disk {path} has {size} bytes, which is not a positive multiple of 512: {}",
-        if *.size == 0 { "`truncate -s 1g` makes it larger" } else { "`truncate -s %512` pads it" }
+        if *.qcow2 { "`size=` makes it larger" } else if *.size == 0 { "`truncate -s 1g` makes it larger" } else { "`truncate -s %512` pads it" }
     )]
     Size {
         /// The disk's image.
         path: PathBuf,
         /// Its size in bytes.
         size: u64,
+        /// Whether it is a qcow2 image, whose size is that of the disk in it.
+        qcow2: bool,
+    },
+    /// The image cannot have the size that is wanted.
+    #[error("disk {path}: it cannot have {wanted} bytes: {why}")]
+    Resize {
+        /// The disk's image.
+        path: PathBuf,
+        /// What is wanted.
+        wanted: u64,
+        /// Why not.
+        why: String,
     },
     /// The serial number is too long.
     #[error("disk serial `{0}` is longer than 20 bytes")]
@@ -124,6 +136,73 @@ impl Diagnose for BlkError {
     fn origin(&self) -> ErrorOrigin {
         ErrorOrigin::user(Field::Device(KIND.key))
     }
+}
+
+/// Makes the image of a disk larger: from `size` to `wanted` bytes.
+pub(super) fn grow(config: &BlkConfig, image: &mut Image, size: u64, wanted: u64) -> Result<(), BlkError> {
+    let path = config.path.clone();
+    let refuse = |why: String| BlkError::Resize { path: path.clone(), wanted, why };
+    if wanted < size {
+        return Err(refuse(format!("it has {size}, and a disk can only be made larger")));
+    }
+    if wanted == size {
+        return Ok(());
+    }
+    match image {
+        Image::Raw(file) => {
+            let is_file = file.metadata().is_ok_and(|about| about.is_file());
+            if !is_file {
+                return Err(refuse("a block device keeps its size; an overlay can be larger".into()));
+            }
+            // The lock comes first: another machine may have the image.
+            match lock(file, Lock::Exclusive) {
+                Ok(true) => file.set_len(wanted).map_err(|error| refuse(error.to_string())),
+                Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly: false }),
+                Err(source) => Err(BlkError::Open { readonly: false, path: path.clone(), source }),
+            }
+        }
+        Image::Qcow2(image) => image.grow(wanted).map_err(|error| refuse(error.to_string())),
+        Image::Over(_) => unreachable!("an overlay has its size from its beginning"),
+    }
+}
+
+/// The disk as its guest would see it, for a reader: with its overlay, if that exists. It is locked
+/// against writers until it is dropped.
+///
+/// # Errors
+/// The image cannot be used as a disk.
+pub fn view(config: &BlkConfig) -> Result<Image, BlkError> {
+    let place = config.overlay.clone();
+    let reader = BlkConfig { readonly: true, overlay: None, size: None, ..config.clone() };
+    let (file, format) = open_image(&reader, false)?;
+    let path = config.path.clone();
+    let open_error = |source| BlkError::Open { path: path.clone(), readonly: true, source };
+    if !lock(&file, Lock::Shared).map_err(open_error)? {
+        return Err(BlkError::Locked { path, readonly: true });
+    }
+    let image = match format {
+        ImageFormat::Raw => Image::Raw(file.try_clone().map_err(open_error)?),
+        ImageFormat::Qcow2 => Image::Qcow2(Box::new(open_qcow2(&reader, &file)?)),
+    };
+    let Some(Place::File(over)) = place else { return Ok(image) };
+    let failed =
+        |source: overlay::Error| BlkError::Overlay { path: path.clone(), over: over.clone(), source };
+    let written = match open::for_reading(&over, open::Kind::Regular) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(image),
+        written => written.map_err(|error| failed(error.into()))?,
+    };
+    if written.metadata().map_err(|error| failed(error.into()))?.len() == 0 {
+        return Ok(image);
+    }
+    if !lock(&written, Lock::Shared).map_err(|error| failed(error.into()))? {
+        return Err(BlkError::Locked { path: over.clone(), readonly: true });
+    }
+    let size = image.size().map_err(open_error)?;
+    let base = match image {
+        Image::Qcow2(image) => Base::Qcow2(image, file),
+        _ => Base::Raw(file),
+    };
+    Ok(Image::Over(Box::new(Overlay::new(base, size, None, written, false).map_err(failed)?)))
 }
 
 /// An image with an overlay over `base`. A shared lock keeps writers away from `base`.
@@ -152,7 +231,7 @@ pub(super) fn over(
         }
         let path = if lasts { std::path::absolute(&over).map_err(io)? } else { disk.clone() };
         let image = DiskImage { file: file.try_clone().map_err(io)?, path, readonly: false };
-        let overlay = Overlay::new(base, size, file, lasts).map_err(failed)?;
+        let overlay = Overlay::new(base, size, config.size, file, lasts).map_err(failed)?;
         Ok((Image::Over(Box::new(overlay)), image))
     };
     if lasts { overlay::with_file(&over, io, work) } else { work(overlay::unnamed().map_err(io)?) }

@@ -10,7 +10,7 @@ mod requests;
 
 use std::any::Any;
 use std::fs::File;
-use std::io::{self, Seek, SeekFrom};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-pub use image::{BlkError, ImageFormat};
-use image::{open_image, open_qcow2, over};
+pub use image::{BlkError, ImageFormat, view};
+use image::{grow, open_image, open_qcow2, over};
 use requests::{Disk, Id};
 use vellum_disk::overlay::{Base, Place};
 use vellum_disk::{DiskImage, Image};
@@ -54,7 +54,7 @@ const QCOW2_STAYS: &str = "only this process has the latest tables of its qcow2 
 /// The disk as a kind of device.
 pub static KIND: Kind = Kind {
     key: "disk",
-    about: "A disk, raw or qcow2: `PATH[,readonly][,overlay=FILE|discard][,format=raw|qcow2][,backing=FILE][,data-file=FILE][,serial=TEXT][,queues=N][,force]`",
+    about: "A disk, raw or qcow2: `PATH[,readonly][,overlay=FILE|discard|none][,size=SIZE][,format=raw|qcow2][,backing=FILE][,data-file=FILE][,serial=TEXT][,queues=N][,force]`",
     value: Some("PATH"),
     repeats: true,
     parse: |text| match parse(text) {
@@ -74,6 +74,12 @@ pub struct BlkConfig {
     pub readonly: bool,
     /// Where the guest's writes go, if not to the image.
     pub overlay: Option<Place>,
+    /// The user has said that writes go to the image, for who would choose an overlay otherwise.
+    #[serde(skip)]
+    pub into_image: bool,
+    /// The size that the disk is grown to, in bytes: the image, or the overlay when it is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
     /// The serial number that the guest reads, at most 20 bytes.
     pub serial: Option<String>,
     /// The number of request queues, 1 to 16.
@@ -100,6 +106,8 @@ impl BlkConfig {
             path: path.into(),
             readonly: false,
             overlay: None,
+            into_image: false,
+            size: None,
             serial: None,
             queues: 1,
             format: None,
@@ -135,8 +143,19 @@ impl DeviceConfig for BlkConfig {
 
 /// Parses the syntax in [`KIND`]. `ro` is kvmtool's spelling.
 fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
-    let keys =
-        ["path", "readonly", "ro", "overlay", "serial", "queues", "format", "backing", "data-file", "force"];
+    let keys = [
+        "path",
+        "readonly",
+        "ro",
+        "overlay",
+        "size",
+        "serial",
+        "queues",
+        "format",
+        "backing",
+        "data-file",
+        "force",
+    ];
     let kv = KeyValues::parse(text, Some("path"), &keys)?;
     let mut config = BlkConfig::new(kv.required("path", path)?);
     config.readonly = kv.switch("readonly")?.or(kv.switch("ro")?).unwrap_or(false);
@@ -144,7 +163,16 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     config.overlay = kv.with("overlay", |text| match text {
         _ if readonly => Err("a read-only disk has no overlay; leave one of the two out"),
         "discard" => Ok(Place::Discard),
+        "none" => Ok(Place::Discard),
         text => path(text).map(Place::File),
+    })?;
+    config.into_image = kv.text("overlay") == Some("none");
+    if config.into_image {
+        config.overlay = None;
+    }
+    config.size = kv.with("size", |text| match text {
+        _ if readonly => Err("a read-only disk cannot grow; leave one of the two out".to_owned()),
+        text => keyvalue::size(text, 1 << 20),
     })?;
     config.serial = kv.text("serial").map(str::to_owned);
     config.queues = kv.with("queues", |text| number(text, 1..=MAX_QUEUES))?.unwrap_or(1);
@@ -240,7 +268,7 @@ impl Blk {
     }
 
     /// A disk on an open image.
-    fn on(config: &BlkConfig, mut file: File, format: ImageFormat) -> Result<Self, BlkError> {
+    fn on(config: &BlkConfig, file: File, format: ImageFormat) -> Result<Self, BlkError> {
         let (queues, readonly) = (config.queues, config.readonly);
         if queues == 0 || queues > MAX_QUEUES {
             return Err(BlkError::Queues(queues));
@@ -248,41 +276,41 @@ impl Blk {
         let serial = config.serial.clone().unwrap_or_default();
         let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
         let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
+        let lock = file.try_clone().map_err(open_error)?;
         let qcow2 = match format {
             ImageFormat::Raw => None,
             ImageFormat::Qcow2 => Some(open_qcow2(config, &file)?),
         };
-        let size = match &qcow2 {
-            Some(image) => image.size(),
-            // Unlike the metadata's size, this is right for block devices too.
-            None => file.seek(SeekFrom::End(0)).map_err(open_error)?,
-        };
+        let mut image = qcow2.map_or(Image::Raw(file), |image| Image::Qcow2(Box::new(image)));
+        let mut size = image.size().map_err(open_error)?;
+        if let (Some(wanted), None) = (config.size, &config.overlay) {
+            grow(config, &mut image, size, wanted)?;
+            size = wanted;
+        }
         if size == 0 || !size.is_multiple_of(SECTOR) {
-            return Err(BlkError::Size { path: config.path.clone(), size });
+            let qcow2 = matches!(image, Image::Qcow2(_));
+            return Err(BlkError::Size { path: config.path.clone(), size, qcow2 });
         }
         // Resolve the path now: a sandboxed process cannot ask for its working directory, and the
         // path is stored in snapshots.
         let path = std::path::absolute(&config.path).map_err(open_error)?;
-        let sectors = size / SECTOR;
-        let stays = match (&config.overlay, &qcow2) {
+        let stays = match (&config.overlay, &image) {
             (Some(_), _) => Some(OVERLAY_STAYS),
-            (None, Some(_)) => Some(QCOW2_STAYS),
-            (None, None) => None,
+            (None, Image::Qcow2(_)) => Some(QCOW2_STAYS),
+            (None, _) => None,
         };
         let (disk, image) = match &config.overlay {
-            None => {
-                let image = DiskImage { file: file.try_clone().map_err(open_error)?, path, readonly };
-                (qcow2.map_or(Image::Raw(file), |image| Image::Qcow2(Box::new(image))), image)
-            }
+            None => (image, DiskImage { file: lock, path, readonly }),
             Some(place) => {
-                let lock = file.try_clone().map_err(open_error)?;
-                let base = match qcow2 {
-                    Some(image) => Base::Qcow2(Box::new(image), file),
-                    None => Base::Raw(file),
+                let base = match image {
+                    Image::Qcow2(image) => Base::Qcow2(image, lock.try_clone().map_err(open_error)?),
+                    Image::Raw(file) => Base::Raw(file),
+                    Image::Over(_) => unreachable!("an overlay has no overlay"),
                 };
                 over(config, base, &lock, size, place)?
             }
         };
+        let sectors = disk.size().map_err(open_error)? / SECTOR;
         let disk =
             Disk { image: disk, path: config.path.clone(), sectors, readonly, write_through: false, id };
         let state = State { sectors, readonly, serial };

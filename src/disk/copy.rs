@@ -1,0 +1,88 @@
+//! Making and converting images: what `qemu-img create` and `convert` do, for raw and qcow2.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use super::Image;
+use super::qcow2::{Named, Qcow2};
+
+/// How much is copied at once: a multiple of the largest cluster.
+const PART: usize = 4 << 20;
+/// What is written or left out as a whole.
+const BLOCK: usize = 64 << 10;
+
+/// Where a converted disk goes.
+pub enum Target {
+    /// A raw image.
+    Raw(File),
+    /// A qcow2 image, version 3, with clusters of 64 KiB.
+    Qcow2(Box<Qcow2>),
+}
+
+impl Target {
+    /// A disk of `size` zeroes in the empty `file`.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn raw(file: File, size: u64) -> io::Result<Self> {
+        file.set_len(size)?;
+        Ok(Self::Raw(file))
+    }
+
+    /// The same as a qcow2 image.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn qcow2(file: File, size: u64) -> io::Result<Self> {
+        Qcow2::create(file.try_clone()?, size)?;
+        let image = Qcow2::open(file, true, Named::default()).map_err(io::Error::other)?;
+        Ok(Self::Qcow2(Box::new(image)))
+    }
+
+    fn write_all_at(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {
+        match self {
+            Self::Raw(file) => file.write_all_at(bytes, at),
+            Self::Qcow2(image) => image.write_all_at(bytes, at),
+        }
+    }
+
+    /// Puts everything on the medium.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn finish(&mut self) -> io::Result<()> {
+        match self {
+            Self::Raw(file) => file.sync_all(),
+            Self::Qcow2(image) => image.flush(),
+        }
+    }
+}
+
+/// Copies the disk `from` into `to`, which is all zeroes. Blocks of zeroes are left out. `progress` is
+/// told how many bytes are done.
+///
+/// # Errors
+/// The host's, or that an image is damaged.
+pub fn copy(from: &Image, to: &mut Target, mut progress: impl FnMut(u64)) -> io::Result<()> {
+    let size = from.size()?;
+    let mut bytes = vec![0; PART];
+    let mut at = 0;
+    while at < size {
+        let len = (size - at).min(PART as u64) as usize;
+        let (is_hole, hole) = from.is_hole(at, len as u64)?;
+        if is_hole && hole > 0 {
+            at += hole.min(len as u64);
+        } else {
+            from.read_exact_at(&mut bytes[..len], at)?;
+            for (block, part) in bytes[..len].chunks(BLOCK).enumerate() {
+                if part.iter().any(|&byte| byte != 0) {
+                    to.write_all_at(part, at + (block * BLOCK) as u64)?;
+                }
+            }
+            at += len as u64;
+        }
+        progress(at);
+    }
+    to.finish()
+}
