@@ -21,6 +21,7 @@ const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", fuzz_targets::keyvalue),
     ("migration", fuzz_targets::migration),
+    ("osimage", fuzz_targets::osimage),
     ("qcow2", fuzz_targets::qcow2),
     ("share", fuzz_targets::share),
     #[cfg(target_arch = "x86_64")]

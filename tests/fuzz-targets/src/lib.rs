@@ -12,6 +12,7 @@ mod keyvalue;
 #[cfg(target_arch = "x86_64")]
 mod loaders;
 mod migration;
+mod osimage;
 #[cfg(target_arch = "x86_64")]
 mod pci;
 mod qcow2;
@@ -33,6 +34,7 @@ pub use keyvalue::keyvalue;
 #[cfg(target_arch = "x86_64")]
 pub use loaders::loaders;
 pub use migration::migration;
+pub use osimage::osimage;
 #[cfg(target_arch = "x86_64")]
 pub use pci::pci;
 pub use qcow2::qcow2;

@@ -1,0 +1,102 @@
+//! GRUB's configuration: grub.cfg is a script, which is run here as far as it decides what boots. Commands
+//! that show something do nothing.
+
+mod parse;
+mod run;
+
+use std::collections::BTreeMap;
+
+use super::{Disk, Entry, MAX_CONFIG, Refused};
+
+/// Where distributions have the script. The directory is GRUB's `prefix`.
+const PREFIXES: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
+
+/// What each of the disk's scripts boots, the default first, and the other entries after it.
+pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
+    let mut scripts = Vec::new();
+    for (at, volume, files) in disk.readable() {
+        for prefix in PREFIXES {
+            let path = format!("{prefix}/grub.cfg");
+            if files.exists(&path) {
+                scripts.push((at, prefix.to_owned(), path, volume));
+            }
+        }
+        // On an EFI system partition: a script that leads to the other one.
+        for vendor in files.names("/EFI") {
+            let prefix = format!("/EFI/{vendor}");
+            let path = format!("{prefix}/grub.cfg");
+            if files.exists(&path) {
+                scripts.push((at, prefix, path, volume));
+            }
+        }
+    }
+    let mut found = Vec::new();
+    for (at, prefix, path, volume) in scripts {
+        let place = format!("{path} of {}", volume.name());
+        match script(disk, at, &prefix, &path) {
+            Ok(entries) => found.extend(entries.into_iter().map(|entry| (place.clone(), entry))),
+            Err(why) => refused.push(format!("{place}: {why}")),
+        }
+    }
+    found
+}
+
+fn script(disk: &Disk, at: usize, prefix: &str, path: &str) -> Result<Vec<Entry>, String> {
+    let text = disk.read(&(at, path.to_owned()), MAX_CONFIG)?;
+    let mut script = run::Script::new(disk, at, prefix);
+    script.run(&String::from_utf8_lossy(&text))?;
+    script.entries()
+}
+
+/// Reads GRUB's environment block: lines of `name=value`.
+fn environment(text: &str) -> BTreeMap<String, String> {
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    lines
+        .filter_map(|line| line.split_once('='))
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect()
+}
+
+/// Parses `text` as a script, for a fuzz target.
+pub fn check(text: &str) {
+    let _ = parse::parse(text);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::ReadAt;
+
+    /// What a script boots on an empty disk: titles and command lines.
+    fn menu(text: &str) -> Result<Vec<(String, String)>, String> {
+        let disk: Rc<dyn ReadAt> = Rc::new(vec![0; 4096]);
+        let disk = Disk::open(&disk).unwrap();
+        let mut script = run::Script::new(&disk, 0, "/boot/grub");
+        script.run(text)?;
+        Ok(script.entries()?.into_iter().map(|entry| (entry.title, entry.cmdline)).collect())
+    }
+
+    #[test]
+    fn the_default_may_be_in_a_submenu() {
+        // Distributions set the option's name without `set`.
+        let text = "set default='s>b'\noption=\"--id\"\nmenuentry one {\n linux /k one\n}\n\
+            submenu Other $option s {\n menuentry a { linux /k a; }\n menuentry 'b' { linux /k b; }\n}\n";
+        let found = menu(text).unwrap();
+        assert_eq!(found[0], ("b".into(), "b".into()), "{found:?}");
+    }
+
+    #[test]
+    fn scripts_end() {
+        for text in ["while true; do x; done", "function f { f; }\nf", "menuentry a { configfile /x; }"] {
+            assert!(menu(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn words_of_a_variable_are_apart_unless_quoted() {
+        let text = "set o='ro  quiet'\nset e=\nmenuentry x { linux /k $o \"$o\" $e \"$e\" a${o}b; }";
+        assert_eq!(menu(text).unwrap()[0].1, "ro quiet ro  quiet  aro quietb");
+    }
+}

@@ -1,0 +1,278 @@
+//! The operating system in a disk image: which kernel, initrd and command line its boot loader would
+//! use. So a cloud image boots without firmware, and without its kernel beside it.
+//!
+//! [`find`] reads the partition table ([`partitions`]), the file systems ([`filesystem`]), and then
+//! what the image has of these, in this order: GRUB's script ([`grub`]), the entries and unified
+//! kernels of systemd-boot ([`bls`], [`uki`]), and the newest kernel of /boot ([`newest`]).
+//!
+//! Images come from strangers. A user calls [`confined::find`], which runs [`find`] in a process of
+//! its own that can neither open files nor reach the network.
+//!
+//! What is not here: image formats (`vellum_disk`), and how a kernel is entered (`vellum_kvm`).
+
+pub mod bls;
+pub mod confined;
+pub mod filesystem;
+pub mod grub;
+mod newest;
+pub mod partitions;
+mod payload;
+pub mod uki;
+mod version;
+
+use std::io;
+use std::rc::Rc;
+
+use serde::{Deserialize, Serialize};
+use vellum_disk::Image;
+
+use filesystem::FileSystem;
+use partitions::{Origin, Partition};
+
+/// The largest configuration file that is read.
+const MAX_CONFIG: u64 = 4 << 20;
+/// The largest kernel.
+const MAX_KERNEL: u64 = 512 << 20;
+/// The largest initrd.
+const MAX_INITRD: u64 = 2 << 30;
+
+/// A disk, or a part of one.
+pub trait ReadAt {
+    /// Its size in bytes.
+    fn size(&self) -> u64;
+
+    /// Reads exactly `bytes`, `at` bytes from its beginning.
+    ///
+    /// # Errors
+    /// The host's, or that it ends before.
+    fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()>;
+}
+
+impl ReadAt for Vec<u8> {
+    fn size(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        let from = usize::try_from(at).ok().and_then(|at| self.get(at..at.checked_add(bytes.len())?));
+        bytes.copy_from_slice(from.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+}
+
+impl ReadAt for Image {
+    fn size(&self) -> u64 {
+        Image::size(self).unwrap_or(0)
+    }
+
+    fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        Image::read_exact_at(self, bytes, at)
+    }
+}
+
+/// What boots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Boot {
+    /// Its name in the boot loader's menu, or the kernel's file name.
+    pub title: String,
+    /// Where it was found, in words.
+    pub place: String,
+    /// The kernel's path.
+    pub path: String,
+    /// The kernel image.
+    pub kernel: Vec<u8>,
+    /// The initrd. Empty if there is none. Several are concatenated, as boot loaders do.
+    pub initrd: Vec<u8>,
+    /// The command line.
+    pub cmdline: String,
+    /// The operating system's name, if its root file system can be read.
+    pub system: Option<String>,
+    /// Whether cloud-init is installed, if the root file system can be read.
+    pub has_cloud_init: Option<bool>,
+}
+
+/// What a boot loader's configuration names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name in the menu.
+    pub title: String,
+    /// The kernel: the partition's index in [`Disk::volumes`], and the path.
+    pub kernel: (usize, String),
+    /// The initrds, likewise.
+    pub initrds: Vec<(usize, String)>,
+    /// The command line.
+    pub cmdline: String,
+}
+
+/// A partition, or a disk without partitions, and its file system.
+pub struct Volume {
+    /// Where it lies.
+    pub partition: Partition,
+    /// Its file system, or what else it contains.
+    pub content: Result<FileSystem, String>,
+}
+
+impl Volume {
+    /// Its name in messages.
+    fn name(&self) -> String {
+        match self.partition.number {
+            0 => "the disk".into(),
+            number => format!("partition {number}"),
+        }
+    }
+}
+
+/// A disk whose file systems have been looked at.
+pub struct Disk {
+    /// Its partitions, in the table's order.
+    pub volumes: Vec<Volume>,
+}
+
+impl Disk {
+    /// Reads the partition table and the superblocks.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn open(disk: &Rc<dyn ReadAt>) -> io::Result<Self> {
+        let volumes = partitions::read(&**disk)?.into_iter().map(|partition| {
+            let content = FileSystem::open(disk, &partition);
+            Volume { partition, content }
+        });
+        Ok(Self { volumes: volumes.collect() })
+    }
+
+    /// The file systems that can be read, with their indices.
+    pub fn readable(&self) -> impl Iterator<Item = (usize, &Volume, &FileSystem)> {
+        let volumes = self.volumes.iter().enumerate();
+        volumes.filter_map(|(at, volume)| Some((at, volume, volume.content.as_ref().ok()?)))
+    }
+
+    /// Reads a file of at most `max` bytes.
+    ///
+    /// # Errors
+    /// What is wrong, in words that name the partition and the path.
+    pub fn read(&self, (at, path): &(usize, String), max: u64) -> Result<Vec<u8>, String> {
+        let volume = self.volumes.get(*at).ok_or("there is no such partition")?;
+        let say = |why: &str| format!("{path} of {}: {why}", volume.name());
+        let files = volume.content.as_ref().map_err(|what| say(&format!("it is {what}")))?;
+        files.read(path, max).map_err(|why| say(&why))
+    }
+
+    /// The root file system, if it can be read.
+    fn root(&self) -> Option<(&Volume, &FileSystem)> {
+        let is_root = |files: &FileSystem| {
+            ["/etc/os-release", "/usr/lib/os-release", "/etc/fstab"].iter().any(|path| files.exists(path))
+        };
+        self.readable().find(|(_, _, files)| is_root(files)).map(|(_, volume, files)| (volume, files))
+    }
+
+    /// Its volumes, for who prints them.
+    pub fn infos(&self) -> Vec<VolumeInfo> {
+        let info = |volume: &Volume| {
+            let (content, label) = match &volume.content {
+                Ok(files) => (files.kind().into(), files.label()),
+                Err(what) => (what.clone(), String::new()),
+            };
+            let Partition { number, start, len, .. } = volume.partition;
+            VolumeInfo { number, start, bytes: len, content, label }
+        };
+        self.volumes.iter().map(info).collect()
+    }
+
+    /// What the disk contains, for a message.
+    fn describe(&self) -> String {
+        let parts = self.volumes.iter().map(|volume| {
+            let content = match &volume.content {
+                Ok(files) => files.kind().into(),
+                Err(what) => what.clone(),
+            };
+            let size = volume.partition.len.div_ceil(1 << 20);
+            format!("{} ({size} MiB) is {content}", volume.name())
+        });
+        parts.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// A partition, for who prints it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeInfo {
+    /// Its number in Linux. 0 is a disk without partitions.
+    pub number: u32,
+    /// Where it begins, in bytes.
+    pub start: u64,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Its file system, or what else it contains, in words.
+    pub content: String,
+    /// The file system's label.
+    #[serde(skip_serializing_if = "String::is_empty", default)]
+    pub label: String,
+}
+
+/// A way to boot that an image does not offer, or offers and cannot keep.
+type Refused = Vec<String>;
+
+/// Finds what boots.
+///
+/// # Errors
+/// What there is instead, in words.
+pub fn find(disk: &Disk) -> Result<Boot, String> {
+    let mut refused = Refused::new();
+    let ways = [grub::entries, bls::entries, uki::entries, newest::entries];
+    for way in ways {
+        for (place, entry) in way(disk, &mut refused) {
+            match load(disk, place, &entry) {
+                Ok(boot) => return Ok(boot),
+                Err(why) => refused.push(why),
+            }
+        }
+    }
+    refused.insert(0, disk.describe());
+    Err(format!("no kernel was found in it: {}", refused.join("; ")))
+}
+
+fn load(disk: &Disk, place: String, entry: &Entry) -> Result<Boot, String> {
+    let file = disk.read(&entry.kernel, MAX_KERNEL)?;
+    let (kernel, mut initrd, mut cmdline) = match uki::parse(&file) {
+        Some(unified) => (unified.kernel.to_vec(), unified.initrd.to_vec(), unified.cmdline),
+        None => (payload::unpack(file).map_err(|why| format!("{}: {why}", entry.kernel.1))?, vec![], None),
+    };
+    for file in &entry.initrds {
+        initrd.extend(disk.read(file, MAX_INITRD - initrd.len() as u64)?);
+    }
+    if !entry.cmdline.is_empty() || cmdline.is_none() {
+        cmdline = Some(entry.cmdline.clone());
+    }
+    let root = disk.root();
+    Ok(Boot {
+        title: entry.title.clone(),
+        place,
+        path: entry.kernel.1.clone(),
+        kernel,
+        initrd,
+        cmdline: cmdline.unwrap_or_default(),
+        system: root.and_then(|(_, files)| system(files)),
+        has_cloud_init: root.map(|(_, files)| {
+            ["/etc/cloud/cloud.cfg", "/usr/bin/cloud-init"].iter().any(|path| files.exists(path))
+        }),
+    })
+}
+
+/// PRETTY_NAME of os-release(5).
+fn system(files: &FileSystem) -> Option<String> {
+    let text = ["/etc/os-release", "/usr/lib/os-release"]
+        .iter()
+        .find_map(|path| files.read(path, MAX_CONFIG).ok())?;
+    let text = String::from_utf8_lossy(&text).into_owned();
+    let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?;
+    Some(name.trim_matches(['"', '\'']).to_owned()).filter(|name| !name.is_empty())
+}
+
+/// `root=` for the root file system on `partition`, if nothing says it.
+fn root_parameter(partition: &Partition) -> String {
+    match &partition.origin {
+        Origin::Gpt { id, .. } => format!("root=PARTUUID={id}"),
+        Origin::Mbr { disk, .. } => format!("root=PARTUUID={disk:08x}-{:02x}", partition.number),
+        Origin::Whole => "root=/dev/vda".into(),
+    }
+}
