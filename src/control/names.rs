@@ -82,11 +82,7 @@ fn is_private(path: &Path) -> Result<bool, Error> {
 /// Fails if it cannot be created, or if other users could create sockets in it.
 pub fn make_directory() -> Result<PathBuf, Error> {
     let path = place();
-    if !is_private(&path)? {
-        let error = |source| Error::Directory { path: path.clone(), source };
-        DirBuilder::new().recursive(true).mode(0o700).create(&path).map_err(error)?;
-        is_private(&path)?;
-    }
+    private_directory(&path)?;
     Ok(path)
 }
 
@@ -116,6 +112,41 @@ pub fn socket(name: &str) -> Result<PathBuf, Error> {
     let path = place();
     is_private(&path)?;
     Ok(path.join(format!("{name}.sock")))
+}
+
+/// The directory of what belongs to the SSH access of machine `name`, beside its socket. Creates it.
+///
+/// # Errors
+/// As [`own_socket`].
+pub fn ssh_directory(name: &str) -> Result<PathBuf, Error> {
+    check(name)?;
+    let path = make_directory()?.join(format!("{name}.ssh"));
+    private_directory(&path)?;
+    Ok(path)
+}
+
+/// The directory of what is kept of machine `name` from one run to the next, in the user's data directory
+/// (XDG_DATA_HOME). Creates it.
+///
+/// # Errors
+/// As [`own_socket`].
+pub fn make_kept_directory(name: &str) -> Result<PathBuf, Error> {
+    check(name)?;
+    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
+    let data = data.or_else(home).unwrap_or_else(place);
+    let path = data.join("vellum").join(name);
+    private_directory(&path)?;
+    Ok(path)
+}
+
+fn private_directory(path: &Path) -> Result<(), Error> {
+    if !is_private(path)? {
+        let error = |source| Error::Directory { path: path.into(), source };
+        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(error)?;
+        is_private(path)?;
+    }
+    Ok(())
 }
 
 /// The socket for what the user typed: a path if it has a slash, otherwise a name.

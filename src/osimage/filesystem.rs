@@ -120,7 +120,7 @@ impl FileSystem {
     }
 
     /// Whether there is a directory at `path`.
-    pub fn is_directory(&self, path: &str) -> bool {
+    pub(crate) fn is_directory(&self, path: &str) -> bool {
         match self {
             Self::Ext4(ext4) => ext4.metadata(path).is_ok_and(|metadata| metadata.is_dir()),
             Self::Fat(fat) => relative(path).is_empty() || fat.root_dir().open_dir(relative(path)).is_ok(),

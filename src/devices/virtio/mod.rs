@@ -16,7 +16,7 @@
 
 pub mod balloon;
 pub mod blk;
-pub(crate) mod cidata;
+pub mod cidata;
 pub mod console;
 pub mod fs;
 pub mod handoff;

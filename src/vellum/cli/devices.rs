@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
+use vellum_devices::virtio::blk::{self, BlkConfig};
 use vellum_devices::virtio::console::ConsoleConfig;
 use vellum_devices::virtio::fs::FsConfig;
 use vellum_devices::virtio::net::user::Forward;
@@ -15,7 +16,7 @@ use vellum_linux::virtio::Config;
 use vellum_sandbox::Mode;
 use vellum_sys::keyvalue::{self, KeyValues};
 
-/// Devices of a guest. With `FOR_KERNEL` they need a kernel to be booted, which is the argument `kernel`.
+/// Devices of a guest. With `FOR_KERNEL` they need one that boots, which the group `guest` says.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
 
@@ -31,6 +32,43 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     /// Whether one of them is of this kind.
     pub fn has(&self, kind: &Kind) -> bool {
         self.0.iter().any(|config| config.kind().key == kind.key)
+    }
+
+    /// The first disk.
+    pub fn disk(&self) -> Option<&BlkConfig> {
+        self.0.iter().find_map(|config| (&**config as &dyn Any).downcast_ref())
+    }
+
+    /// Replaces the first disk.
+    pub fn set_disk(&mut self, disk: BlkConfig) {
+        let is_disk = |config: &&mut Arc<dyn DeviceConfig>| config.kind().key == blk::KIND.key;
+        if let Some(first) = self.0.iter_mut().find(is_disk) {
+            *first = Arc::new(disk);
+        }
+    }
+
+    /// Whether it has a network, by whatever flag.
+    pub fn has_network(&self) -> bool {
+        self.has(&net::KIND)
+    }
+
+    /// Puts a device behind the others.
+    pub fn add(&mut self, device: impl DeviceConfig + 'static) {
+        self.0.push(Arc::new(device));
+    }
+
+    /// Leads a port of the host to the guest by the first network without a tap; false if there is none.
+    pub fn forward(&mut self, forward: Forward) -> bool {
+        for device in &mut self.0 {
+            let Some(network) = (&**device as &dyn Any).downcast_ref::<NetConfig>() else { continue };
+            let mut network = network.clone();
+            if let Some(user) = &mut network.user {
+                user.forwards.push(forward);
+                *device = Arc::new(network);
+                return true;
+            }
+        }
+        false
     }
 
     /// The directories among them.
@@ -63,8 +101,12 @@ pub fn flag(key: &str) -> String {
 impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
     fn augment_args(command: Command) -> Command {
         let command = command.next_help_heading("Devices");
-        let bound = |arg: Arg| if FOR_KERNEL { arg.requires("kernel") } else { arg };
-        let command = KINDS.iter().fold(command, |command, kind| command.arg(bound(arg(kind))));
+        let bound = |arg: Arg| if FOR_KERNEL { arg.requires("guest") } else { arg };
+        // A disk may have the kernel that the others need.
+        let command = KINDS.iter().fold(command, |command, kind| match kind.key == blk::KIND.key {
+            true => command.arg(arg(kind)),
+            false => command.arg(bound(arg(kind))),
+        });
         let forward =
             Arg::new("forward").long("forward").value_name("[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT");
         let forward = forward.value_parser(forward_of).action(ArgAction::Append);
@@ -194,7 +236,8 @@ mod tests {
 
     fn parse(args: &[&str]) -> Result<Vec<String>, clap::Error> {
         let command = DeviceArgs::<true>::augment_args(Command::new("run").no_binary_name(true))
-            .arg(Arg::new("kernel").long("kernel"));
+            .arg(Arg::new("kernel").long("kernel"))
+            .group(clap::ArgGroup::new("guest").args(["kernel", "disk"]).multiple(true));
         let matches = command.try_get_matches_from([&["--kernel", "k"], args].concat())?;
         Ok(DeviceArgs::<true>::from_arg_matches(&matches)?
             .0

@@ -117,6 +117,8 @@ mod tests {
         let mut files = Vec::new();
         sources(&root, &mut files);
         files.retain(|file| !file.starts_with(root.join("vellum/cli")));
+        // GRUB's commands have flags of their own.
+        files.retain(|file| !file.ends_with("osimage/grub/run.rs"));
         assert!(files.len() > 50, "only {} files were found", files.len());
         let mut wrong = Vec::new();
         for file in files {

@@ -9,6 +9,7 @@ pub mod bench;
 mod client;
 pub mod control;
 pub mod devices;
+pub mod disk;
 pub mod doctor;
 pub mod dump;
 mod failure;
@@ -16,10 +17,12 @@ mod flags;
 pub mod fleet;
 mod habits;
 mod host;
+pub mod image;
 mod judged;
 pub mod kernel;
 mod launch;
 mod line;
+mod login;
 pub mod migrate;
 mod output;
 pub mod receive;
@@ -30,6 +33,7 @@ mod result;
 pub mod run;
 mod run_flags;
 pub mod snapshot;
+mod ssh;
 mod take_over;
 mod test;
 mod upgrade;
@@ -69,6 +73,7 @@ enum Command {
     Restore(Box<restore::RestoreArgs>),
     Bench(Box<bench::BenchArgs>),
     Fleet(fleet::FleetArgs),
+    Disk(disk::DiskArgs),
     Dump(dump::DumpArgs),
     Ctl(control::CtlArgs),
     /// The same as ctl NAME pause
@@ -81,6 +86,7 @@ enum Command {
     Stop(control::MachineArgs),
     List(control::ListArgs),
     Exec(control::ExecArgs),
+    Ssh(ssh::SshArgs),
     Report(report::ReportArgs),
     Test(test::TestArgs),
     /// What serves a shared directory: started by `vellum run --share`
@@ -138,6 +144,7 @@ pub fn main() -> ExitCode {
         Command::Restore(args) => restore::run(*args),
         Command::Bench(args) => bench::run(*args),
         Command::Fleet(args) => fleet::run(LINE, &args),
+        Command::Disk(args) => disk::run(&args),
         Command::Dump(args) => dump::run(&args),
         Command::Ctl(args) => control::ctl(args),
         Command::Pause(args) => control::ctl(args.with(control::Ctl::Pause)),
@@ -146,6 +153,7 @@ pub fn main() -> ExitCode {
         Command::Stop(args) => control::ctl(args.with(control::Ctl::Stop)),
         Command::List(args) => control::list(&args),
         Command::Exec(args) => control::exec(args),
+        Command::Ssh(args) => ssh::run(&args),
         Command::Report(args) => report::run(&args),
         Command::Test(args) => test::run(args),
         Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),

@@ -110,12 +110,22 @@ fn unknown(line: CommandLine, typed: &str, first: Option<&str>) -> String {
     format!("unknown command '{typed}'{after}{meant}: there are {}", known.join(", "))
 }
 
+const BOTH_SEEDS: &str = "both say what cloud-init does: leave out one of the two";
+const NO_WORKLOAD: &str = "a guest that boots runs no workload: leave out one of the two; --timeout ends it";
+
 /// Why two arguments exclude each other, by the one that says so, and what would work.
-const EXCLUSIONS: [(&str, &str); 6] = [
+const EXCLUSIONS: [(&str, &str); 10] = [
+    (
+        "--firmware",
+        "a firmware is entered instead of a kernel, and runs no workload: leave out one of the two",
+    ),
     (
         "--kernel",
         "a kernel is a guest of its own, which no workload runs in: leave out one of the two; --timeout ends it",
     ),
+    ("--user-data", BOTH_SEEDS),
+    ("--cloud-init", BOTH_SEEDS),
+    ("--disk", NO_WORKLOAD),
     ("--no-manual-protect", "-g is short for --tracker bitmap: leave out one of the two"),
     ("--preset", "a preset goes over all that there are, or scales it to the host: leave out one of the two"),
     (
@@ -150,8 +160,8 @@ fn excluded(error: &clap::Error) -> Option<String> {
     })
 }
 
-const NO_KERNEL: &str = "--kernel FILE is missing: the built-in guest has no devices, console, initrd or command line; name a \
-    kernel, or leave out the flags that are for one (vellum run --help)";
+const NO_KERNEL: &str = "--kernel FILE or --disk IMAGE is missing: the built-in guest has no devices, console, initrd or \
+    command line; name a kernel, or leave out the flags that are for one (vellum run --help)";
 
 /// Flags of a guest with a kernel need one. Clap sees to that, except where a flag of the built-in guest is there too: it
 /// excludes `--kernel`, and clap does not ask for what is excluded.
@@ -165,7 +175,7 @@ pub(super) fn check(line: CommandLine, matches: &ArgMatches) -> Result<(), clap:
         _ => return Ok(()),
     };
     let typed = |id: &str| run.value_source(id) == Some(ValueSource::CommandLine);
-    if typed("kernel") || !EXCLUDING.into_iter().any(typed) {
+    if ["kernel", "firmware", "disk"].into_iter().any(typed) || !EXCLUDING.into_iter().any(typed) {
         return Ok(());
     }
     let flags = KernelArgs::augment_args(clap::Command::new("run"));
@@ -189,7 +199,7 @@ fn missing(error: &clap::Error) -> Option<String> {
     };
     match wanted.as_slice() {
         // A command in a guest needs both.
-        [kernel, ..] if kernel.starts_with("--kernel") => Some(NO_KERNEL.into()),
+        wanted if wanted.iter().any(|flag| flag.contains("--kernel")) => Some(NO_KERNEL.into()),
         [command] if command.contains("COMMAND") => Some(
             "COMMAND is missing: give one behind --, as in `-- uname -a`, or to vellum exec --request JSON"
                 .into(),
@@ -237,7 +247,9 @@ mod tests {
             (&["vellum", "run", "--timeout", "-5s"], "no value here is negative"),
             (&["vellum", "bench", "demand-paging", "-d", "-1"], "from 0 to"),
             (&["vellum", "run", "-k", "x", "--passes", "3"], "--timeout ends it"),
-            (&["vellum", "run", "-d", "x.img"], "name a kernel"),
+            (&["vellum", "run", "--rng"], "name a kernel"),
+            (&["vellum", "run", "-d", "x.img", "--passes", "3"], "leave out one of the two"),
+            (&["vellum", "run", "-d", "x.img", "--ssh"], "--login"),
             (&["vellum", "exec", "x"], "behind --"),
             (&["vellum", "sotp", "x"], "did you mean 'stop'"),
             (&["vellum", "halt", "x"], "unknown command 'halt': there are doctor, run"),
@@ -254,7 +266,8 @@ mod tests {
     #[test]
     fn flags_of_a_guest_with_a_kernel_need_one() {
         let kernel = KernelArgs::augment_args(clap::Command::new("run"));
-        let flags = kernel.get_arguments().filter(|flag| flag.get_id() != "kernel");
+        let boots = ["kernel", "firmware", "disk"];
+        let flags = kernel.get_arguments().filter(|flag| !boots.contains(&flag.get_id().as_str()));
         let mut count = 0;
         for flag in flags {
             let value = match flag.get_id().as_str() {
@@ -282,7 +295,7 @@ mod tests {
                 let words = ["vellum", "run"].into_iter().chain(more.iter().copied()).chain(words);
                 let message = read_from(words).map(drop).map_err(|error| one_line(LINE, &error));
                 let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
-                assert!(message.contains("--kernel FILE is missing"), "{message}");
+                assert!(message.contains("--kernel FILE or --disk IMAGE is missing"), "{message}");
             }
             count += 1;
         }
@@ -296,6 +309,9 @@ mod tests {
             &["run", "-k", "x", "--json", "o"][..],
             &["run", "-k", "x", "--duration", "3s"],
             &["run", "-k", "x", "-w", "write"],
+            &["run", "-d", "x", "-w", "write"],
+            &["run", "-d", "x", "--login", "a", "--user-data", "f"],
+            &["run", "-d", "x", "--firmware", "f", "-k", "k"],
             &["bench", "dirty-log", "-g", "--tracker", "ring"],
             &["bench", "dirty-log", "--tracker", "ring", "-g"],
             &["bench", "dirty-log", "--preset", "lazy", "-s", "thp"],

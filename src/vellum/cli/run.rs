@@ -9,7 +9,7 @@ use super::failure::Failure;
 use super::kernel::Ready;
 use super::result::ResultArgs;
 use super::run_flags::{FLAGS, failure};
-use super::{args, kernel, launch};
+use super::{args, image, kernel, launch, ssh};
 use crate::session::log::{self, Beside};
 use crate::session::{self, Gdb, builtin};
 use vellum_control::names;
@@ -38,7 +38,11 @@ pub struct RunArgs {
     /// `[,eager-split=SIZE]`; sizes take k, m, g, t, and a bare number is in MiB; eager-split has Arm's KVM split blocks of that size
     /// as soon as they are logged
     #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
-    #[arg(default_value_if("kernel", clap::builder::ArgPredicate::IsPresent, "512m"))]
+    #[arg(default_value_ifs = [
+        ("kernel", clap::builder::ArgPredicate::IsPresent, Some("512m")),
+        ("firmware", clap::builder::ArgPredicate::IsPresent, Some("1g")),
+        ("disk", clap::builder::ArgPredicate::IsPresent, Some("1g")),
+    ])]
     memory: MemoryConfig,
 
     /// The built-in guest:
@@ -131,13 +135,16 @@ Examples:
   vellum run                                            3 passes over 256 MiB
   vellum run -c 4 -m 4g,backing=hugetlb-2m,prealloc     4 vCPUs, 2 MiB pages
   vellum run -k vmlinuz -i initrd.gz -c 2 -m 1g         a Linux guest, its console on this terminal
+  vellum run -d debian-12.qcow2 --login me              the system in an image, and a user in it
   vellum run --workload write,hot=10,rate=50000 --duration 30s --json result.json";
 
 /// Does what was asked.
-pub fn run(args: RunArgs) -> Result<Exit, Failure> {
-    if let Some(image) = args.kernel.kernel.clone() {
+pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
+    if args.kernel.boots() {
         log::start(args.loglevel.into(), Beside::Console);
+        args.name = args.name.or_else(|| image::default_name(&args.kernel));
         let process = process(&args)?;
+        let launched = args.kernel.kernel.clone();
         // Guests share a host; those that measure it have it to themselves.
         let pins = pins(&args.cpus, Pin::Off)?;
         let config = machine::Config {
@@ -148,10 +155,22 @@ pub fn run(args: RunArgs) -> Result<Exit, Failure> {
             dirty_ring: args.dirty_ring,
             ..machine::Config::default()
         };
-        let plan = launch::plan(&args.kernel, &image)?;
-        return match plan {
-            Some(plan) => launch::run(plan, args.kernel, args.memory, config, process),
-            None => kernel::boot(args.kernel, image, args.memory, config, process, Ready::none()),
+        if let Some(named) = launched
+            && let Some(plan) = launch::plan(&args.kernel, &named)?
+        {
+            return launch::run(plan, args.kernel, args.memory, config, process);
+        }
+        let prepared = image::prepare(&mut args.kernel, args.name.as_deref(), args.sandbox)?;
+        return match args.name.filter(|_| args.kernel.image.ssh) {
+            Some(name) => ssh::beside(&prepared, args.kernel, &name, args.memory, config, process),
+            None => kernel::boot(
+                args.kernel,
+                prepared.kernel.clone(),
+                args.memory,
+                config,
+                process,
+                Ready::none(),
+            ),
         };
     }
     let place = args.result.open()?;

@@ -330,11 +330,21 @@ const NEEDED: CapabilitySet = CapabilitySet::SETUID
     .union(CapabilitySet::SYS_ADMIN)
     .union(CapabilitySet::NET_BIND_SERVICE);
 
+/// Whether this host can have such a network: passt is installed, and there is a default route.
+pub fn is_usable() -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|directory| directory.join("passt").is_file()) && has_route()
+}
+
+fn has_route() -> bool {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    has_default(&read("/proc/net/route"), &read("/proc/net/ipv6_route"))
+}
+
 /// Starts passt at the other end of the returned socket. passt is ready when this returns, and ends
 /// with the socket.
 fn start(user: &User) -> Result<UnixStream, Error> {
-    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-    if !has_default(&read("/proc/net/route"), &read("/proc/net/ipv6_route")) {
+    if !has_route() {
         return Err(Error::NoRoute);
     }
     let (ours, theirs) = UnixStream::pair()?;

@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 
 pub(super) use self::launch_args::LaunchArgs;
 use super::devices::DeviceArgs;
 use super::dump;
 use super::failure::Failure;
+use super::image::ImageArgs;
 use super::run_flags::failure;
 use crate::session::{self, kernel::Outcome};
 use vellum_devices::console::{Opened, Target};
@@ -37,50 +38,51 @@ use vellum_sys::open::{self, Kind};
 /// A guest with a kernel.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A guest with a kernel")]
+#[command(group = ArgGroup::new("guest").args(["kernel", "firmware", "disk"]).multiple(true)
+    .conflicts_with_all(["workload", "passes", "duration", "json"]))]
 pub(crate) struct KernelArgs {
     /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
     /// (O= too), of an unpacked linux-image package, or `host`, this host's own
     #[arg(short, long, value_name = "FILE|DIR|host")]
-    #[arg(conflicts_with_all = ["workload", "passes", "duration", "json"])]
     pub kernel: Option<PathBuf>,
 
     /// The initial RAM disk, or a multiboot image's module
-    #[arg(short, long, value_name = "FILE", requires = "kernel")]
+    #[arg(short, long, value_name = "FILE", requires = "guest")]
     pub(super) initrd: Option<PathBuf>,
 
     /// The kernel's command line, put after the defaults (console=ttyS0 reboot=k panic=-1)
-    #[arg(short = 'p', long = "cmdline", visible_alias = "params", value_name = "TEXT", requires = "kernel")]
+    #[arg(short = 'p', long = "cmdline", visible_alias = "params", value_name = "TEXT", requires = "guest")]
     #[arg(allow_hyphen_values = true)]
     pub(super) cmdline: Vec<String>,
 
     /// Leave out what is there by default: the beginning of the command line
-    #[arg(long, requires = "kernel")]
+    #[arg(long, requires = "guest")]
     nodefaults: bool,
 
     /// How the kernel is entered, where it offers several ways
-    #[arg(long, value_name = "HOW", requires = "kernel")]
+    #[arg(long, value_name = "HOW", requires = "guest")]
     protocol: Option<Protocol>,
 
     /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT [default: split; on Arm the newer
     /// one of those that this host has]
-    #[arg(long, value_name = "WHERE", value_enum, requires = "kernel")]
+    #[arg(long, value_name = "WHERE", value_enum, requires = "guest")]
     irqchip: Option<Mode>,
 
     /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI tables name; or pci, a bus that it
-    /// enumerates, with an interrupt for each queue (MSI-X)
-    #[arg(long, value_name = "HOW", default_value = "mmio", requires = "kernel")]
-    transport: Codec,
+    /// enumerates, with an interrupt for each queue (MSI-X) [default: mmio; pci where the kernel is in the disk]
+    #[arg(long, value_name = "HOW", requires = "guest")]
+    pub(super) transport: Option<Codec>,
 
     /// What the serial port is; a PL011 is on Arm alone
-    #[arg(long, value_name = "KIND", value_enum, default_value_t, requires = "kernel")]
-    uart: Uart,
+    #[arg(long, value_name = "KIND", value_enum, default_value_t, requires = "guest")]
+    pub(super) uart: Uart,
 
     /// Where the serial port leads: terminal (Ctrl-a x ends the guest), file=PATH, pty or null
-    #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "kernel")]
+    #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "guest")]
     pub(super) serial: Target,
 
     /// Give it no VM generation ID, by which it notices that it was restored from a snapshot and draws other random numbers
-    #[arg(long, requires = "kernel")]
+    #[arg(long, requires = "guest")]
     no_vmgenid: bool,
 
     /// Let a guest on shadow paging load CR3 without an exit, as at context switches, if it knows how: on; auto, where this host can;
@@ -91,30 +93,38 @@ pub(crate) struct KernelArgs {
         value_enum,
         default_value = "off",
         hide_possible_values = true,
-        requires = "kernel"
+        requires = "guest"
     )]
     cr3_cache: cr3_cache::Choice,
 
     /// End the guest after a time, as in 30s, with status 124
-    #[arg(long, value_name = "TIME", requires = "kernel", value_parser = keyvalue::duration)]
+    #[arg(long, value_name = "TIME", requires = "guest", value_parser = keyvalue::duration)]
     timeout: Option<Duration>,
 
     /// What to do when the guest panics, before it ends: dump[=FILE], write its memory into FILE, which is what `vellum dump` writes
     /// [default: vellum-PID.core]. A kernel whose pvpanic is a module is heard to panic on its serial port
-    #[arg(long, value_name = "dump[=FILE]", value_parser = on_panic, requires = "kernel")]
+    #[arg(long, value_name = "dump[=FILE]", value_parser = on_panic, requires = "guest")]
     on_panic: Option<PathBuf>,
 
     #[command(flatten)]
     pub(super) devices: DeviceArgs<true>,
 
     #[command(flatten)]
+    pub(super) image: ImageArgs,
+
+    #[command(flatten)]
     pub(super) launch: LaunchArgs,
 }
 
 impl KernelArgs {
+    /// Whether they name a guest that boots, beside which there is the built-in one.
+    pub(super) fn boots(&self) -> bool {
+        self.kernel.is_some() || self.image.firmware.is_some() || self.devices.disk().is_some()
+    }
+
     /// What a guest's kernel needs drivers for.
     pub(super) fn board(&self) -> Board {
-        Board { pl011: self.uart == Uart::Pl011, pci: self.transport == Codec::Pci }
+        Board { pl011: self.uart == Uart::Pl011, pci: self.transport == Some(Codec::Pci) }
     }
 }
 
@@ -161,6 +171,7 @@ pub(super) fn boot(
     let (cmdline, mut virtio) = (parts.join(" "), devices.config());
     virtio.0.extend(told.devices);
     let irqchip = irqchip.unwrap_or_else(Mode::of_host);
+    let transport = transport.unwrap_or_default();
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
     let config = machine::Config { irqchip, transport, uart, serial, virtio, vmgenid, cr3_cache, ..config };
     if let Some(gdb) = &process.gdb {

@@ -5,6 +5,7 @@
 //! limit.
 
 pub mod arm64;
+pub mod cloud;
 pub mod disk;
 pub mod doctor;
 pub mod guest;

@@ -16,7 +16,7 @@ use crate::architecture::Architecture;
 use crate::artifacts::{self, Kernel, files_below};
 use crate::cache::Cache;
 use crate::hosts::guest::{self, Guest};
-use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, disk, svm};
+use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, cloud, disk, svm};
 use crate::kernel::{self, build, variants};
 use crate::{Error, Result};
 
@@ -216,13 +216,11 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
                 if setup::packages(kernel::PROGRAMS, options.setup, "linux", tally)? {
                     host.files.extend(tree(&cache)?);
                 }
-                match disk::cloud(&cache) {
-                    Ok(cloud) => {
-                        host.files.push((cloud.kernel, "/cloud/vmlinuz".into()));
-                        host.files.push((cloud.initrd, "/cloud/initrd.img".into()));
-                        host.disks.push(cloud.disk);
+                if setup::packages(&cloud::PROGRAMS, options.setup, "linux", tally)? {
+                    match cloud::images(&cache) {
+                        Ok(images) => host.disks.extend(images),
+                        Err(error) => tally.lack("linux", "images as clouds have them", &error.to_string()),
                     }
-                    Err(error) => tally.lack("linux", "a cloud image", &error.to_string()),
                 }
                 hosts.extend(modes(options).into_iter().map(|npt| with_name(&host, npt, &options.arguments)));
             }

@@ -1,0 +1,268 @@
+//! `vellum disk`: disk images as files. What it does is in [`vellum_disk::copy`] and
+//! [`vellum_osimage`].
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use clap::{Args, Subcommand, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use super::failure::Failure;
+use super::output::print;
+use super::run_flags::FLAGS;
+use vellum_devices::virtio::blk::{self, BlkConfig};
+use vellum_disk::copy::{Target, copy};
+use vellum_disk::format::Format;
+use vellum_disk::qcow2;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_osimage::VolumeInfo;
+use vellum_osimage::confined::{self, About};
+use vellum_sandbox::Mode;
+use vellum_sys::keyvalue;
+use vellum_sys::open::{self, Kind};
+
+/// Bytes of a sector.
+const SECTOR: u64 = 512;
+
+/// Make, convert and look at disk images
+#[derive(Debug, Args)]
+pub(crate) struct DiskArgs {
+    #[command(subcommand)]
+    what: DiskCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum DiskCommand {
+    /// Print an image's format and size, its partitions, and the kernel that `vellum run -d` boots
+    #[command(after_help = "Example:\n  vellum disk info debian-12.qcow2")]
+    Info {
+        /// The image
+        image: PathBuf,
+        /// The backing file of a qcow2 image
+        #[arg(long, value_name = "FILE")]
+        backing: Option<PathBuf>,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make an empty image
+    #[command(after_help = "Example:\n  vellum disk create data.qcow2 20g")]
+    Create {
+        /// The new file
+        image: PathBuf,
+        /// Its size, as in 20g
+        #[arg(value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
+        size: u64,
+        /// Its format [default: qcow2 for a name that ends so, otherwise raw]
+        #[arg(short, long, value_name = "FORMAT")]
+        format: Option<DiskFormat>,
+    },
+    /// Copy a disk into a new image of another format
+    #[command(after_help = "Example:\n  vellum disk convert debian-12.qcow2 debian-12.raw")]
+    Convert {
+        /// The image, raw or qcow2
+        from: PathBuf,
+        /// The new file
+        to: PathBuf,
+        /// The new file's format [default: qcow2 for a name that ends so, otherwise raw]
+        #[arg(short, long, value_name = "FORMAT")]
+        format: Option<DiskFormat>,
+        /// The backing file of a qcow2 image
+        #[arg(long, value_name = "FILE")]
+        backing: Option<PathBuf>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum DiskFormat {
+    Raw,
+    Qcow2,
+}
+
+impl DiskFormat {
+    fn of(path: &Path) -> Self {
+        match path.extension().and_then(|end| end.to_str()) {
+            Some("qcow2") => Self::Qcow2,
+            _ => Self::Raw,
+        }
+    }
+}
+
+/// What `vellum disk info` prints.
+#[derive(Serialize)]
+struct Info {
+    format: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    version: Option<u32>,
+    bytes: u64,
+    allocated_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cluster_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshots: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing: Option<String>,
+    partitions: Vec<VolumeInfo>,
+    boots: Result<About, String>,
+}
+
+/// Does what was asked.
+pub(crate) fn run(args: &DiskArgs) -> Result<Exit, Failure> {
+    match &args.what {
+        DiskCommand::Info { image, backing, json } => info(image, backing.as_ref(), *json)?,
+        DiskCommand::Create { image, size, format } => {
+            check_size(*size)?;
+            let format = format.unwrap_or_else(|| DiskFormat::of(image));
+            create(image, |file| target(file, format, *size)?.finish())?;
+        }
+        DiskCommand::Convert { from, to, format, backing } => {
+            convert(from, backing.as_ref(), to, format.unwrap_or_else(|| DiskFormat::of(to)))?;
+        }
+    }
+    Ok(Exit::PowerOff)
+}
+
+fn config(image: &Path, backing: Option<&PathBuf>) -> BlkConfig {
+    BlkConfig { readonly: true, backing: backing.cloned(), ..BlkConfig::new(image) }
+}
+
+fn refuse(error: &blk::BlkError) -> Failure {
+    let failure = Failure::of(error, FLAGS);
+    // There is no flag here that the error is about.
+    let message = failure.message.trim_start_matches("--disk: ").to_owned();
+    Failure { message, ..failure }
+}
+
+fn info(path: &Path, backing: Option<&PathBuf>, json: bool) -> Result<(), Failure> {
+    let config = config(path, backing);
+    let view = blk::view(&config).map_err(|error| refuse(&error))?;
+    let bytes = view.size().map_err(Failure::host)?;
+    let file = open::for_reading(path, Kind::Disk).map_err(Failure::host)?;
+    let header = match Format::of(&file).map_err(Failure::host)? {
+        Some(Format::Qcow2) => qcow2::Header::read(&file).ok(),
+        _ => None,
+    };
+    let examined = confined::find(Rc::new(view), Mode::On)
+        .map_err(|why| Failure::usage(format!("{}: {why}", path.display())))?;
+    let info = Info {
+        format: if header.is_some() { "qcow2" } else { "raw" },
+        version: header.as_ref().map(|header| header.version),
+        bytes,
+        allocated_bytes: file.metadata().map_err(Failure::host)?.blocks() * SECTOR,
+        cluster_bytes: header.as_ref().map(|header| header.cluster),
+        snapshots: header.as_ref().map(|header| header.snapshots),
+        backing: header.and_then(|header| header.backing),
+        partitions: examined.volumes,
+        boots: examined.boots.map(|found| found.about),
+    };
+    let text = match json {
+        true => serde_json::to_string_pretty(&info).map_err(Failure::host)? + "\n",
+        false => describe(path, &info),
+    };
+    print(text).map(drop)
+}
+
+/// A size for people: exact where it is whole, and with one place behind the point otherwise.
+fn size_of(bytes: u64) -> String {
+    let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.iter().find(|(unit, _)| bytes >= *unit) {
+        None => format!("{bytes} bytes"),
+        Some((unit, name)) if bytes.is_multiple_of(*unit) => format!("{} {name}", bytes / unit),
+        Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / *unit as f64),
+    }
+}
+
+fn describe(path: &Path, info: &Info) -> String {
+    let mut lines = match &info.boots {
+        Ok(about) => {
+            let system = about.system.as_deref().unwrap_or("a system whose root is not read");
+            vec![format!("{}: boots {system}", path.display())]
+        }
+        Err(_) => vec![format!("{}: nothing in it boots without a kernel beside it", path.display())],
+    };
+    let version = info.version.map_or(String::new(), |version| format!(" version {version}"));
+    let mut about = format!("{}{version}, {} large", info.format, size_of(info.bytes));
+    about += &format!(", {} allocated", size_of(info.allocated_bytes));
+    if let Some(cluster) = info.cluster_bytes {
+        about += &format!(", clusters of {}", size_of(cluster));
+    }
+    if let Some(count) = info.snapshots.filter(|&count| count > 0) {
+        about += &format!(", {count} snapshots inside");
+    }
+    if let Some(backing) = &info.backing {
+        about += &format!(", backing file {backing:?}");
+    }
+    lines.push(format!("  image      {about}"));
+    for volume in &info.partitions {
+        let name = if volume.number == 0 { "disk".into() } else { format!("partition {}", volume.number) };
+        let label = if volume.label.is_empty() { String::new() } else { format!(" {:?}", volume.label) };
+        lines.push(format!("  {name:<10} {:>9}  {}{label}", size_of(volume.bytes), volume.content));
+    }
+    match &info.boots {
+        Ok(about) => lines.extend([
+            format!("  kernel     {}, by {}", about.kernel, about.place),
+            format!(
+                "  initrd     {}",
+                if about.initrd_bytes == 0 { "none".into() } else { size_of(about.initrd_bytes) }
+            ),
+            format!("  cmdline    {}", about.cmdline),
+            match about.has_cloud_init {
+                Some(true) => "  cloud-init yes: --login makes a user".into(),
+                Some(false) => "  cloud-init no".into(),
+                None => "  cloud-init unknown".into(),
+            },
+        ]),
+        Err(why) => lines.push(format!("  kernel     {why}")),
+    }
+    lines.join("\n") + "\n"
+}
+
+fn check_size(size: u64) -> Result<(), Failure> {
+    match size > 0 && size.is_multiple_of(SECTOR) {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "a disk has a positive multiple of {SECTOR} bytes, as in 20g, not {size}"
+        ))),
+    }
+}
+
+fn target(file: File, format: DiskFormat, size: u64) -> io::Result<Target> {
+    match format {
+        DiskFormat::Raw => Target::raw(file, size),
+        DiskFormat::Qcow2 => Target::qcow2(file, size),
+    }
+}
+
+/// Makes the file `path`, which must not exist, and removes it if `work` fails.
+fn create(path: &Path, work: impl FnOnce(File) -> io::Result<()>) -> Result<(), Failure> {
+    let mut options = File::options();
+    options.read(true).write(true).create_new(true);
+    let file = options.open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => {
+            Failure::usage(format!("{}: it exists, and nothing is written over it", path.display()))
+        }
+        _ => Failure::usage(format!("{}: {error}", path.display())),
+    })?;
+    work(file).map_err(|error| {
+        let _ = fs::remove_file(path);
+        Failure::host(format!("{}: {error}", path.display()))
+    })
+}
+
+fn convert(from: &Path, backing: Option<&PathBuf>, to: &Path, format: DiskFormat) -> Result<(), Failure> {
+    let image = blk::view(&config(from, backing)).map_err(|error| refuse(&error))?;
+    let size = image.size().map_err(Failure::host)?;
+    check_size(size)?;
+    let style = ProgressStyle::with_template("{bytes}/{total_bytes} {bar:40} {bytes_per_sec}");
+    let bar = ProgressBar::new(size).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let done = create(to, |file| {
+        let mut target = target(file, format, size)?;
+        copy(&image, &mut target, |at| bar.set_position(at))
+    });
+    bar.finish_and_clear();
+    done
+}

@@ -1,0 +1,200 @@
+//! `vellum run -d IMAGE` without a kernel: the operating system that is installed in the image. Its
+//! kernel is found by [`vellum_osimage`]; this file says what such a guest gets besides.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use clap::Args;
+
+use super::failure::Failure;
+use super::kernel::KernelArgs;
+use super::login::{self, Login};
+use super::output::say;
+use super::run_flags::FLAGS;
+use vellum_control::names;
+use vellum_devices::virtio::blk::{self, BlkConfig};
+use vellum_devices::virtio::net;
+use vellum_devices::virtio::rng::{self, RngConfig};
+use vellum_devices::virtio::transport::Codec;
+use vellum_disk::overlay::Place;
+use vellum_kvm::arch::boot::default_cmdline;
+use vellum_osimage::confined;
+use vellum_sandbox::Mode;
+
+/// An operating system in a disk image.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A disk image with an operating system (without --kernel)")]
+pub(crate) struct ImageArgs {
+    /// Enter this firmware instead of the image's kernel: an ELF or PVH image, such as rust-hypervisor-firmware or OVMF's CLOUDHV.fd
+    #[arg(long, value_name = "FILE", conflicts_with = "kernel")]
+    pub firmware: Option<PathBuf>,
+
+    /// Make a user NAME in the guest, by cloud-init: with this user's public SSH keys, the right to use sudo, and a password for the
+    /// console, which is printed
+    #[arg(long, value_name = "NAME", requires = "guest", conflicts_with_all = ["user_data", "cloud-init"])]
+    pub login: Option<String>,
+
+    /// What cloud-init does at the first boot: short for --cloud-init user-data=FILE
+    #[arg(long, value_name = "FILE", requires = "guest", conflicts_with = "cloud-init")]
+    pub user_data: Option<PathBuf>,
+
+    /// Connect by SSH as the user of --login when the guest has booted, and stop the guest afterwards. `vellum ssh NAME` connects to a
+    /// guest that runs
+    #[arg(long, requires = "login")]
+    pub ssh: bool,
+
+    /// Keep what the guest writes, under the machine's name, for the next `vellum run` with the same name. Otherwise it is discarded
+    /// when the guest ends. The image itself stays as it is; `--disk IMAGE,overlay=none` writes to it
+    #[arg(long, requires = "guest")]
+    pub keep: bool,
+}
+
+/// A guest whose kernel is known.
+pub(super) struct Prepared {
+    /// The kernel or firmware.
+    pub kernel: PathBuf,
+    /// Who can log in by SSH.
+    pub login: Option<Login>,
+    /// The files behind paths below /proc/self/fd. They stay open until the machine has them.
+    _files: Vec<File>,
+}
+
+/// The name of a machine that is given none but needs one: that of its image.
+pub(super) fn default_name(args: &KernelArgs) -> Option<String> {
+    let image = &args.image;
+    if !image.keep && !image.ssh {
+        return None;
+    }
+    let stem = args.devices.disk()?.path.file_stem()?.to_str()?;
+    let sound = |byte: char| byte.is_ascii_alphanumeric() || "-_.".contains(byte);
+    let name: String = stem.chars().map(|byte| if sound(byte) { byte } else { '-' }).take(64).collect();
+    Some(name.trim_start_matches(['.', '-']).to_owned()).filter(|name| !name.is_empty())
+}
+
+/// Completes `args` for the operating system of the first disk: its kernel, unless one is given, an
+/// overlay, a network, and who can log in.
+pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> Result<Prepared, Failure> {
+    let given = args.kernel.clone().or_else(|| args.image.firmware.clone());
+    let needs_disk = args.image.login.is_some() || args.image.keep || args.image.user_data.is_some();
+    let Some(mut disk) = args.devices.disk().cloned() else {
+        return match given {
+            Some(kernel) if !needs_disk => Ok(Prepared { kernel, login: None, _files: Vec::new() }),
+            _ => Err(Failure::usage("--login, --user-data and --keep need a disk image: --disk IMAGE")),
+        };
+    };
+    let mut files = Vec::new();
+    let kept = args.image.keep.then(|| keep(&mut disk, name)).transpose()?;
+    let is_installed = args.kernel.is_none();
+    if is_installed && disk.overlay.is_none() && !disk.readonly && !disk.into_image {
+        disk.overlay = Some(Place::Discard);
+    }
+    let kernel = match given {
+        Some(kernel) => kernel,
+        None => find(args, &disk, mode, &mut files)?,
+    };
+    args.devices.set_disk(disk);
+    if is_installed {
+        args.transport.get_or_insert(Codec::Pci);
+        if !args.devices.has(&rng::KIND) {
+            args.devices.add(RngConfig);
+        }
+        if !args.devices.has_network() && net::user::is_usable() {
+            let user = net::parse("user").expect("it is a network");
+            args.devices.add(user);
+        }
+    }
+    let login = match args.image.login.clone() {
+        None => None,
+        Some(user) => Some(login::prepare(args, &user, name, kept.as_deref(), &mut files)?),
+    };
+    if let Some(path) = args.image.user_data.clone() {
+        args.devices.add(login::seed(path, None));
+    }
+    Ok(Prepared { kernel, login, _files: files })
+}
+
+/// Gives `disk` an overlay that is kept under the machine's name: the directory with it.
+fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
+    if disk.readonly || disk.overlay.is_some() || disk.into_image {
+        return Err(Failure::usage(
+            "--keep: the disk has `readonly` or `overlay=`, which says where writes go; leave one of the two out",
+        ));
+    }
+    let name = name.ok_or_else(|| Failure::usage("--keep needs a name to keep it under: --name NAME"))?;
+    let directory = names::make_kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    disk.overlay = Some(Place::File(directory.join("disk.overlay")));
+    Ok(directory)
+}
+
+/// Finds the kernel of `disk`, and sets the initrd and the command line.
+fn find(
+    args: &mut KernelArgs,
+    disk: &BlkConfig,
+    mode: Mode,
+    files: &mut Vec<File>,
+) -> Result<PathBuf, Failure> {
+    let view = blk::view(disk).map_err(|error| Failure::of(&error, FLAGS))?;
+    let path = disk.path.display();
+    let remedy = "; --kernel FILE and --initrd FILE name a kernel that is beside it";
+    let examined =
+        confined::find(Rc::new(view), mode).map_err(|why| Failure::usage(format!("--disk {path}: {why}")))?;
+    let found = examined.boots.map_err(|why| Failure::usage(format!("--disk {path}: {why}{remedy}")))?;
+    let about = found.about;
+    if args.image.login.is_some() && about.has_cloud_init == Some(false) {
+        let system = about.system.as_deref().unwrap_or("it");
+        return Err(Failure::usage(format!(
+            "--login: {path}: {system} has no cloud-init, which would make the user; leave --login out, or use an image for clouds"
+        )));
+    }
+    let system = about.system.as_deref().unwrap_or(&about.title);
+    say(&format!("{path}: {system}, kernel {}, by {}", about.kernel, about.place));
+    if args.initrd.is_none()
+        && let Some(initrd) = found.initrd
+    {
+        args.initrd = Some(descriptor(initrd, files));
+    }
+    let own = std::mem::take(&mut args.cmdline);
+    args.cmdline = vec![about.cmdline];
+    args.cmdline.extend(console(&args.cmdline[0], default_cmdline(args.uart)));
+    args.cmdline.extend(own);
+    Ok(descriptor(found.kernel, files))
+}
+
+/// The console of `defaults` for a command line of `image` that ends with another one. The last is the
+/// one that gets the login.
+fn console(image: &str, defaults: &str) -> Option<String> {
+    let last =
+        |text: &str| text.split_whitespace().rfind(|word| word.starts_with("console=")).map(str::to_owned);
+    let ours = last(defaults)?;
+    match last(image) {
+        Some(theirs) if theirs.split(',').next() != Some(&ours) => Some(ours),
+        _ => None,
+    }
+}
+
+/// A path of an open file.
+pub(super) fn descriptor(file: File, files: &mut Vec<File>) -> PathBuf {
+    let path = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
+    files.push(file);
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_login_is_on_the_serial_port() {
+        let defaults = "console=ttyS0 reboot=k panic=-1";
+        for (image, expected) in [
+            ("root=/dev/sda1 ro quiet", None),
+            ("console=tty0 console=ttyS0,115200n8", None),
+            ("console=ttyS0 console=tty0", Some("console=ttyS0")),
+            ("console=tty1", Some("console=ttyS0")),
+        ] {
+            assert_eq!(console(image, defaults).as_deref(), expected, "{image}");
+        }
+    }
+}

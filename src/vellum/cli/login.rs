@@ -1,0 +1,280 @@
+//! Who can log in to a guest: `--login` makes a user by cloud-init.
+//!
+//! The guest's SSH host key is made here and given to the guest, so that it is known before the first
+//! connection. The machine's directory has an ssh_config(5) with the forwarded port, the user and
+//! that key.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::json;
+
+use super::failure::Failure;
+use super::image::descriptor;
+use super::kernel::KernelArgs;
+use super::output::say;
+use super::run_flags::FLAGS;
+use vellum_control::names;
+use vellum_devices::virtio::cidata::Seed;
+use vellum_devices::virtio::net::user::Forward;
+use vellum_sys::mmap::memfd;
+use vellum_sys::random;
+
+/// Letters and digits that nobody mistakes for each other.
+const ALPHABET: &[u8; 32] = b"abcdefghjkmnpqrstuvwxyz23456789-";
+/// Characters of a password: 60 bits.
+const PASSWORD: usize = 12;
+/// The public keys that ssh(1) uses.
+const KEYS: [&str; 4] = ["id_ed25519.pub", "id_ed25519_sk.pub", "id_ecdsa.pub", "id_rsa.pub"];
+
+/// A user of the guest.
+pub(super) struct Login {
+    /// The ssh_config of the machine; `None` if SSH cannot reach it.
+    pub config: Option<PathBuf>,
+    /// The port of this host that leads to the guest's SSH server.
+    pub port: u16,
+}
+
+/// The seed of `user_data` and `meta_data`.
+pub(super) fn seed(user_data: PathBuf, meta_data: Option<PathBuf>) -> Seed {
+    Seed { user_data, meta_data, network_config: None }
+}
+
+/// Gives the guest a seed that makes `user`, and a way to it by SSH if it has a network without a tap.
+/// `kept` is the directory of a machine whose disk is kept: its user stays, too.
+pub(super) fn prepare(
+    args: &mut KernelArgs,
+    user: &str,
+    name: Option<&str>,
+    kept: Option<&Path>,
+    files: &mut Vec<File>,
+) -> Result<Login, Failure> {
+    check(user)?;
+    let host = |what: &str, error: std::io::Error| Failure::host(format!("--login: {what}: {error}"));
+    let port = free_port().map_err(|error| host("a port for SSH", error))?;
+    let address = Ipv4Addr::LOCALHOST.into();
+    let is_reachable = args.devices.forward(Forward { udp: false, address, host: port, guest: 22 });
+    // A kept machine has its identity for good; another one has it as long as it runs.
+    let directory = match (kept, name) {
+        (Some(kept), _) => Some(kept.to_owned()),
+        (None, Some(name)) => Some(names::ssh_directory(name).map_err(|error| Failure::of(&error, FLAGS))?),
+        (None, None) => None,
+    };
+    let is_new = kept.is_none_or(|kept| !kept.join("user-data").exists());
+    let identity = match &directory {
+        Some(directory) if is_reachable => Identity::of(directory, is_new)?,
+        _ => None,
+    };
+    if is_new {
+        let password = password().map_err(|error| host("a password", error))?;
+        let user_data = user_data(user, &password, identity.as_ref())?;
+        let id =
+            format!("instance-id: vellum-{}\nlocal-hostname: {}\n", &password[..8], name.unwrap_or("vellum"));
+        let seed = match kept {
+            Some(kept) => {
+                let write = |file: &str, text: &str| {
+                    let path = kept.join(file);
+                    private(&path).and_then(|mut file| file.write_all(text.as_bytes())).map(|()| path)
+                };
+                let meta_data = write("meta-data", &id).map_err(|error| host("meta-data", error))?;
+                let user_data = write("user-data", &user_data).map_err(|error| host("user-data", error))?;
+                seed(user_data, Some(meta_data))
+            }
+            None => {
+                let mut hold = |text: &str| {
+                    let mut file = memfd(c"vellum-seed", 0, None)?;
+                    file.write_all(text.as_bytes())?;
+                    Ok(descriptor(file, files))
+                };
+                let meta_data = hold(&id).map_err(|error| host("meta-data", error))?;
+                let user_data = hold(&user_data).map_err(|error| host("user-data", error))?;
+                seed(user_data, Some(meta_data))
+            }
+        };
+        args.devices.add(seed);
+        say(&format!("log in as {user} with the password {password}"));
+    } else if let Some(kept) = kept {
+        args.devices.add(seed(kept.join("user-data"), Some(kept.join("meta-data"))));
+        say("the user and the password are those of the first start with this name");
+    }
+    let config = match (directory, identity) {
+        (Some(directory), Some(identity)) => {
+            let config = identity.configure(&directory, name.unwrap_or("vellum"), user, port)?;
+            let link =
+                name.map(names::ssh_directory).transpose().map_err(|error| Failure::of(&error, FLAGS))?;
+            match link {
+                // A kept machine's configuration lies elsewhere.
+                Some(runtime) if runtime != directory => {
+                    let path = runtime.join("config");
+                    fs::copy(&config, &path).map_err(|error| host("its SSH configuration", error))?;
+                    Some(path)
+                }
+                _ => Some(config),
+            }
+        }
+        _ => None,
+    };
+    Ok(Login { config, port })
+}
+
+/// A name that useradd(8) takes.
+fn check(user: &str) -> Result<(), Failure> {
+    let sound = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-".contains(&byte);
+    let first = user.bytes().next().is_some_and(|byte| byte.is_ascii_lowercase() || byte == b'_');
+    match first && user.len() <= 32 && user.bytes().all(sound) {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "--login '{user}': a name of 1 to 32 small letters, digits, `-` and `_` is expected; the first is a letter"
+        ))),
+    }
+}
+
+fn password() -> std::io::Result<String> {
+    let mut bytes = [0; PASSWORD];
+    random::fill(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| char::from(ALPHABET[usize::from(byte % 32)])).collect())
+}
+
+fn free_port() -> std::io::Result<u16> {
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+}
+
+/// The caller's public keys.
+fn own_keys() -> Vec<String> {
+    let Some(home) = std::env::var_os("HOME") else { return Vec::new() };
+    let keys =
+        KEYS.iter().filter_map(|name| fs::read_to_string(Path::new(&home).join(".ssh").join(name)).ok());
+    keys.map(|key| key.trim().to_owned()).filter(|key| !key.is_empty()).collect()
+}
+
+/// What cloud-init does. JSON is YAML, and quotes whatever a key's comment has.
+fn user_data(user: &str, password: &str, identity: Option<&Identity>) -> Result<String, Failure> {
+    let mut keys = own_keys();
+    keys.extend(identity.map(|identity| identity.public.trim().to_owned()));
+    let mut config = json!({
+        "users": [{
+            "name": user,
+            "shell": "/bin/bash",
+            "sudo": "ALL=(ALL) NOPASSWD:ALL",
+            "lock_passwd": false,
+            "plain_text_passwd": password,
+            "ssh_authorized_keys": keys,
+        }],
+        "ssh_pwauth": false,
+        "disable_root": user != "root",
+    });
+    if let Some(identity) = identity {
+        config["ssh_keys"] =
+            json!({ "ed25519_private": identity.host_private, "ed25519_public": identity.host_public });
+    }
+    let text = serde_json::to_string_pretty(&config).map_err(Failure::host)?;
+    Ok(format!("#cloud-config\n{text}\n"))
+}
+
+/// The keys of a machine: the guest's own, and one that opens it.
+struct Identity {
+    host_private: String,
+    host_public: String,
+    public: String,
+}
+
+impl Identity {
+    /// The keys in `directory`, made if they are new; `None` without ssh-keygen.
+    fn of(directory: &Path, is_new: bool) -> Result<Option<Self>, Failure> {
+        for name in ["host", "key"] {
+            let path = directory.join(name);
+            if path.exists() && !is_new {
+                continue;
+            }
+            for old in [path.clone(), path.with_extension("pub")] {
+                let _ = fs::remove_file(old);
+            }
+            let mut keygen = Command::new("ssh-keygen");
+            keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", "vellum", "-f"]).arg(&path);
+            match keygen.stdin(Stdio::null()).stdout(Stdio::null()).output() {
+                Ok(output) if output.status.success() => {}
+                Ok(output) => {
+                    let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+                    return Err(Failure::host(format!("--login: ssh-keygen: {why}")));
+                }
+                Err(_) => {
+                    say(
+                        "ssh-keygen is not installed, so there is no access by SSH: apt install openssh-client",
+                    );
+                    return Ok(None);
+                }
+            }
+        }
+        let read = |name: &str| {
+            let path = directory.join(name);
+            fs::read_to_string(&path).map_err(|error| Failure::host(format!("{}: {error}", path.display())))
+        };
+        Ok(Some(Self {
+            host_private: read("host")?,
+            host_public: read("host.pub")?,
+            public: read("key.pub")?,
+        }))
+    }
+
+    /// Writes known_hosts and an ssh_config into `directory`: the latter's path.
+    fn configure(&self, directory: &Path, name: &str, user: &str, port: u16) -> Result<PathBuf, Failure> {
+        let known = directory.join("known_hosts");
+        let write = |path: &Path, text: String| {
+            private(path)
+                .and_then(|mut file| file.write_all(text.as_bytes()))
+                .map_err(|error| Failure::host(format!("{}: {error}", path.display())))
+        };
+        write(&known, format!("{name} {}\n", self.host_public.trim()))?;
+        let config = directory.join("config");
+        let text = format!(
+            "Host {name}\n  HostName 127.0.0.1\n  Port {port}\n  User {user}\n  HostKeyAlias {name}\n  \
+             UserKnownHostsFile \"{}\"\n  StrictHostKeyChecking yes\n  IdentityFile \"{}\"\n  LogLevel ERROR\n",
+            known.display(),
+            directory.join("key").display(),
+        );
+        write(&config, text)?;
+        Ok(config)
+    }
+}
+
+/// A file that this user alone can read, empty.
+fn private(path: &Path) -> std::io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn user_data_is_cloud_config_whatever_a_key_says() {
+        let identity = Identity {
+            host_private: "-----BEGIN\nx\n".into(),
+            host_public: "ssh-ed25519 AAAA".into(),
+            public: "ssh-ed25519 BBBB a \"comment\": #1".into(),
+        };
+        let text = user_data("ada", "abc", Some(&identity)).unwrap();
+        let (first, rest) = text.split_once('\n').unwrap();
+        assert_eq!(first, "#cloud-config");
+        let config: serde_json::Value = serde_json::from_str(rest).unwrap();
+        let user = &config["users"][0];
+        assert_eq!((&user["name"], &user["plain_text_passwd"]), (&json!("ada"), &json!("abc")));
+        let keys = user["ssh_authorized_keys"].as_array().unwrap();
+        assert!(keys.contains(&json!(identity.public)));
+        assert_eq!(config["ssh_keys"]["ed25519_private"], json!(identity.host_private));
+    }
+
+    #[test]
+    fn names_of_users() {
+        for good in ["ada", "_a", "a-b_9"] {
+            assert!(check(good).is_ok(), "{good}");
+        }
+        for bad in ["", "Ada", "9a", "-a", "a b", "a:b", &"a".repeat(33)] {
+            assert!(check(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! `vellum ssh`, and `vellum run --ssh`: connections to a guest that `--login` has made a user in.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::{Ipv4Addr, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::client;
+use super::failure::Failure;
+use super::image::Prepared;
+use super::kernel::{self, KernelArgs, Ready};
+use super::output::say;
+use super::run_flags::FLAGS;
+use crate::session;
+use vellum_control::client::Client;
+use vellum_control::{Do, names};
+use vellum_devices::console::Target;
+use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_linux as machine;
+use vellum_sandbox::Sandbox;
+use vellum_sys::fork::{Forked, fork};
+
+/// How long one try to reach the guest's server waits for its first words.
+const TRY: Duration = Duration::from_secs(2);
+/// How long after a try that failed at once the next one follows.
+const PAUSE: Duration = Duration::from_millis(300);
+
+/// Connect to a guest by SSH: one that was started with --login and a name
+#[derive(Debug, Args)]
+pub(crate) struct SshArgs {
+    /// The machine's name
+    machine: String,
+    /// A command for the guest; without one, a shell
+    #[arg(last = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// `vellum ssh`.
+pub(crate) fn run(args: &SshArgs) -> Result<Exit, Failure> {
+    let name = &args.machine;
+    let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    Client::connect(&socket).map_err(client::failure)?;
+    let config = names::ssh_directory(name).map_err(|error| Failure::of(&error, FLAGS))?.join("config");
+    if !config.exists() {
+        return Err(Failure::usage(format!(
+            "{name} was not started for SSH: vellum run --disk IMAGE --login USER --name {name}"
+        )));
+    }
+    // ssh replaces this process, so that its exit status and signals are what the caller sees.
+    let error = ssh(&config, name, &args.command).exec();
+    Err(Failure::host(format!("ssh: {error}: apt install openssh-client")))
+}
+
+/// ssh(1) to machine `name`.
+fn ssh(config: &Path, name: &str, command: &[String]) -> Command {
+    let mut ssh = Command::new("ssh");
+    ssh.arg("-F").arg(config).arg(name);
+    if !command.is_empty() {
+        ssh.arg("--").args(command);
+    }
+    ssh
+}
+
+/// Boots the guest in a process of its own, connects to it, and ends it with the connection. The status
+/// is ssh's.
+pub(super) fn beside(
+    prepared: &Prepared,
+    mut args: KernelArgs,
+    name: &str,
+    memory: MemoryConfig,
+    config: machine::Config,
+    process: session::Config,
+) -> Result<Exit, Failure> {
+    let login = prepared.login.as_ref().and_then(|login| Some((login.config.clone()?, login.port)));
+    let (ssh_config, port) = login.ok_or_else(|| {
+        Failure::usage(
+            "--ssh: the guest cannot be reached: it needs --net user (apt install passt) and ssh-keygen",
+        )
+    })?;
+    let console = ssh_config.with_file_name("console.log");
+    if args.serial == Target::Terminal {
+        args.serial = format!("file={}", console.display()).parse().map_err(Failure::usage)?;
+    }
+    let host = |error: io::Error| Failure::host(format!("a pipe: {error}"));
+    let (output, child_output) = io::pipe().map_err(host)?;
+    let (ready, word) = io::pipe().map_err(host)?;
+    let (child_output, word) = (OwnedFd::from(child_output), OwnedFd::from(word));
+    let mode = process.sandbox;
+    match fork(&child_output).map_err(|error| Failure::host(format!("fork: {error}")))? {
+        Forked::Child => {
+            drop((output, ready));
+            let told = Ready { word: Some(word), devices: Vec::new() };
+            kernel::boot(args, prepared.kernel.clone(), memory, config, process, told)
+        }
+        Forked::Parent(child) => {
+            drop((child_output, word));
+            Sandbox::client(mode).map_err(|error| Failure::of(&error, FLAGS))?;
+            // It ends when the machine has all that it needs, or has failed and said why.
+            let _ = File::from(OwnedFd::from(ready)).read(&mut [0]);
+            let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
+            let Ok(mut machine) = Client::connect(&socket) else {
+                let status = child.wait().map_err(Failure::host)?;
+                return Ok(Exit::Guest(status));
+            };
+            say(&format!("waiting for the SSH server of {name}; its console is in {}", console.display()));
+            let is_up = wait_for_server(port, || Client::connect(&socket).is_ok());
+            if !is_up {
+                let status = child.wait().map_err(Failure::host)?;
+                say(&format!("{name} has ended before its SSH server ran"));
+                return Ok(Exit::Guest(status.max(1)));
+            }
+            let status = ssh(&ssh_config, name, &[]).status();
+            // A guest that was switched off by hand has ended already.
+            let _ = machine.ask(&Do::Stop {});
+            child.wait().map_err(Failure::host)?;
+            let status =
+                status.map_err(|error| Failure::host(format!("ssh: {error}: apt install openssh-client")))?;
+            Ok(Exit::Guest(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(255)))
+        }
+    }
+}
+
+/// Waits until the server behind `port` speaks, while the machine `lives`.
+fn wait_for_server(port: u16, lives: impl Fn() -> bool) -> bool {
+    while lives() {
+        if speaks(port).unwrap_or(false) {
+            return true;
+        }
+        // passt takes a connection at once, and closes it if nobody listens in the guest.
+        std::thread::sleep(PAUSE);
+    }
+    false
+}
+
+fn speaks(port: u16) -> io::Result<bool> {
+    let mut stream = TcpStream::connect_timeout(&(Ipv4Addr::LOCALHOST, port).into(), TRY)?;
+    stream.set_read_timeout(Some(TRY))?;
+    let mut words = [0; 4];
+    stream.read_exact(&mut words)?;
+    Ok(words == *b"SSH-")
+}
