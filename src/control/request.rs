@@ -29,7 +29,7 @@ pub enum Do {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         force: bool,
     },
-    /// Get a [`Status`].
+    /// Get a [`crate::Status`].
     Status {},
     /// End the machine as if the guest had powered off.
     Stop {},
@@ -38,7 +38,7 @@ pub enum Do {
         /// The size in bytes.
         bytes: u64,
     },
-    /// Send [`Event`]s on this connection from now on.
+    /// Send [`crate::Event`]s on this connection from now on.
     Events {},
     /// Migrate to the process at the other end of the descriptors, which are connected stream
     /// sockets.
