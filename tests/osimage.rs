@@ -8,9 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output, Stdio};
 
 use serde_json::Value;
-use support::env::TestEnv;
 use support::guests::Code;
-use support::{Failed, Need, Random, Tests, ensure, hosts, test, tools};
+use support::{Failed, Need, Random, Scratch, Tests, ensure, hosts, test, tools};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 /// UUIDs of file systems.
@@ -22,8 +21,8 @@ fn main() -> ExitCode {
 }
 
 /// Writes files below the directory `name` of `env`.
-fn make_tree(env: &TestEnv, name: &str, files: &[(&str, &[u8])]) -> Result<PathBuf, Failed> {
-    let directory = env.0.join(name);
+fn make_tree(scratch: &Scratch, name: &str, files: &[(&str, &[u8])]) -> Result<PathBuf, Failed> {
+    let directory = scratch.path(name);
     for (name, bytes) in files {
         let path = directory.join(name);
         fs::create_dir_all(path.parent().expect("it is below the tree"))?;
@@ -72,8 +71,8 @@ impl Files<'_> {
 }
 
 /// A disk of `parts`, which have the partition numbers `numbers`, with a table as `label` says.
-fn disk(env: &TestEnv, label: &str, parts: &[(u32, &str, Files<'_>)]) -> Result<PathBuf, Failed> {
-    let image = env.0.join("disk.raw");
+fn disk(scratch: &Scratch, label: &str, parts: &[(u32, &str, Files<'_>)]) -> Result<PathBuf, Failed> {
+    let image = scratch.path("disk.raw");
     let mut file = File::create(&image)?;
     file.set_len((parts.len() as u64 * 9 + 2) * MIB)?;
     let mut table = format!("label: {label}\n");
@@ -85,7 +84,7 @@ fn disk(env: &TestEnv, label: &str, parts: &[(u32, &str, Files<'_>)]) -> Result<
             String::new()
         };
         table += &format!("{number}: start={}, size={}, type={kind}{extra}\n", start * 2048, FS / 512);
-        let part = env.0.join("part");
+        let part = scratch.path("part");
         files.make(&part)?;
         file.seek(SeekFrom::Start(start * MIB))?;
         std::io::copy(&mut File::open(part)?, &mut file)?;
@@ -122,7 +121,7 @@ fn boots(image: &Path, kernel: &str, cmdline: &str, initrd: bool) -> Result<Valu
 
 #[test(makers())]
 fn debian_has_its_menu_beside_its_kernel() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let menu = format!(
         "if [ -s $prefix/grubenv ]; then\n  load_env\nfi\nif [ \"${{next_entry}}\" ] ; then\n set default=\"${{next_entry}}\"\nelse\n \
          set default=\"0\"\nfi\nif [ x\"${{feature_menuentry_id}}\" = xy ]; then\n menuentry_id_option=\"--id\"\nfi\n\
@@ -139,13 +138,13 @@ fn debian_has_its_menu_beside_its_kernel() -> Result<(), Failed> {
         ("etc/os-release", b"NAME=x\nPRETTY_NAME=\"Debian GNU/Linux 12 (bookworm)\"\n"),
         ("usr/bin/cloud-init", b""),
     ];
-    let tree = make_tree(&env, "root", files)?;
+    let tree = make_tree(&scratch, "root", files)?;
     let efi = format!(
         "search.fs_uuid {ROOT} root hd0,gpt1\nset prefix=($root)'/boot/grub'\nconfigfile $prefix/grub.cfg\n"
     );
-    let esp = make_tree(&env, "esp", &[("EFI/debian/grub.cfg", efi.as_bytes())])?;
+    let esp = make_tree(&scratch, "esp", &[("EFI/debian/grub.cfg", efi.as_bytes())])?;
     let parts = [(15, "uefi", Files::Fat(&esp)), (1, "linux", Files::Ext4(&tree, ROOT))];
-    let image = disk(&env, "gpt", &parts)?;
+    let image = disk(&scratch, "gpt", &parts)?;
     let cmdline = format!("root=UUID={ROOT} ro quiet");
     let found = boots(&image, "/boot/vmlinuz-6.1.0-18", &cmdline, true)?;
     let about = &found["boots"]["Ok"];
@@ -154,20 +153,20 @@ fn debian_has_its_menu_beside_its_kernel() -> Result<(), Failed> {
     })?;
     // What was chosen for the next boot: an entry of the submenu.
     fs::write(tree.join("boot/grub/grubenv"), "# GRUB Environment Block\nnext_entry=advanced>old\n#####")?;
-    let image = disk(&env, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
     boots(&image, "/boot/vmlinuz-6.1.0-9", "old=1", false)?;
     // The script of the EFI partition leads to that of the root, if it is the only one that is found.
     fs::rename(tree.join("boot/grub"), tree.join("boot/elsewhere"))?;
     let efi = efi.replace("/boot/grub'", "/boot/elsewhere'");
-    let esp = make_tree(&env, "esp2", &[("EFI/debian/grub.cfg", efi.as_bytes())])?;
+    let esp = make_tree(&scratch, "esp2", &[("EFI/debian/grub.cfg", efi.as_bytes())])?;
     let parts = [(15, "uefi", Files::Fat(&esp)), (1, "linux", Files::Ext4(&tree, ROOT))];
-    let image = disk(&env, "gpt", &parts)?;
+    let image = disk(&scratch, "gpt", &parts)?;
     boots(&image, "/boot/vmlinuz-6.1.0-9", "old=1", false).map(drop)
 }
 
 #[test(makers())]
 fn ubuntu_has_boot_apart_and_a_root_by_its_partition() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let menu = format!(
         "function gfxmode {{\n set gfxpayload=\"${{1}}\"\n}}\nset linux_gfx_mode=keep\n\
          menuentry 'Ubuntu' --class ubuntu {{\n gfxmode $linux_gfx_mode\n search --no-floppy --fs-uuid --set=root {BOOT}\n\
@@ -175,15 +174,16 @@ fn ubuntu_has_boot_apart_and_a_root_by_its_partition() -> Result<(), Failed> {
          initrd /initrd.img-6.8\nfi\n}}\n"
     );
     let boot = [("vmlinuz-6.8", KERNEL), ("initrd.img-6.8", INITRD), ("grub/grub.cfg", menu.as_bytes())];
-    let (boot, root) = (make_tree(&env, "boot", &boot)?, make_tree(&env, "root", &[("etc/fstab", b"")])?);
+    let (boot, root) =
+        (make_tree(&scratch, "boot", &boot)?, make_tree(&scratch, "root", &[("etc/fstab", b"")])?);
     let parts = [(16, "linux", Files::Ext4(&boot, BOOT)), (1, "linux", Files::Ext4(&root, ROOT))];
-    let image = disk(&env, "gpt", &parts)?;
+    let image = disk(&scratch, "gpt", &parts)?;
     boots(&image, "/vmlinuz-6.8", "root=PARTUUID=x ro console=tty1 console=ttyS0", true).map(drop)
 }
 
 #[test(makers())]
 fn fedora_has_entries_and_a_root_that_is_not_read() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let menu =
         "load_env -f ${config_directory}/grubenv\nset default=\"${saved_entry}\"\ninsmod blscfg\nblscfg\n";
     let environment =
@@ -204,9 +204,9 @@ fn fedora_has_entries_and_a_root_that_is_not_read() -> Result<(), Failed> {
         ("loader/entries/id-6.8.5.conf", old.as_bytes()),
         ("loader/entries/id-6.12.1.conf", new.as_bytes()),
     ];
-    let boot = make_tree(&env, "boot", files)?;
+    let boot = make_tree(&scratch, "boot", files)?;
     let parts = [(2, "linux", Files::Ext4(&boot, BOOT)), (3, "linux", Files::Xfs)];
-    let image = disk(&env, "gpt", &parts)?;
+    let image = disk(&scratch, "gpt", &parts)?;
     let cmdline = |version: &str| format!("root=UUID=x ro rootflags=subvol=root a={version}");
     let found = boots(&image, "/vmlinuz-6.8.5", &cmdline("6.8.5"), true)?;
     ensure(found["partitions"][1]["content"].as_str().is_some_and(|what| what.starts_with("xfs")), || {
@@ -214,13 +214,13 @@ fn fedora_has_entries_and_a_root_that_is_not_read() -> Result<(), Failed> {
     })?;
     // Without a choice the newest boots.
     fs::write(boot.join("grub2/grubenv"), environment.replace("saved_entry=id-6.8.5\n", ""))?;
-    let image = disk(&env, "gpt", &[(2, "linux", Files::Ext4(&boot, BOOT))])?;
+    let image = disk(&scratch, "gpt", &[(2, "linux", Files::Ext4(&boot, BOOT))])?;
     boots(&image, "/vmlinuz-6.12.1", &cmdline("6.12.1"), true).map(drop)
 }
 
 #[test(makers())]
 fn systemd_boot_has_entries_and_unified_kernels_on_fat() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let entry = "title Arch\nlinux /vmlinuz-linux\ninitrd /initramfs-linux.img\noptions root=LABEL=x rw\n";
     let files: &[(&str, &[u8])] = &[
         ("vmlinuz-linux", KERNEL),
@@ -229,16 +229,16 @@ fn systemd_boot_has_entries_and_unified_kernels_on_fat() -> Result<(), Failed> {
         ("loader/entries/arch.conf", entry.as_bytes()),
         ("loader/entries/zzz.conf", b"title other\nlinux /none\n"),
     ];
-    let esp = make_tree(&env, "esp", files)?;
-    let image = disk(&env, "gpt", &[(1, "uefi", Files::Fat(&esp))])?;
+    let esp = make_tree(&scratch, "esp", files)?;
+    let image = disk(&scratch, "gpt", &[(1, "uefi", Files::Fat(&esp))])?;
     boots(&image, "/vmlinuz-linux", "root=LABEL=x rw", true)?;
     let unified = unified(KERNEL, INITRD, "root=/dev/vda2 rw");
     let esp = make_tree(
-        &env,
+        &scratch,
         "esp2",
         &[("EFI/Linux/arch-6.9.efi", &unified), ("EFI/Linux/arch-6.10.efi", &unified)],
     )?;
-    let image = disk(&env, "gpt", &[(1, "uefi", Files::Fat(&esp))])?;
+    let image = disk(&scratch, "gpt", &[(1, "uefi", Files::Fat(&esp))])?;
     boots(&image, "/EFI/Linux/arch-6.10.efi", "root=/dev/vda2 rw", true).map(drop)
 }
 
@@ -268,25 +268,28 @@ fn unified(kernel: &[u8], initrd: &[u8], cmdline: &str) -> Vec<u8> {
 
 #[test(makers())]
 fn without_a_boot_loader_the_newest_kernel_boots() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let files: &[(&str, &[u8])] = &[
         ("boot/vmlinuz-6.9.0", KERNEL),
         ("boot/vmlinuz-6.10.0", KERNEL),
         ("boot/initrd.img-6.10.0", INITRD),
         ("etc/fstab", b"# comment\nUUID=f / ext4 defaults 0 1\n/dev/sdb /mnt ext4\n"),
     ];
-    let tree = make_tree(&env, "root", files)?;
+    let tree = make_tree(&scratch, "root", files)?;
     for label in ["gpt", "dos"] {
-        let image =
-            disk(&env, label, &[(2, if label == "gpt" { "linux" } else { "83" }, Files::Ext4(&tree, ROOT))])?;
+        let image = disk(
+            &scratch,
+            label,
+            &[(2, if label == "gpt" { "linux" } else { "83" }, Files::Ext4(&tree, ROOT))],
+        )?;
         boots(&image, "/boot/vmlinuz-6.10.0", "root=UUID=f ro", true)?;
     }
     // Neither a table nor an fstab.
     fs::write(tree.join("etc/fstab"), "")?;
-    let image = env.0.join("whole");
+    let image = scratch.path("whole");
     Files::Ext4(&tree, ROOT).make(&image)?;
     boots(&image, "/boot/vmlinuz-6.10.0", "root=/dev/vda ro", true)?;
-    let image = disk(&env, "gpt", &[(2, "linux", Files::Ext4(&tree, ROOT))])?;
+    let image = disk(&scratch, "gpt", &[(2, "linux", Files::Ext4(&tree, ROOT))])?;
     boots(&image, "/boot/vmlinuz-6.10.0", "root=PARTUUID=0d3f8c2a-1b4e-4f6a-9c7d-5e2b1a0f9d02 ro", true)
         .map(drop)
 }
@@ -294,8 +297,8 @@ fn without_a_boot_loader_the_newest_kernel_boots() -> Result<(), Failed> {
 /// What cannot boot is told in one line, with status 2, and so is each damaged image: the reader neither hangs nor takes the machine along.
 #[test(makers())]
 fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
-    let image = disk(&env, "gpt", &[(1, "linux", Files::Xfs)])?;
+    let scratch = Scratch::new()?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Xfs)])?;
     let refused = Command::new(VELLUM).args(["run", "-d"]).arg(&image).output()?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     let names = said.contains("xfs, which is not read") && said.contains("--kernel FILE");
@@ -304,19 +307,20 @@ fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
     })?;
 
     let tree = make_tree(
-        &env,
+        &scratch,
         "root",
         &[
             ("boot/vmlinuz-1", KERNEL),
             ("boot/grub/grub.cfg", b"menuentry x {\n linux /boot/vmlinuz-1 ro\n}\n"),
         ],
     )?;
-    let esp = make_tree(&env, "esp", &[("loader/entries/a.conf", &b"linux /k\n"[..]), ("k", KERNEL)])?;
-    let image = disk(&env, "gpt", &[(1, "uefi", Files::Fat(&esp)), (2, "linux", Files::Ext4(&tree, ROOT))])?;
+    let esp = make_tree(&scratch, "esp", &[("loader/entries/a.conf", &b"linux /k\n"[..]), ("k", KERNEL)])?;
+    let image =
+        disk(&scratch, "gpt", &[(1, "uefi", Files::Fat(&esp)), (2, "linux", Files::Ext4(&tree, ROOT))])?;
     let mut original = Vec::new();
     File::open(&image)?.read_to_end(&mut original)?;
     let mut random = Random::new();
-    let damaged = env.0.join("damaged");
+    let damaged = scratch.path("damaged");
     let places: Vec<usize> = (0..original.len()).filter(|&at| original[at] != 0).collect();
     let mut answers = [0; 2];
     for _ in 0..200 {
@@ -340,18 +344,18 @@ fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
 /// default: it runs, and the image is as it was.
 #[test(makers(), hosts::kvm(), tools::program("qemu-img"))]
 fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let kernel = Code::default().print("from the image\n").power_off().elf64();
-    let tree = make_tree(&env, "root", &[("boot/vmlinuz-1", &kernel[..]), ("etc/fstab", b"")])?;
-    let image = disk(&env, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
-    let qcow2 = env.0.join("disk.qcow2");
+    let tree = make_tree(&scratch, "root", &[("boot/vmlinuz-1", &kernel[..]), ("etc/fstab", b"")])?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let qcow2 = scratch.path("disk.qcow2");
     run(Command::new("qemu-img").args(["convert", "-c", "-O", "qcow2"]).arg(&image).arg(&qcow2))?;
     for image in [&image, &qcow2] {
         let before = fs::read(image)?;
         for more in [&[][..], &["--keep", "--name", "osimage-keep"]] {
             let output = run(Command::new(VELLUM)
-                .env("XDG_DATA_HOME", env.0.join("data"))
-                .env("XDG_RUNTIME_DIR", env.0.join("run"))
+                .env("XDG_DATA_HOME", scratch.path("data"))
+                .env("XDG_RUNTIME_DIR", scratch.path("run"))
                 .args(["run", "-m", "64m", "-d"])
                 .arg(image)
                 .args(more)
@@ -359,7 +363,7 @@ fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
             ensure(output.stdout.ends_with(b"from the image\n"), || format!("{output:?}"))?;
         }
         ensure(fs::read(image)? == before, || "the image has changed".into())?;
-        let kept = env.0.join("data/vellum/osimage-keep/disk.overlay");
+        let kept = scratch.path("data/vellum/osimage-keep/disk.overlay");
         ensure(kept.exists(), || "no overlay was kept".into())?;
         fs::remove_file(kept)?;
     }
@@ -368,9 +372,9 @@ fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
 
 #[test(tools::program("qemu-img"))]
 fn disks_are_made_and_converted() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
     let mut random = Random::new();
-    let raw = env.0.join("a.raw");
+    let raw = scratch.path("a.raw");
     let file = File::create(&raw)?;
     file.set_len((9 << 20) + 512)?;
     for _ in 0..20 {
@@ -381,8 +385,8 @@ fn disks_are_made_and_converted() -> Result<(), Failed> {
     file.set_len((9 << 20) + 512)?;
     let disk =
         |words: &[&str], paths: &[&Path]| Command::new(VELLUM).arg("disk").args(words).args(paths).output();
-    let qcow2 = env.0.join("a.qcow2");
-    for (from, to) in [(&raw, &qcow2), (&qcow2, &env.0.join("b.raw")), (&qcow2, &env.0.join("b.qcow2"))] {
+    let qcow2 = scratch.path("a.qcow2");
+    for (from, to) in [(&raw, &qcow2), (&qcow2, &scratch.path("b.raw")), (&qcow2, &scratch.path("b.qcow2"))] {
         let output = disk(&["convert"], &[from, to])?;
         ensure(output.status.success(), || format!("{output:?}"))?;
         run(Command::new("qemu-img").arg("compare").arg(&raw).arg(to))?;
@@ -400,12 +404,12 @@ fn disks_are_made_and_converted() -> Result<(), Failed> {
     }
     ensure(fs::read(&qcow2)? == before, || "it was written over".into())?;
     for (name, format, size) in [("c.qcow2", "qcow2", "3g"), ("c.img", "raw", "3g")] {
-        let path = env.0.join(name);
+        let path = scratch.path(name);
         let output = disk(&["create"], &[&path, Path::new(size)])?;
         ensure(output.status.success(), || format!("{output:?}"))?;
         let told = info(&path)?;
         ensure(told["format"] == format && told["bytes"] == 3u64 << 30, || format!("{told:#}"))?;
     }
-    let output = disk(&["create"], &[&env.0.join("odd"), Path::new("1000b")])?;
-    ensure(output.status.code() == Some(2) && !env.0.join("odd").exists(), || format!("{output:?}"))
+    let output = disk(&["create"], &[&scratch.path("odd"), Path::new("1000b")])?;
+    ensure(output.status.code() == Some(2) && !scratch.path("odd").exists(), || format!("{output:?}"))
 }
