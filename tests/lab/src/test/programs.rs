@@ -18,9 +18,9 @@ use crate::{Error, Result};
 pub enum Place {
     /// On this machine alone.
     Local,
-    /// On every bed: it needs a KVM.
+    /// On every test host: it needs a KVM.
     Kvm,
-    /// On the bed that brings Linux guests.
+    /// On the test host that brings Linux guests.
     Linux,
     /// On this machine, from where it boots emulated hosts.
     Emulated,
@@ -199,5 +199,36 @@ mod tests {
         for place in [Place::Local, Place::Kvm, Place::Linux, Place::Emulated] {
             assert!(all.contains(&place), "{place:?} has no program");
         }
+    }
+
+    /// rustc removes a function with its own `#[test]` from a program that has another harness, and says nothing.
+    #[test]
+    fn a_test_of_a_program_that_keeps_a_record_is_one_of_support() {
+        let loses = |source: &str| {
+            let imports = source.split("use support::").skip(1).filter_map(|rest| rest.split(';').next());
+            let of_support = imports
+                .flat_map(|import| import.split(|c: char| !c.is_alphanumeric()))
+                .any(|word| word == "test");
+            source.lines().any(|line| line.starts_with("#[test")) && !of_support
+        };
+        assert!(loses("use support::Failed;\n\n#[test]\nfn lost() {}\n"));
+        assert!(!loses("use std::fs;\n\nuse support::{Failed, test};\n\n#[test]\nfn kept() {}\n"));
+        let mut seen = 0;
+        for package in [".", "tests/support", "tests/lab"] {
+            let package = artifacts::workspace().join(package);
+            for name in places(&package.join("Cargo.toml")).unwrap().into_keys() {
+                let tests = package.join("tests");
+                let mut sources = vec![tests.join(format!("{name}.rs"))];
+                if tests.join(&name).is_dir() {
+                    sources =
+                        artifacts::files_below(&[tests.join(&name)], |file| file.ends_with(".rs")).unwrap();
+                }
+                for path in sources {
+                    assert!(!loses(&fs::read_to_string(&path).unwrap()), "{}", path.display());
+                    seen += 1;
+                }
+            }
+        }
+        assert!(seen > 30, "{seen} files");
     }
 }
