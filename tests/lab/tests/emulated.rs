@@ -16,18 +16,18 @@ fn main() -> ExitCode {
     Tests::from_args().run()
 }
 
-/// The bed that the laboratory runs these for.
+/// The test host that the laboratory runs these for.
 fn asked() -> Result<Emulated, String> {
     let asked = std::env::var("VELLUM_LAB_BOOTS").unwrap_or_default();
-    let bed = HOSTS.into_iter().find(|bed| bed.name() == asked);
-    bed.ok_or_else(|| "boots an emulated host: cargo lab test svm".into())
+    let host = HOSTS.into_iter().find(|host| host.name() == asked);
+    host.ok_or_else(|| "boots an emulated host: cargo lab test svm".into())
 }
 
-fn bed() -> Need {
+fn host() -> Need {
     asked().map(drop)
 }
 
-/// A bed whose second stage is a module's parameter.
+/// A test host whose second stage is a module's parameter.
 fn switch() -> Need {
     match asked()?.parameters(true).is_empty() {
         true => Err("KVM of such hosts has no module, and its second stage no switch".into()),
@@ -37,30 +37,30 @@ fn switch() -> Need {
 
 fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
     let cache = Cache::open()?;
-    let bed = asked().map_err(Error::Usage)?;
-    let kernel = HostKernel::Debian(Kernel::debian_for(&cache, bed.architecture(), "6.1")?);
-    let mut request = Request { host: bed, ..Request::new(kernel) };
+    let host = asked().map_err(Error::Usage)?;
+    let kernel = HostKernel::Debian(Kernel::debian_for(&cache, host.architecture(), "6.1")?);
+    let mut request = Request { host, ..Request::new(kernel) };
     request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
     change(&mut request);
-    hosts::run(&cache, &Programs::build_for(bed.architecture())?, &request, |_| ())
+    hosts::run(&cache, &Programs::build_for(host.architecture())?, &request, |_| ())
 }
 
 /// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
 /// what was sent to /tmp does not make that smaller. Commands that follow say how long the host was idle, and which host it is: a
 /// parameter that it has anyway is taken.
-#[test(bed())]
+#[test(host())]
 fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
         mkdir sub; i=0; while [ $i -lt 300 ]; do printf '\r\n\000\377\033[31m' >> sub/bytes; echo noise > /dev/kmsg; i=$((i+1)); done
         cat sub/bytes; echo complaint >&2; : > empty; seq 40000 > long
         # What is left behind holds the output open; it must not hold the host.
         sleep 1000000 & exit 42";
-    let bed = asked()?;
+    let host = asked()?;
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
     let more = |request: &mut Request| {
         request.files.extend(["/sent", "/tmp/deep/er/sent"].map(|to| (manifest.clone(), to.to_owned())));
-        request.parameters.extend(bed.parameters(true).first().map(|same| same.replace('_', "-")));
-        for script in ["sleep 2", "sha256sum /bin/busybox /bin/vellum", &says_its_mode(bed, true)] {
+        request.parameters.extend(host.parameters(true).first().map(|same| same.replace('_', "-")));
+        for script in ["sleep 2", "sha256sum /bin/busybox /bin/vellum", &says_its_mode(host, true)] {
             request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
         }
     };
@@ -83,40 +83,40 @@ fn results_come_back_whole() -> Result<(), Failed> {
         let right = if idle { exit.idle > 0.9 && exit.seconds > 1.9 } else { exit.idle < 0.05 };
         ensure(right, || format!("command {command}: {exit:?}"))?;
     }
-    is_its_mode(bed, true, &outcome.ran[3].stdout)
+    is_its_mode(host, true, &outcome.ran[3].stdout)
 }
 
-/// A script that says what KVM makes of the second stage, and the bed.
-fn says_its_mode(bed: Emulated, second_stage: bool) -> String {
-    let mode = bed.mode(second_stage);
+/// A script that says what KVM makes of the second stage, and the test host.
+fn says_its_mode(host: Emulated, second_stage: bool) -> String {
+    let mode = host.mode(second_stage);
     let parameter = mode.split_once('=').map(|(parameter, _)| parameter);
-    let module = bed.modules().first().zip(parameter);
+    let module = host.modules().first().zip(parameter);
     let shown = module.map(|(module, name)| format!("cat /sys/module/{module}/parameters/{name}; "));
     shown.unwrap_or_default() + "echo $VELLUM_BED"
 }
 
-fn is_its_mode(bed: Emulated, second_stage: bool, said: &[u8]) -> Result<(), Failed> {
-    let switch = match (bed.parameters(true).is_empty(), second_stage) {
+fn is_its_mode(host: Emulated, second_stage: bool, said: &[u8]) -> Result<(), Failed> {
+    let switch = match (host.parameters(true).is_empty(), second_stage) {
         (true, _) => "",
         (false, true) => "Y\n",
         (false, false) => "N\n",
     };
     let said = String::from_utf8_lossy(said);
-    ensure(said == format!("{switch}{}\n", bed.name()), || format!("{}: {said:?}", bed.mode(second_stage)))
+    ensure(said == format!("{switch}{}\n", host.name()), || format!("{}: {said:?}", host.mode(second_stage)))
 }
 
-#[test(bed(), switch())]
+#[test(host(), switch())]
 fn a_host_without_nested_paging_has_none() -> Result<(), Failed> {
-    let bed = asked()?;
-    let outcome = boot(|request| request.second_stage = false, &says_its_mode(bed, false))?;
-    is_its_mode(bed, false, &outcome.ran[0].stdout)
+    let host = asked()?;
+    let outcome = boot(|request| request.second_stage = false, &says_its_mode(host, false))?;
+    is_its_mode(host, false, &outcome.ran[0].stdout)
 }
 
-#[test(bed(), switch())]
+#[test(host(), switch())]
 fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
-    let bed = asked()?;
+    let host = asked()?;
     // The kernel takes the later of two, so that what the request itself wants is not in force.
-    let contrary = bed.parameters(false).remove(0);
+    let contrary = host.parameters(false).remove(0);
     let refused = ["kvm.no_such_thing=1", &contrary, "kvm=1"].map(str::to_owned);
     match boot(|request| request.parameters.extend(refused), "true") {
         Err(error) => {
@@ -128,7 +128,7 @@ fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
     }
 }
 
-#[test(bed())]
+#[test(host())]
 fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
     let limit = |request: &mut Request| request.time_limit = Duration::from_secs(30);
     match boot(limit, "while :; do :; done") {
@@ -139,7 +139,7 @@ fn a_host_that_hangs_is_ended() -> Result<(), Failed> {
     }
 }
 
-#[test(bed())]
+#[test(host())]
 fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
     match boot(|_| (), "echo c > /proc/sysrq-trigger") {
         Err(Error::Host { tail, timed_out: false, .. }) => {

@@ -1,7 +1,7 @@
 //! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A B.
 //!
 //! Boots that follow one another are pairs, and what may be said of them is for [`vellum_report::compare`] to say, which also
-//! weighs Vellum's own results; how many boots that takes is the bed's [`Policy`]. Every command also yields
+//! weighs Vellum's own results; how many boots that takes is the test host's [`Policy`]. Every command also yields
 //! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
 //! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
 //! counted too: a run whose host idled for more than 1 % of it is refused. What the kernel's locks did is counted by kernels

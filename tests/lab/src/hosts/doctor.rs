@@ -1,4 +1,4 @@
-//! Which beds this machine has, and the one line that gets the others.
+//! Which test hosts this machine has, and the one line that gets the others.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -31,16 +31,16 @@ pub fn kvm() -> std::result::Result<(), String> {
     }
 }
 
-/// Prints a line a bed; the exit code is 1 where something is missing.
+/// Prints a line a test host; the exit code is 1 where something is missing.
 pub fn print() -> u8 {
     let mut wanted = BTreeSet::new();
     match kvm() {
         Ok(()) => println!("metal    yes  this machine's own KVM"),
         Err(why) => println!("metal    no   {why}"),
     }
-    let beds = HOSTS.iter().map(|bed| (bed.name(), bed.purpose(), bed.programs()));
+    let hosts = HOSTS.iter().map(|host| (host.name(), host.purpose(), host.programs()));
     let kernels = ("kernels", "building host kernels, pristine and patched", kernel::PROGRAMS);
-    for (name, purpose, programs) in beds.chain([kernels]) {
+    for (name, purpose, programs) in hosts.chain([kernels]) {
         let missing = missing(programs);
         let verdict = if missing.is_empty() { "yes" } else { "no " };
         println!("{name:8} {verdict}  {purpose}");

@@ -32,7 +32,7 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     eprintln!("lab: {LOCAL}: every test program of the workspace");
     let programs = match programs::built_here() {
         Ok(programs) => programs,
-        // The other beds still have something to say.
+        // The other test hosts still have something to say.
         Err(error @ Error::Failed { .. }) => {
             eprintln!("lab: {LOCAL}: {error}");
             tally.fail(LOCAL, "the test programs, which do not compile");
@@ -63,13 +63,13 @@ pub fn loaded(options: &Options, times: u32, tally: &mut Tally) -> Result<()> {
     tally.lap(LOCAL, "building");
     let _load = Load::put_on()?;
     for time in 1..=times {
-        let bed = format!("{LOCAL}, time {time} of {times}");
+        let host = format!("{LOCAL}, time {time} of {times}");
         for (program, place) in &programs {
             match place {
-                Some(_) => recorded(program, options, &bed, tally)?,
-                None => by_libtest(program, options, &bed, tally)?,
+                Some(_) => recorded(program, options, &host, tally)?,
+                None => by_libtest(program, options, &host, tally)?,
             }
-            tally.lap(&bed, &format!("{} {}", program.kind, program.name));
+            tally.lap(&host, &format!("{} {}", program.kind, program.name));
         }
     }
     Ok(())
@@ -77,42 +77,42 @@ pub fn loaded(options: &Options, times: u32, tally: &mut Tally) -> Result<()> {
 
 /// The programs that need a KVM, on this machine's.
 pub fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
-    let bed = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
+    let host = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
     if let Err(why) = doctor::kvm() {
-        tally.skip(&bed, "all of its tests", &why);
+        tally.skip(&host, "all of its tests", &why);
         return Ok(());
     }
     let Some(dir) = &options.prebuilt else {
         return programs::built_for(Place::Kvm)?
             .iter()
             .chain(&programs::built_for(Place::Linux)?)
-            .try_for_each(|program| recorded(program, options, &bed, tally));
+            .try_for_each(|program| recorded(program, options, &host, tally));
     };
     let paths = files(dir)?;
     if paths.is_empty() {
         return Err(Error::Usage(format!("--prebuilt {}: it holds no test program", dir.display())));
     }
     for path in paths {
-        eprintln!("lab: {bed}: {}", path.display());
+        eprintln!("lab: {host}: {}", path.display());
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        keep_record(Command::new(&path).args(&options.arguments), &bed, &name, tally)?;
+        keep_record(Command::new(&path).args(&options.arguments), &host, &name, tally)?;
     }
     Ok(())
 }
 
 /// The programs about live migration, with everything that they have.
 pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
-    let bed = "migration";
+    let host = "migration";
     if let Err(why) = doctor::kvm() {
-        tally.skip(bed, "all of its tests", &why);
+        tally.skip(host, "all of its tests", &why);
         return Ok(());
     }
     for program in programs::named(&["interrupts", "migrate", "workload"])? {
-        eprintln!("lab: {bed}: {}", program.path.display());
+        eprintln!("lab: {host}: {}", program.path.display());
         let mut command = command(&program);
         command.args(&options.arguments).env("VELLUM_MIGRATION", "all");
-        keep_record(&mut command, bed, &program.name, tally)?;
-        tally.lap(bed, &program.name);
+        keep_record(&mut command, host, &program.name, tally)?;
+        tally.lap(host, &program.name);
     }
     Ok(())
 }
@@ -132,15 +132,15 @@ pub fn fleet(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// What the laboratory promises of `bed`'s hosts.
-pub fn promises(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
+/// What the laboratory promises of emulated hosts like `host`.
+pub fn promises(host: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
     let programs = programs::promises()?;
-    tally.lap(bed.name(), "building the laboratory's promises");
+    tally.lap(host.name(), "building the laboratory's promises");
     for program in programs {
         let mut command = command(&program);
-        command.args(&options.arguments).env("VELLUM_LAB_BOOTS", bed.name());
-        keep_record(&mut command, bed.name(), &program.name, tally)?;
-        tally.lap(bed.name(), &program.name);
+        command.args(&options.arguments).env("VELLUM_LAB_BOOTS", host.name());
+        keep_record(&mut command, host.name(), &program.name, tally)?;
+        tally.lap(host.name(), &program.name);
     }
     Ok(())
 }
@@ -166,44 +166,44 @@ fn command(program: &Executable) -> Command {
 }
 
 /// Runs a program that keeps a record.
-fn recorded(program: &Executable, options: &Options, bed: &str, tally: &mut Tally) -> Result<()> {
-    eprintln!("lab: {bed}: {}", program.path.display());
-    keep_record(command(program).args(&options.arguments), bed, &program.name, tally)
+fn recorded(program: &Executable, options: &Options, host: &str, tally: &mut Tally) -> Result<()> {
+    eprintln!("lab: {host}: {}", program.path.display());
+    keep_record(command(program).args(&options.arguments), host, &program.name, tally)
 }
 
 /// Runs `command` and counts what it records.
-fn keep_record(command: &mut Command, bed: &str, name: &str, tally: &mut Tally) -> Result<()> {
+fn keep_record(command: &mut Command, host: &str, name: &str, tally: &mut Tally) -> Result<()> {
     let file = std::env::temp_dir().join(format!("lab-{}-{name}.record", std::process::id()));
     // Of an earlier process with this number, perhaps.
     let _ = fs::remove_file(&file);
     let success = watched(command.env(record::VARIABLE, &file), |row| tally.show(row))?;
     let lines = fs::read_to_string(&file).unwrap_or_default();
     let _ = fs::remove_file(&file);
-    tally.program(bed, name, &lines, success);
+    tally.program(host, name, &lines, success);
     Ok(())
 }
 
 /// Runs each test of a program of libtest's in a process of its own, whose exit status says how it ended: what libtest prints
 /// of many is for people.
-fn by_libtest(program: &Executable, options: &Options, bed: &str, tally: &mut Tally) -> Result<()> {
+fn by_libtest(program: &Executable, options: &Options, host: &str, tally: &mut Tally) -> Result<()> {
     let tests = list(command(program).args(&options.arguments))?;
     let ignored = list(command(program).args(&options.arguments).arg("--ignored"))?;
     let of = |test: &str| format!("{} {}::{test}", program.kind, program.name);
-    eprintln!("lab: {bed}: {}: {} tests", program.path.display(), tests.len());
+    eprintln!("lab: {host}: {}: {} tests", program.path.display(), tests.len());
     if tests.is_empty() && options.arguments.is_empty() && program.kind == "test" {
-        tally.fail(bed, &format!("{}, a test program without a test", program.name));
+        tally.fail(host, &format!("{}, a test program without a test", program.name));
     }
     for test in tests {
         if ignored.contains(&test) {
-            tally.skip(bed, &of(&test), "#[ignore] stands above it");
+            tally.skip(host, &of(&test), "#[ignore] stands above it");
             continue;
         }
         let mut said = Vec::new();
         if limited(command(program).args(["--exact", &test]), LIMIT, |row| said.push(row.to_owned()))? {
-            tally.pass(bed, &of(&test));
+            tally.pass(host, &of(&test));
         } else {
             said.iter().for_each(|row| tally.show(row));
-            tally.fail(bed, &of(&test));
+            tally.fail(host, &of(&test));
         }
     }
     Ok(())

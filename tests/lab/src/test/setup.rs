@@ -14,9 +14,9 @@ use crate::{Error, Result, tool};
 
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Sees to it that the packages behind `programs` are there. Without consent or without root `bed` is skipped, with the
+/// Sees to it that the packages behind `programs` are there. Without consent or without root `host` is skipped, with the
 /// one line that would help.
-pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut Tally) -> Result<bool> {
+pub fn packages(programs: &[&'static str], consent: bool, host: &str, tally: &mut Tally) -> Result<bool> {
     let missing = doctor::missing(programs);
     let Some(line) = doctor::install_line(&missing) else { return Ok(true) };
     if consent && is_root() {
@@ -24,7 +24,7 @@ pub fn packages(programs: &[&'static str], consent: bool, bed: &str, tally: &mut
         return Ok(true);
     }
     let remedy = if consent { "as root: " } else { "cargo lab test --setup, or as root: " };
-    tally.skip(bed, "the whole bed", &format!("it lacks Debian's packages; {remedy}{line}"));
+    tally.skip(host, "the whole bed", &format!("it lacks Debian's packages; {remedy}{line}"));
     Ok(false)
 }
 

@@ -1,4 +1,4 @@
-//! The count over all beds, from what test programs record of themselves.
+//! The count over all test hosts, from what test programs record of themselves.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use vellum_report::{Case, Report, Status};
 use super::clock::Clock;
 use crate::{Result, form};
 
-/// This machine, where it is a bed.
+/// This machine, where it is a test host.
 pub const LOCAL: &str = "local";
 
-/// What happened, over all beds.
+/// What happened, over all test hosts.
 pub struct Tally {
     /// For a laboratory that runs this one, on the host outside.
     record: Record,
@@ -54,13 +54,13 @@ impl Tally {
     }
 
     /// A part of the run has ended, which took the time since the last.
-    pub fn lap(&mut self, bed: &str, what: &str) {
-        self.clock.lap(&format!("{bed}: {what}"));
+    pub fn lap(&mut self, host: &str, what: &str) {
+        self.clock.lap(&format!("{host}: {what}"));
     }
 
     /// Something that ran beside others took so long, which belongs to the part that ends next.
-    pub fn took(&mut self, bed: &str, what: &str, passed: Duration) {
-        self.clock.within(format!("{bed}: {what}"), passed);
+    pub fn took(&mut self, host: &str, what: &str, passed: Duration) {
+        self.clock.within(format!("{host}: {what}"), passed);
     }
 
     /// Whether this counts for a laboratory outside.
@@ -93,25 +93,25 @@ impl Tally {
 
     /// Counts `lines`, the record of a program that succeeded or not. One that does not come to its end, or that fails without
     /// naming a failure, is itself a failure.
-    pub fn program(&mut self, bed: &str, program: &str, lines: &str, success: bool) {
+    pub fn program(&mut self, host: &str, program: &str, lines: &str, success: bool) {
         let failures = self.failures.len();
         let prefix = if program.is_empty() { String::new() } else { format!("{program}::") };
-        if let Err(why) = self.lines(bed, &prefix, lines) {
-            self.fail(bed, &format!("{program} ({why})"));
+        if let Err(why) = self.lines(host, &prefix, lines) {
+            self.fail(host, &format!("{program} ({why})"));
         }
         if !success && self.failures.len() == failures {
-            self.fail(bed, &format!("{program} (it failed, and its record names no failure)"));
+            self.fail(host, &format!("{program} (it failed, and its record names no failure)"));
         }
     }
 
     /// Counts what `lines` say; an error where they are not a whole record.
-    pub fn lines(&mut self, bed: &str, prefix: &str, lines: &str) -> std::result::Result<(), String> {
+    pub fn lines(&mut self, host: &str, prefix: &str, lines: &str) -> std::result::Result<(), String> {
         let (mut counted, mut end) = (0, None);
         let (lines, rest) = record::parse(lines);
         for line in lines {
             match line {
                 Line::Test { name, outcome } => {
-                    self.count(bed, &format!("{prefix}{name}"), outcome);
+                    self.count(host, &format!("{prefix}{name}"), outcome);
                     counted += 1;
                 }
                 Line::End(tests) => end = Some(tests),
@@ -125,17 +125,17 @@ impl Tally {
         }
     }
 
-    fn count(&mut self, bed: &str, what: &str, outcome: Outcome) {
+    fn count(&mut self, host: &str, what: &str, outcome: Outcome) {
         let outcome = match outcome {
             // Emulated hosts have their own programs, whatever is installed here.
-            Outcome::Skipped(why) if self.held_to_setup && bed == LOCAL && why.contains(SETUP) => {
-                self.show(&format!("{bed}: {what}: FAILED: skipped after --setup: {why}"));
+            Outcome::Skipped(why) if self.held_to_setup && host == LOCAL && why.contains(SETUP) => {
+                self.show(&format!("{host}: {what}: FAILED: skipped after --setup: {why}"));
                 Outcome::Failed(why)
             }
             outcome => outcome,
         };
         if let Some(report) = &mut self.report {
-            let case = |status| Case::new(format!("{bed}/{what}"), status);
+            let case = |status| Case::new(format!("{host}/{what}"), status);
             let case = match &outcome {
                 Outcome::Passed => case(Status::Pass),
                 Outcome::Failed(why) => case(Status::Fail).because(why),
@@ -145,9 +145,9 @@ impl Tally {
         }
         match &outcome {
             Outcome::Passed => self.passed += 1,
-            Outcome::Failed(_) => self.failures.push(format!("{bed}: {what}")),
+            Outcome::Failed(_) => self.failures.push(format!("{host}: {what}")),
             Outcome::Skipped(why) => {
-                let key = (bed.to_owned(), why.clone());
+                let key = (host.to_owned(), why.clone());
                 self.skipped.entry(key).or_default().push(what.to_owned());
             }
         }
@@ -155,41 +155,41 @@ impl Tally {
     }
 
     /// A test passed.
-    pub fn pass(&mut self, bed: &str, what: &str) {
-        self.count(bed, what, Outcome::Passed);
+    pub fn pass(&mut self, host: &str, what: &str) {
+        self.count(host, what, Outcome::Passed);
     }
 
     /// A test failed.
-    pub fn fail(&mut self, bed: &str, what: &str) {
-        self.count(bed, what, Outcome::Failed("it stands above".into()));
+    pub fn fail(&mut self, host: &str, what: &str) {
+        self.count(host, what, Outcome::Failed("it stands above".into()));
     }
 
     /// One that is no program's came to this, which is said.
-    pub fn stage(&mut self, bed: &str, what: &str, result: Result<()>) {
+    pub fn stage(&mut self, host: &str, what: &str, result: Result<()>) {
         match result {
             Ok(()) => {
-                self.show(&format!("{bed}: {what}: ok"));
-                self.pass(bed, what);
+                self.show(&format!("{host}: {what}: ok"));
+                self.pass(host, what);
             }
             Err(error) => {
-                self.show(&format!("{bed}: {what}: FAILED\n{error}"));
-                self.fail(bed, what);
+                self.show(&format!("{host}: {what}: FAILED\n{error}"));
+                self.fail(host, what);
             }
         }
     }
 
     /// A test was not run.
-    pub fn skip(&mut self, bed: &str, what: &str, why: &str) {
-        self.count(bed, what, Outcome::Skipped(why.to_owned()));
+    pub fn skip(&mut self, host: &str, what: &str, why: &str) {
+        self.count(host, what, Outcome::Skipped(why.to_owned()));
     }
 
     /// What is needed for a test could not be made, which is a failure where `--setup` is to have seen to it.
-    pub fn lack(&mut self, bed: &str, what: &str, why: &str) {
+    pub fn lack(&mut self, host: &str, what: &str, why: &str) {
         if self.held_to_setup {
-            self.show(&format!("{bed}: {what}: FAILED: {why}"));
-            self.fail(bed, what);
+            self.show(&format!("{host}: {what}: FAILED: {why}"));
+            self.fail(host, what);
         } else {
-            self.skip(bed, what, why);
+            self.skip(host, what, why);
         }
     }
 
@@ -220,8 +220,8 @@ impl Tally {
         if !self.skipped.is_empty() {
             println!("\nSkipped:");
         }
-        for ((bed, why), names) in &self.skipped {
-            println!("  {bed}: {}\n    {why}", names.join(", "));
+        for ((host, why), names) in &self.skipped {
+            println!("  {host}: {}\n    {why}", names.join(", "));
         }
         if !self.failures.is_empty() {
             println!("\nFailed:");
