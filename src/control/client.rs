@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read};
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -216,7 +216,7 @@ impl Client {
         let (mut line, mut descriptors) = (Vec::new(), Vec::new());
         while line.last() != Some(&b'\n') && line.len() <= MAX_LENT {
             let mut poll = Poll::default();
-            poll.readable(stream.as_raw_fd());
+            poll.readable(stream);
             if !poll.wait(Some(ANSWER_TIMEOUT)).map_err(|_| closed())? {
                 let pid = socket::peer_pid(stream).ok();
                 return Err(Error::Silent { path: path.into(), patience: ANSWER_TIMEOUT, pid });

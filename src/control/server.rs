@@ -116,7 +116,7 @@ fn line(what: &impl serde::Serialize) -> Vec<u8> {
 /// polls as writable (unix(7)).
 fn has_room(stream: &UnixStream) -> bool {
     let mut poll = Poll::default();
-    poll.writable(stream.as_raw_fd());
+    poll.writable(stream);
     poll.wait(Some(std::time::Duration::ZERO)).unwrap_or(true)
 }
 

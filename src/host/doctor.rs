@@ -232,10 +232,10 @@ fn thp(facts: &Facts) -> Check {
 /// KVM touches guest memory from the kernel, so a userfaultfd that sees user-mode faults only would not do.
 fn userfaultfd() -> Check {
     let name = "userfaultfd";
-    let Err(error) = sys::host::userfaultfd() else {
+    let Err(error) = sys::uffd::by_call() else {
         return Check::ok(name, "faults of KVM are handled for this user");
     };
-    if sys::host::userfaultfd_by_device().is_ok() {
+    if sys::uffd::by_device().is_ok() {
         return Check::ok(name, "faults of KVM are handled for this user, by /dev/userfaultfd");
     }
     let remedy = remedy_for_userfaultfd(&error);

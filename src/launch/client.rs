@@ -6,7 +6,6 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -92,9 +91,9 @@ fn connection(vsock: Option<&Path>, port: Option<UnixStream>) -> io::Result<Unix
     let mut ways: Vec<UnixStream> = vsock.map(listen).transpose()?.into_iter().chain(port).collect();
     loop {
         let mut ready = Poll::default();
-        ways.iter().for_each(|way| ready.readable(way.as_raw_fd()));
+        ways.iter().for_each(|way| ready.readable(way));
         ready.wait(None)?;
-        if let Some(at) = ways.iter().position(|way| ready.is_ready(way.as_raw_fd())) {
+        if let Some(at) = ways.iter().position(|way| ready.is_ready(way)) {
             let way = ways.remove(at);
             match is_greeted(&way) {
                 Ok(true) => return Ok(way),

@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, IsTerminal, Read, Stdin, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::process;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -171,7 +171,7 @@ fn refused(input: &mut impl BufRead) -> io::Result<Option<Outcome>> {
 fn attend(mut ends: SignalFd, mut sizes: SignalFd, mut stops: SignalFd, guest: &Guest) {
     loop {
         let mut ready = Poll::default();
-        [&ends, &sizes, &stops].iter().for_each(|signals| ready.readable(signals.as_raw_fd()));
+        [&ends, &sizes, &stops].into_iter().for_each(|signals| ready.readable(signals));
         if ready.wait(terminal::regain().then_some(terminal::LOOK)).is_err() {
             return;
         }
@@ -201,7 +201,7 @@ impl Write for Patient {
             match self.0.write(data) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let mut ready = Poll::default();
-                    ready.writable(self.0.as_raw_fd());
+                    ready.writable(&self.0);
                     ready.wait(None)?;
                 }
                 written => return written,

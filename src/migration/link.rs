@@ -2,7 +2,7 @@
 //! mean. A peer that neither reads nor writes for [`LIVENESS`] is as good as gone.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use super::message::{Message, SessionId};
 use super::wire::{self, Decoder, Encoder, Frame, HEADER, Header, Kind, MAX_MAPPED, Run, Section};
 use vellum_sys::poll::Poll;
 use vellum_sys::socket;
+use vmm_sys_util::eventfd::EventFd;
 
 /// How long a peer may be silent where it is its turn, unless the user says otherwise.
 pub const LIVENESS: Duration = Duration::from_secs(10);
@@ -84,7 +85,7 @@ pub struct Link {
     liveness: Duration,
     give_up: GiveUp,
     /// What wakes a thread that is to look at `give_up`.
-    wake: Option<RawFd>,
+    wake: Option<Arc<EventFd>>,
     /// Nobody waits for the peer beyond this.
     until: Option<Instant>,
     /// What was left to send then, and goes before anything else.
@@ -150,7 +151,7 @@ impl Link {
     }
 
     /// Ends a [`Link::send`] that waits, where it says so and `wake` becomes readable.
-    pub(crate) fn set_give_up(&mut self, give_up: GiveUp, wake: RawFd) {
+    pub(crate) fn set_give_up(&mut self, give_up: GiveUp, wake: Arc<EventFd>) {
         (self.give_up, self.wake) = (give_up, Some(wake));
     }
 
@@ -179,8 +180,8 @@ impl Link {
     }
 
     /// Its descriptor, to be polled for what comes.
-    pub fn descriptor(&self) -> RawFd {
-        self.socket.as_raw_fd()
+    pub fn descriptor(&self) -> &OwnedFd {
+        &self.socket
     }
 
     /// Sends a message.
@@ -276,7 +277,7 @@ impl Link {
 
     /// Sends what the peer takes of `bytes`; how much that was.
     fn push(&mut self, bytes: &[u8]) -> Result<usize, Error> {
-        let (mut done, mut wake) = (0, self.wake);
+        let (mut done, mut wake) = (0, self.wake.as_deref());
         while done < bytes.len() {
             match socket::send_some(&self.socket, &bytes[done..]) {
                 Ok(count) => {

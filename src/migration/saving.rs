@@ -290,7 +290,7 @@ impl Saving {
                         return Err(End::Failed(why));
                     }
                     let mut poll = Poll::default();
-                    poll.readable(self.machine.descriptor());
+                    poll.readable(&**self.machine.descriptor());
                     let _ = poll.wait(Some(left));
                 }
             }

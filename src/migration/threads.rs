@@ -2,7 +2,6 @@
 //! link. Each is woken by an event for what the other says.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
@@ -68,8 +67,8 @@ impl<S, T> Mine<S, T> {
     }
 
     /// Readable when it has said something.
-    pub fn descriptor(&self) -> RawFd {
-        self.tells.as_raw_fd()
+    pub fn descriptor(&self) -> &Arc<EventFd> {
+        &self.tells
     }
 }
 

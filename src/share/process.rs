@@ -12,7 +12,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -112,14 +112,14 @@ impl Drop for Client {
     fn drop(&mut self) {
         // This ends the server. A confined process cannot wait for another, so the zombie remains
         // until the VMM ends.
-        socket::shut(&self.socket, std::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 }
 
 /// Waits for a packet.
 fn receive(socket: &OwnedFd, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
     let mut ready = Poll::default();
-    ready.readable(socket.as_raw_fd());
+    ready.readable(socket);
     loop {
         match socket::receive(socket, buffer, descriptors) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => drop(ready.wait(None)?),

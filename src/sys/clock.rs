@@ -1,10 +1,12 @@
 //! The clocks that all processes of a host share.
 
-use std::time::Duration;
+use std::num::NonZeroU64;
+use std::time::{Duration, SystemTime};
 
-/// CLOCK_MONOTONIC: the time since some point before the host's boot ended.
+/// CLOCK_MONOTONIC: the time since some point before the host's boot ended. A signal handler may ask for it.
 pub fn monotonic() -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // By libc, which has found the vDSO already: rustix looks for it when it is first asked, which a sandbox forbids.
     // SAFETY: the structure is ours; this clock exists on every Linux, so the call cannot fail.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
@@ -17,20 +19,15 @@ pub fn micros(time: Duration) -> u64 {
 
 /// CLOCK_REALTIME: the time since 1970 as the host knows it.
 pub fn realtime() -> Duration {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the structure is ours; this clock exists on every Linux, so the call cannot fail.
-    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut now) };
     // A host that believes to be before 1970 has no time yet.
-    Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec.unsigned_abs() as u32)
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
 /// From now on this thread's waits end when they are due, and not up to 50 µs later, as the kernel otherwise lets them, to wake several threads
 /// at once (PR_SET_TIMERSLACK, prctl(2)). For threads that keep to a rate.
 pub fn wait_exactly() {
-    // Nanoseconds; 0 would be the default again.
-    const SLACK: libc::c_ulong = 1;
-    // SAFETY: prctl with this option takes numbers only. Where it is refused, waits stay as they were.
-    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, SLACK, 0, 0, 0) };
+    // In nanoseconds. Where it is refused, waits stay as they were.
+    let _ = rustix::thread::set_current_timer_slack(Some(NonZeroU64::MIN));
 }
 
 /// Ticks per second of Arm's generic timer, whose counter programs and guests read alike (CNTFRQ_EL0).

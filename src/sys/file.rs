@@ -2,13 +2,15 @@
 //! open file descriptions (F_OFD_SETLK). These belong to the open file and not to the process, so they last exactly as long as the
 //! descriptor, and two opens in one process exclude each other too.
 
-use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
+use std::num::NonZeroU64;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+
+use rustix::fs::{Advice, AtFlags, CWD, FallocateFlags, FlockOperation, OFlags};
+use rustix::io::{Errno, FdFlags};
 
 /// Who may hold the lock at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,25 +23,16 @@ pub enum Lock {
 
 /// Whether `file` was opened for writing.
 pub fn is_writable(file: &File) -> io::Result<bool> {
-    // SAFETY: takes numbers only.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY)
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    Ok(!flags.contains(OFlags::PATH) && flags & OFlags::RWMODE != OFlags::RDONLY)
 }
 
 /// Has the file system set `len` bytes of `file` aside, so that a write within them does not fail for lack of space; the file is
 /// as long at least from then on. Where a file system cannot promise that, nothing happens.
 pub fn reserve(file: &File, len: u64) -> io::Result<()> {
-    // SAFETY: takes numbers only.
-    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len as libc::off_t) } == 0 {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EOPNOTSUPP | libc::ENOSYS) => Ok(()),
-        _ => Err(error),
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
+        Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -48,24 +41,16 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
 /// # Errors
 /// Where a write fails, on a file system that cannot give space back.
 pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    let (from, bytes) = (offset as libc::off_t, len as libc::off_t);
-    // SAFETY: takes numbers only.
-    if unsafe { libc::fallocate(file.as_raw_fd(), mode, from, bytes) } == 0 {
-        return Ok(());
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EOPNOTSUPP | libc::ENOSYS) => file.write_all_at(&vec![0; len as usize], offset),
-        _ => Err(error),
+    match rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
+        Ok(()) => Ok(()),
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.write_all_at(&vec![0; len as usize], offset),
+        Err(error) => Err(error.into()),
     }
 }
 
 /// Has the kernel begin to read `len` bytes of `file` from `offset` on, which somebody will want soon. Of no consequence where it does not.
 pub fn will_need(file: &File, offset: u64, len: u64) {
-    let (from, bytes) = (offset as libc::off_t, len as libc::off_t);
-    // SAFETY: takes numbers only.
-    let _ = unsafe { libc::posix_fadvise(file.as_raw_fd(), from, bytes, libc::POSIX_FADV_WILLNEED) };
+    let _ = rustix::fs::fadvise(file, offset, NonZeroU64::new(len), Advice::WillNeed);
 }
 
 /// Has the kernel begin to write `len` bytes of `file` from `offset` on to the disk, without waiting for that (sync_file_range(2)): a later
@@ -81,29 +66,18 @@ pub fn begin_write_back(file: &File, offset: u64, len: u64) {
 /// # Errors
 /// Where the file system cannot, or they are on two.
 pub fn clone_into(from: &File, to: &File) -> io::Result<()> {
-    // SAFETY: takes numbers only; both descriptors are open for as long as the call lasts.
-    match unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONE as _, from.as_raw_fd()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(rustix::fs::ioctl_ficlone(to, from)?)
 }
 
 /// Whether reads and writes of `file` return instead of waiting.
 pub fn is_nonblocking(file: &File) -> bool {
-    // SAFETY: takes numbers only.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    flags >= 0 && flags & libc::O_NONBLOCK != 0
+    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK))
 }
 
 /// Makes them return. That is so for all descriptors of this open file, in whichever process.
 pub fn set_nonblocking(file: &File) -> io::Result<()> {
-    // SAFETY: takes numbers only.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    // SAFETY: takes numbers only.
-    if flags < 0 || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    Ok(rustix::fs::fcntl_setfl(file, flags | OFlags::NONBLOCK)?)
 }
 
 /// Whether another open file holds a lock that keeps this one from a writer's: one of [`lock`]'s, or of another program's that
@@ -113,11 +87,17 @@ pub fn is_locked(file: &File) -> io::Result<bool> {
 }
 
 fn is_locked_within(file: &File, mut range: libc::flock) -> io::Result<bool> {
-    // SAFETY: `range` is a valid struct flock for the duration of the call, which writes it.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut range) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    ask(file, libc::F_OFD_GETLK, &mut range)?;
     Ok(i32::from(range.l_type) != libc::F_UNLCK)
+}
+
+/// What no crate has: locks of open file descriptions.
+fn ask(file: &File, command: libc::c_int, range: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: `range` is a valid struct flock for the duration of the call, which writes it.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(range)) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// A lock of this kind on a whole file: a length of 0 reaches to its end, wherever that is.
@@ -161,38 +141,29 @@ pub fn lock(file: &File, lock: Lock) -> io::Result<bool> {
     set_lock(file, whole(kind))
 }
 
-fn set_lock(file: &File, range: libc::flock) -> io::Result<bool> {
-    // SAFETY: `range` is a valid struct flock for the duration of the call.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &range) } == 0 {
-        return Ok(true);
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
-        _ => Err(error),
+fn set_lock(file: &File, mut range: libc::flock) -> io::Result<bool> {
+    match ask(file, libc::F_OFD_SETLK, &mut range) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
 /// Gives up what [`lock`] took.
 pub fn unlock(file: &File) -> io::Result<()> {
-    let range = whole(libc::F_UNLCK);
-    // SAFETY: `range` is a valid struct flock for the duration of the call.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &range) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    ask(file, libc::F_OFD_SETLK, &mut whole(libc::F_UNLCK))
 }
+
 /// Locks a directory, which is open for reading alone (flock(2)), for as long as it is open; false where somebody else has.
 ///
 /// # Errors
 /// On a file system without locks.
 pub fn lock_directory(directory: &File) -> io::Result<bool> {
-    // SAFETY: takes numbers only.
-    if unsafe { libc::flock(directory.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
-        return Ok(true);
+    match rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
     }
-    let error = io::Error::last_os_error();
-    if error.kind() == io::ErrorKind::WouldBlock { Ok(false) } else { Err(error) }
 }
 
 /// A file without a name (O_TMPFILE) on the file system of `directory`, which this user alone may read.
@@ -220,28 +191,24 @@ pub fn unnamed(directory: &Path) -> io::Result<File> {
 /// # Errors
 /// Where there is such a name already, among others.
 pub fn name(file: &File, path: &Path) -> io::Result<()> {
-    let from = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-    let to = CString::new(path.as_os_str().as_bytes())?;
-    let (here, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
-    // SAFETY: both are strings that end with a zero byte and live until the call returns.
-    match unsafe { libc::linkat(here, from.as_ptr(), here, to.as_ptr(), follow) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    let open = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(rustix::fs::linkat(CWD, open, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
 }
 
 /// The descriptor `fd` that this process was started with, for good: once. `None` where there is none.
 pub fn taken(fd: RawFd) -> Option<OwnedFd> {
-    // SAFETY: takes numbers only; what is beyond the standard ones belongs to nobody who was not told.
-    let there = fd > 2 && unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
+    // SAFETY: what is beyond the standard ones belongs to nobody who was not told. Where it is not open, this is an error.
+    let there =
+        fd > 2 && rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::CLOEXEC).is_ok();
     // SAFETY: it is open, and its caller's, who takes it once.
     there.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// A copy of the descriptor `fd` that this process was started with; `None` where there is none.
 pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
-    // SAFETY: takes numbers only; what comes back is new, and nobody else's.
-    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
-    // SAFETY: as above.
-    (copy >= 0).then(|| unsafe { OwnedFd::from_raw_fd(copy) })
+    if fd < 0 {
+        return None;
+    }
+    // SAFETY: whoever has it keeps it open meanwhile. Where it is not open, the call is an error.
+    rustix::io::fcntl_dupfd_cloexec(unsafe { BorrowedFd::borrow_raw(fd) }, 3).ok()
 }

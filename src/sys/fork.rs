@@ -3,11 +3,16 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
+
+use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, set_parent_process_death_signal, waitpid};
+use rustix::stdio::{dup2_stdin, dup2_stdout};
+
+use super::seccomp::exit_now;
 
 /// A child process that has not been waited for.
 #[derive(Debug)]
-pub struct Child(libc::pid_t);
+pub struct Child(Pid);
 
 /// What this process is after [`fork`].
 #[derive(Debug)]
@@ -24,26 +29,23 @@ pub enum Forked {
 /// Where the host refuses a process.
 pub fn fork(output: &OwnedFd) -> io::Result<Forked> {
     let nothing = File::open("/dev/null")?;
-    // SAFETY: takes numbers only.
-    let parent = unsafe { libc::getpid() };
+    let parent = getpid();
     // SAFETY: there is one thread, so that the child may do whatever this process may.
-    match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
-        0 => {
-            // SAFETY: calls with numbers and descriptors that are open; 0 and 1 belong to nobody in particular.
-            unsafe {
-                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
-                libc::dup2(nothing.as_raw_fd(), 0);
-                libc::dup2(output.as_raw_fd(), 1);
-                // It may have gone before that was set.
-                if libc::getppid() != parent {
-                    libc::_exit(1);
-                }
-            }
-            Ok(Forked::Child)
-        }
-        child => Ok(Forked::Parent(Child(child))),
+    let child = unsafe { libc::fork() };
+    if child < 0 {
+        return Err(io::Error::last_os_error());
     }
+    if let Some(child) = Pid::from_raw(child) {
+        return Ok(Forked::Parent(Child(child)));
+    }
+    let detach = || -> rustix::io::Result<bool> {
+        set_parent_process_death_signal(Some(Signal::TERM))?;
+        dup2_stdin(&nothing)?;
+        dup2_stdout(output)?;
+        // It may have gone before that was set.
+        Ok(getppid() == Some(parent))
+    };
+    if detach() == Ok(true) { Ok(Forked::Child) } else { exit_now(1) }
 }
 
 impl Child {
@@ -52,22 +54,11 @@ impl Child {
     /// # Errors
     /// Where somebody else has waited for it.
     pub fn wait(self) -> io::Result<u8> {
-        let mut status = 0;
-        loop {
-            // SAFETY: `status` outlives the call.
-            if unsafe { libc::waitpid(self.0, &mut status, 0) } == self.0 {
-                break;
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
-            }
-        }
-        let code = match libc::WIFEXITED(status) {
-            true => libc::WEXITSTATUS(status),
-            false => 128 + libc::WTERMSIG(status),
-        };
-        Ok(code as u8)
+        let ended = rustix::io::retry_on_intr(|| waitpid(Some(self.0), WaitOptions::empty()))?;
+        // Without WNOHANG the kernel answers when it has ended.
+        let (_, status) = ended.ok_or_else(|| io::Error::from(io::ErrorKind::WouldBlock))?;
+        let by_signal = || status.terminating_signal().map_or(0, |signal| 128 + signal);
+        Ok(status.exit_status().unwrap_or_else(by_signal) as u8)
     }
 }
 
@@ -81,7 +72,7 @@ mod tests {
     fn the_kernel_says_how_a_child_ended() {
         for (line, code) in [("exit 7", 7), ("kill -9 $$", 128 + 9)] {
             let child = Command::new("sh").args(["-ec", line]).spawn().unwrap();
-            assert_eq!(super::Child(child.id() as i32).wait().unwrap(), code);
+            assert_eq!(super::Child(super::Pid::from_child(&child)).wait().unwrap(), code);
         }
     }
 }

@@ -8,12 +8,19 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{AtFlags, CWD};
+use rustix::process::{PidfdFlags, getpid, pidfd_open, setsid};
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin, stdout};
+use rustix::thread::set_name;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::seccomp::exit_now;
+use super::signal::Blocked;
 use super::socket::Name;
 
 /// A file that was opened without a name (O_TMPFILE) and that the guard names.
@@ -40,24 +47,15 @@ impl Naming {
         })
     }
 
-    /// Names it: in the guard, where the file is descriptor [`FILE`].
+    /// Names it: in the guard, where the file is standard error. Where a call fails the old file stays.
     fn perform(&self) {
-        let (here, follow) = (libc::AT_FDCWD, libc::AT_SYMLINK_FOLLOW);
-        let file = c"/proc/self/fd/2";
-        // SAFETY: strings that end with a zero byte and live until the calls return. Where one fails the old file stays.
-        unsafe {
-            libc::unlink(self.before.as_ptr());
-            if libc::linkat(here, file.as_ptr(), here, self.before.as_ptr(), follow) == 0 {
-                libc::rename(self.before.as_ptr(), self.name.as_ptr());
-            }
+        let (before, name) = (self.before.as_c_str(), self.name.as_c_str());
+        let _ = rustix::fs::unlink(before);
+        if rustix::fs::linkat(CWD, c"/proc/self/fd/2", CWD, before, AtFlags::SYMLINK_FOLLOW).is_ok() {
+            let _ = rustix::fs::rename(before, name);
         }
     }
 }
-
-/// The guard's descriptors: its process, the word, and the file.
-const PROCESS: libc::c_int = 0;
-const SAID: libc::c_int = 1;
-const FILE: libc::c_int = 2;
 
 /// A guard that has been started. It has this process's descriptors until it has closed them, which is waited for when this goes: a
 /// socket of a process that has ended by then would be taken for a live one.
@@ -89,69 +87,61 @@ pub fn start(
     }
     let (open, closes) = io::pipe()?;
     // Unlike the end of a pipe, which may come before, a pidfd becomes readable when everything of the process is closed.
-    // SAFETY: takes numbers only.
-    let this = unsafe { libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) } as libc::c_int;
-    if this < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let this = pidfd_open(getpid(), PidfdFlags::empty())?;
     // SAFETY: the child calls nothing that allocates or locks, so it does not matter what other threads were doing.
     match unsafe { libc::fork() } {
-        0 => watch(this, &names, naming.as_ref(), confine),
+        0 => watch(&this, &names, naming.as_ref(), confine),
         child => {
             let open = File::from(OwnedFd::from(open));
             let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(Started(Some(open))) };
             drop(closes);
-            // SAFETY: it was opened above and given to nobody.
-            unsafe { libc::close(this) };
             result
         }
     }
 }
 
+/// The guard's descriptors are its process, as standard input, and of a file to be named the word and the file, as standard output
+/// and error.
 fn watch(
-    process: libc::c_int,
+    process: &OwnedFd,
     names: &[Name],
-    naming: Option<&Naming>,
+    mut naming: Option<&Naming>,
     confine: impl Fn() -> io::Result<()>,
 ) -> ! {
-    // SAFETY: calls with numbers and with pointers to what lives until the end; no other thread is in this process. Every
-    // descriptor but those that it keeps is closed for good, and nobody here owns one of them.
-    unsafe {
-        let mut all: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::sigprocmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
-        libc::setsid();
-        libc::dup2(process, PROCESS);
-        let kept = match naming {
-            None => PROCESS,
-            Some(naming) => {
-                libc::dup2(naming.said.as_raw_fd(), SAID);
-                libc::dup2(naming.file.as_raw_fd(), FILE)
-            }
-        };
-        libc::syscall(libc::SYS_close_range, kept + 1, u32::MAX, 0);
-        // Last: until here it holds what was bound before it was started.
-        libc::prctl(libc::PR_SET_NAME, c"vellum-guard".as_ptr());
-    }
+    std::mem::forget(Blocked::all());
+    let _ = setsid();
+    let moved = dup2_stdin(process).and_then(|()| match naming {
+        None => Ok(1),
+        Some(naming) => {
+            // SAFETY: `naming` has it, and lives until the end.
+            dup2_stdout(unsafe { BorrowedFd::borrow_raw(naming.said.as_raw_fd()) })?;
+            dup2_stderr(&naming.file)?;
+            Ok(3)
+        }
+    });
+    let Ok(first) = moved else { exit_now(1) };
+    // SAFETY: takes numbers only. Every descriptor but those that it keeps is closed for good, and nobody here uses one of them: this
+    // never returns.
+    unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) };
+    // Last: until here it holds what was bound before it was started.
+    let _ = set_name(c"vellum-guard");
     if confine().is_err() {
         // The VMM is confined by the same calls, and says why they fail.
-        // SAFETY: ends the process without running anything.
-        unsafe { libc::_exit(1) };
+        exit_now(1);
     }
-    let wait_for = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // The kernel passes over a negative one.
-    let mut fds = [wait_for(PROCESS), wait_for(if naming.is_some() { SAID } else { -1 })];
+    let mut fds = [stdin(), stdout()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     loop {
-        // SAFETY: two valid pollfds for the duration of the call.
-        if unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } < 1 {
+        let waited = if naming.is_some() { &mut fds[..] } else { &mut fds[..1] };
+        if poll(waited, None).is_err() {
             continue;
         }
         // What was said before the end is heard.
-        if let (true, Some(naming)) = (fds[1].revents != 0, naming) {
+        if !fds[1].revents().is_empty()
+            && let Some(naming) = naming.take()
+        {
             naming.perform();
-            fds[1].fd = -1;
         }
-        if fds[0].revents != 0 {
+        if !fds[0].revents().is_empty() {
             break;
         }
     }
@@ -159,6 +149,5 @@ fn watch(
         // What cannot be removed is found stale by the next to want it.
         let _ = name.remove_stale();
     }
-    // SAFETY: ends the process without running anything.
-    unsafe { libc::_exit(0) }
+    exit_now(0)
 }

@@ -1,41 +1,24 @@
 //! System calls that describe the host and this process's share of it.
 
-use std::ffi::CStr;
-use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 /// `uname -r`.
 pub fn kernel_release() -> String {
-    let mut name = MaybeUninit::<libc::utsname>::zeroed();
-    // SAFETY: `name` is writable and of the size that uname(2) fills; zeroed bytes are a valid utsname.
-    let name = unsafe {
-        libc::uname(name.as_mut_ptr());
-        name.assume_init()
-    };
-    let release = name.release.map(|c| c.to_ne_bytes()[0]);
-    CStr::from_bytes_until_nul(&release).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+    rustix::system::uname().release().to_string_lossy().into_owned()
 }
 
 /// The host's memory in bytes.
 pub fn total_memory() -> u64 {
-    let mut info = MaybeUninit::<libc::sysinfo>::zeroed();
-    // SAFETY: `info` is writable and of the size that sysinfo(2) fills; zeroed bytes are a valid sysinfo.
-    let info = unsafe {
-        libc::sysinfo(info.as_mut_ptr());
-        info.assume_init()
-    };
-    #[allow(clippy::unnecessary_cast, reason = "the fields' widths differ between C libraries")]
-    (info.totalram as u64).saturating_mul(info.mem_unit as u64)
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(info.mem_unit.into())
 }
 
 /// The CPUs that this thread may run on, rising.
 pub fn allowed_cpus() -> io::Result<Vec<usize>> {
-    // The kernel refuses a mask shorter than its own: 8192 CPUs are its maximum on x86-64 (NR_CPUS).
+    // The kernel refuses a mask shorter than its own: 8192 CPUs are its maximum on x86-64 (NR_CPUS). The types of libc and rustix
+    // end at 1024.
     let mut mask = [0u64; 128];
-    // SAFETY: the kernel writes at most `size_of_val(&mask)` bytes into `mask`, which any bits make valid. Called
-    // directly because libc's wrapper takes a type that ends at 1024 CPUs.
+    // SAFETY: the kernel writes at most `size_of_val(&mask)` bytes into `mask`, which any bits make valid.
     let written =
         unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, size_of_val(&mask), mask.as_mut_ptr()) };
     let words = usize::try_from(written).map_err(|_| io::Error::last_os_error())? / 8;
@@ -45,8 +28,7 @@ pub fn allowed_cpus() -> io::Result<Vec<usize>> {
 
 /// True where this process acts as root.
 pub fn is_root() -> bool {
-    // SAFETY: geteuid takes nothing, touches no memory and cannot fail.
-    unsafe { libc::geteuid() == 0 }
+    rustix::process::geteuid().is_root()
 }
 
 /// The memory nodes that this thread's policy binds it to (numactl --membind); `None` where it binds to none.
@@ -67,34 +49,7 @@ pub fn bound_nodes() -> Option<Vec<u32>> {
 
 /// How many bytes this process may lock in memory; `None` for no limit.
 pub fn memlock_limit() -> Option<u64> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is writable and of the type that getrlimit(2) fills.
-    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) };
-    (limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
-}
-
-/// Whether this user may have a userfaultfd that sees the kernel's faults, by the system call.
-pub fn userfaultfd() -> io::Result<()> {
-    // SAFETY: the call takes flags only and makes a new descriptor.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
-    close_new(fd)
-}
-
-/// The same by `/dev/userfaultfd` (Linux 6.1), which asks for the node's permission instead of privileges.
-pub fn userfaultfd_by_device() -> io::Result<()> {
-    /// `_IO(0xAA, 0)`, include/uapi/linux/userfaultfd.h.
-    const USERFAULTFD_IOC_NEW: u32 = 0xaa00;
-    let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
-    // SAFETY: the request takes flags only and makes a new descriptor.
-    let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, libc::O_CLOEXEC) };
-    close_new(fd.into())
-}
-
-fn close_new(fd: libc::c_long) -> io::Result<()> {
-    let fd = RawFd::try_from(fd).ok().filter(|&fd| fd >= 0).ok_or_else(io::Error::last_os_error)?;
-    // SAFETY: the kernel has just made it, and nobody else owns it.
-    drop(unsafe { OwnedFd::from_raw_fd(fd) });
-    Ok(())
+    rustix::process::getrlimit(rustix::process::Resource::Memlock).current
 }
 
 /// A table of `len` times `value`, whose length a file tells: where the allocator refuses, it is an error, and the process goes on. Who may

@@ -2,20 +2,18 @@
 
 use std::io;
 
+use rustix::process::{Gid, Uid};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 
-/// Becomes `uid` and `gid` for good, in no other group. Before any thread is started: not every C library carries the
-/// change to threads that exist.
+/// Becomes `uid` and `gid` for good, in no other group. Before any thread is started: the change is the calling thread's.
 pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     // While it still may. No program that it runs as root again gets any of them.
     empty_bounding_set();
-    let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
-    // SAFETY: an empty list may be null.
-    check(unsafe { libc::setgroups(0, std::ptr::null()) })?;
-    // SAFETY: both take numbers only. The group first: afterwards this process may no longer change it.
-    check(unsafe { libc::setresgid(gid, gid, gid) })?;
-    // SAFETY: as above.
-    check(unsafe { libc::setresuid(uid, uid, uid) })
+    let (user, group) = (Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)));
+    thread::set_thread_groups(&[])?;
+    // The group first: afterwards this process may no longer change it.
+    thread::set_thread_res_gid(group, group, group)?;
+    Ok(thread::set_thread_res_uid(user, user, user)?)
 }
 
 /// Takes all capabilities from the calling thread, and from those that it starts, but for those of `kept` that it has; and all from its
@@ -55,6 +53,5 @@ pub(crate) fn limit_bounding_set(kept: CapabilitySet) {
 
 /// The user and group that this process acts as.
 pub fn effective() -> (u32, u32) {
-    // SAFETY: both take nothing and cannot fail.
-    unsafe { (libc::geteuid(), libc::getegid()) }
+    (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw())
 }

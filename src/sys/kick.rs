@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use kvm_bindings::{kvm_run, kvm_run__bindgen_ty_1, kvm_run__bindgen_ty_1__bindgen_ty_4 as Io};
 use kvm_ioctls::VcpuFd;
+use rustix::thread::{Pid, gettid};
 
 use super::mmap::PAGE_SIZE;
 
@@ -59,8 +60,7 @@ impl Alarm {
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
         event.sigev_notify = libc::SIGEV_THREAD_ID;
         event.sigev_signo = signal();
-        // SAFETY: the call takes no argument.
-        event.sigev_notify_thread_id = unsafe { libc::gettid() };
+        event.sigev_notify_thread_id = gettid().as_raw_pid();
         let mut timer = MaybeUninit::uninit();
         // SAFETY: both pointers are to values that outlive the call.
         let result = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, timer.as_mut_ptr()) };
@@ -169,19 +169,18 @@ impl Drop for RunPage {
 #[derive(Debug)]
 pub struct Kick {
     page: Arc<RunPage>,
-    thread: libc::pid_t,
+    thread: Pid,
 }
 
 impl Kick {
     /// Of the calling thread, which runs the vCPU whose page this is.
     pub fn of_this_thread(page: Arc<RunPage>) -> Self {
-        // SAFETY: the call takes nothing and cannot fail.
-        Self { page, thread: unsafe { libc::gettid() } }
+        Self { page, thread: gettid() }
     }
 
     /// The thread.
     pub fn thread(&self) -> u32 {
-        self.thread as u32
+        self.thread.as_raw_pid() as u32
     }
 
     /// Makes the current or the next `KVM_RUN` of the vCPU return with `EINTR`.
@@ -189,7 +188,7 @@ impl Kick {
         self.page.set_immediate_exit(true);
         // SAFETY: the call takes numbers. Where the thread is gone it fails, or finds another thread of this process, which the
         // signal's handler does no harm. (pthread_kill may be called for a living thread only.)
-        unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.thread, signal()) };
+        unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.thread.as_raw_pid(), signal()) };
     }
 }
 
@@ -197,6 +196,8 @@ impl Kick {
 mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
+
+    use rustix::event::Timespec;
 
     use super::*;
 
@@ -220,9 +221,8 @@ mod tests {
         let (tell, kick) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             tell.send(Kick::of_this_thread(page.clone())).unwrap();
-            // SAFETY: the call takes no descriptors and waits for a signal, at most a minute.
-            let result = unsafe { libc::poll(std::ptr::null_mut(), 0, 60_000) };
-            (result, io::Error::last_os_error().raw_os_error(), page.immediate_exit())
+            let minute = Timespec { tv_sec: 60, tv_nsec: 0 };
+            (rustix::event::poll(&mut [], Some(&minute)), page.immediate_exit())
         });
         let kick = kick.recv_timeout(Duration::from_secs(60)).unwrap();
         // Until it arrives in the call: one that comes before interrupts nothing there. A real-time signal is queued as often as it is
@@ -231,7 +231,7 @@ mod tests {
             kick.kick();
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(thread.join().unwrap(), (-1, Some(libc::EINTR), true));
+        assert_eq!(thread.join().unwrap(), (Err(rustix::io::Errno::INTR), true));
         // Nobody is there any more.
         kick.kick();
     }

@@ -2,12 +2,15 @@
 //!
 //! What a mapping is used for is decided elsewhere (`memory/`).
 
+use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstatfs, memfd_create};
 
 /// The page in which memory is followed, sent and kept: the least that a host has. One of [`host_page`] has one or more of them.
 pub const PAGE_SIZE: u64 = 4096;
@@ -285,24 +288,15 @@ impl Drop for Mapping {
 }
 
 /// An anonymous file in memory, of `1 << huge_log2` byte pages where that is given, `len` bytes long.
-pub fn memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
-    memfd_with(name, len, huge_log2, 0)
+pub fn memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
+    memfd_with(name, len, huge_log2, MemfdFlags::empty())
 }
 
-fn memfd_with(
-    name: &std::ffi::CStr,
-    len: u64,
-    huge_log2: Option<u32>,
-    flags: libc::c_uint,
-) -> io::Result<File> {
-    let huge = huge_log2.map_or(0, |log2| libc::MFD_HUGETLB | (log2 << libc::MAP_HUGE_SHIFT));
-    // SAFETY: the name is a C string; the call makes a new descriptor and touches nothing else.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | huge | flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new and ours alone.
-    let file = unsafe { File::from_raw_fd(fd) };
+fn memfd_with(name: &CStr, len: u64, huge_log2: Option<u32>, more: MemfdFlags) -> io::Result<File> {
+    // The size's logarithm stands in the flags' upper bits.
+    let size = |log2| MemfdFlags::from_bits_retain(log2 << libc::MAP_HUGE_SHIFT);
+    let huge = huge_log2.map_or(MemfdFlags::empty(), |log2| MemfdFlags::HUGETLB | size(log2));
+    let file = File::from(memfd_create(name, MemfdFlags::CLOEXEC | huge | more)?);
     file.set_len(len)?;
     Ok(file)
 }
@@ -311,11 +305,9 @@ fn memfd_with(
 ///
 /// # Errors
 /// What the kernel says.
-pub fn sealed_memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
-    let file = memfd_with(name, len, huge_log2, libc::MFD_ALLOW_SEALING)?;
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: takes numbers only.
-    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+pub fn sealed_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
+    let file = memfd_with(name, len, huge_log2, MemfdFlags::ALLOW_SEALING)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file)
 }
 
@@ -324,11 +316,7 @@ pub fn sealed_memfd(name: &std::ffi::CStr, len: u64, huge_log2: Option<u32>) -> 
 /// # Errors
 /// EINVAL where it is no file in memory.
 pub fn seals_hold(file: &File) -> io::Result<bool> {
-    // SAFETY: takes numbers only.
-    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) } {
-        -1 => Err(io::Error::last_os_error()),
-        seals => Ok(seals & libc::F_SEAL_SHRINK != 0),
-    }
+    Ok(fcntl_get_seals(file)?.contains(SealFlags::SHRINK))
 }
 
 /// The size of the pages of a file in memory where these are huge ones of the host's pool.
@@ -336,16 +324,8 @@ pub fn seals_hold(file: &File) -> io::Result<bool> {
 /// # Errors
 /// What the kernel says.
 pub fn huge_pages_of(file: &File) -> io::Result<Option<u64>> {
-    let mut of = std::mem::MaybeUninit::<libc::statfs>::zeroed();
-    // SAFETY: fstatfs fills a statfs, which zeroed bytes are too.
-    let of = unsafe {
-        check(libc::fstatfs(file.as_raw_fd(), of.as_mut_ptr()))?;
-        of.assume_init()
-    };
-    // Both are of other types with glibc and musl.
-    #[allow(clippy::unnecessary_cast, reason = "it depends on the C library")]
-    let (kind, size) = (of.f_type as i64, of.f_bsize as u64);
-    Ok((kind == HUGETLBFS).then_some(size))
+    let of = fstatfs(file)?;
+    Ok((of.f_type as i64 == HUGETLBFS).then_some(of.f_bsize as u64))
 }
 
 /// HUGETLBFS_MAGIC (include/uapi/linux/magic.h).

@@ -6,10 +6,11 @@
 
 use std::fs::{File, FileType, Metadata, OpenOptions};
 use std::io::{self, Read};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
+
+use rustix::fs::OFlags;
 
 use super::poll::Poll;
 
@@ -132,13 +133,8 @@ pub fn for_reading(path: &Path, kind: Kind) -> io::Result<File> {
 /// # Errors
 /// What the kernel says.
 pub fn wait(file: &File) -> io::Result<()> {
-    // SAFETY: takes numbers only.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    // SAFETY: takes numbers only.
-    if flags < 0 || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    Ok(rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)?)
 }
 
 /// The content of an [input](Kind::Input), of which `most` bytes and one more are read at most: who gets more than `most` refuses it.
@@ -152,7 +148,7 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     loop {
         if is_fifo {
             let mut poll = Poll::default();
-            poll.readable(file.as_raw_fd());
+            poll.readable(&file);
             if !poll.wait(Some(FIFO_TIMEOUT))? {
                 let what =
                     format!("it is a FIFO to which nobody has written for {} s", FIFO_TIMEOUT.as_secs());
@@ -178,13 +174,13 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::CString;
     use std::fs;
     use std::io::Write;
-    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::symlink;
     use std::os::unix::net::UnixListener;
     use std::path::PathBuf;
+
+    use rustix::fs::{CWD, Mode};
 
     use super::*;
 
@@ -201,9 +197,7 @@ mod tests {
             symlink("file", dir.join("link")).unwrap();
             symlink("fifo", dir.join("fifo-link")).unwrap();
             symlink("nothing", dir.join("lost")).unwrap();
-            let path = CString::new(dir.join("fifo").as_os_str().as_bytes()).unwrap();
-            // SAFETY: the path is a string that ends in a zero.
-            assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+            rustix::fs::mkfifoat(CWD, dir.join("fifo"), Mode::RUSR | Mode::WUSR).unwrap();
             Self(dir)
         }
     }

@@ -1,27 +1,32 @@
-//! ppoll(2), for threads whose sandbox has no epoll.
+//! Waiting for descriptors by ppoll(2), for threads whose sandbox has no epoll.
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 /// A set of descriptors to wait for until one of them is ready.
 #[derive(Default)]
-pub struct Poll(Vec<libc::pollfd>);
+pub struct Poll<'fd>(Vec<PollFd<'fd>>);
 
-impl Poll {
-    /// Waits for none any more. What it has allocated stays, for those who wait often.
-    pub fn clear(&mut self) {
-        self.0.clear();
-    }
-
+impl<'fd> Poll<'fd> {
     /// Waits until this one can be read, too.
-    pub fn readable(&mut self, fd: RawFd) {
-        self.0.push(libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+    pub fn readable(&mut self, of: &'fd impl AsRawFd) {
+        self.add(of, PollFlags::IN);
     }
 
     /// Waits until this one can be written, too.
-    pub fn writable(&mut self, fd: RawFd) {
-        self.0.push(libc::pollfd { fd, events: libc::POLLOUT, revents: 0 });
+    pub fn writable(&mut self, of: &'fd impl AsRawFd) {
+        self.add(of, PollFlags::OUT);
+    }
+
+    /// Not by AsFd: an eventfd of vmm-sys-util has none.
+    fn add(&mut self, of: &'fd impl AsRawFd, events: PollFlags) {
+        // SAFETY: the owner of the descriptor is borrowed for as long as this is, and keeps it open.
+        let fd = unsafe { BorrowedFd::borrow_raw(of.as_raw_fd()) };
+        self.0.push(PollFd::from_borrowed_fd(fd, events));
     }
 
     /// Returns when one of them is ready, a signal has come, or `timeout` is over; `None` waits for ever. Whether one is ready.
@@ -29,27 +34,18 @@ impl Poll {
     /// # Errors
     /// Where the kernel refuses to wait.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
-        // In nanoseconds: who keeps to a rate waits for less than the millisecond that poll(2) counts in.
-        let timeout = timeout.map(|left| libc::timespec {
-            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: left.subsec_nanos().into(),
-        });
-        let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: the vector holds as many entries as it says; the kernel writes their `revents`. The time, where there is one, outlives
-        // the call.
-        match unsafe {
-            libc::ppoll(self.0.as_mut_ptr(), self.0.len() as libc::nfds_t, timeout, std::ptr::null())
-        } {
-            -1 => match io::Error::last_os_error() {
-                error if error.kind() == io::ErrorKind::Interrupted => Ok(false),
-                error => Err(error),
-            },
-            ready => Ok(ready > 0),
+        // A time that the kernel cannot hold is for ever.
+        let timeout = timeout.and_then(|left| Timespec::try_from(left).ok());
+        match poll(&mut self.0, timeout.as_ref()) {
+            Ok(ready) => Ok(ready > 0),
+            Err(Errno::INTR) => Ok(false),
+            Err(error) => Err(error.into()),
         }
     }
 
-    /// Whether the last [`Poll::wait`] found `fd` ready, broken or closed.
-    pub fn is_ready(&self, fd: RawFd) -> bool {
-        self.0.iter().any(|entry| entry.fd == fd && entry.revents != 0)
+    /// Whether the last [`Poll::wait`] found the descriptor ready, broken or closed.
+    pub fn is_ready(&self, of: &impl AsRawFd) -> bool {
+        let is_it = |entry: &&PollFd<'_>| entry.as_fd().as_raw_fd() == of.as_raw_fd();
+        self.0.iter().filter(is_it).any(|entry| !entry.revents().is_empty())
     }
 }

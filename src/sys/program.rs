@@ -1,11 +1,11 @@
 //! The program's own code, as the kernel maps it.
 
-use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
 
+use rustix::io::FdFlags;
 use rustix::thread::CapabilitySet;
 
 use super::identity;
@@ -15,18 +15,15 @@ use super::mmap::host_page;
 /// is given, whoever is in its foreground.
 pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
     let prepare = move || {
-        // SAFETY: both take numbers only, and may be called after a fork.
-        unsafe {
-            libc::setsid();
-            for descriptor in &descriptors {
-                if libc::fcntl(*descriptor, libc::F_SETFD, 0) != 0 {
-                    return Err(io::Error::last_os_error());
-                }
-            }
+        // One that leads a session already belongs to no other terminal.
+        let _ = rustix::process::setsid();
+        for &descriptor in &descriptors {
+            // SAFETY: the caller has it open, and so has the process that is made of this one.
+            rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(descriptor) }, FdFlags::empty())?;
         }
         Ok(())
     };
-    // SAFETY: it allocates nothing and takes no lock.
+    // SAFETY: it makes system calls, allocates nothing and takes no lock.
     unsafe { command.pre_exec(prepare) };
 }
 

@@ -64,11 +64,7 @@ fn second_argument(context: &ucontext_t) -> u64 {
 
 /// Lets neither this thread nor its children gain privileges by exec (`PR_SET_NO_NEW_PRIVS`).
 pub fn no_new_privileges() -> io::Result<()> {
-    // SAFETY: prctl with this option takes numbers only.
-    match unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(rustix::thread::set_no_new_privs(true)?)
 }
 
 /// Puts `filter` on the calling thread, and on the threads that it starts from now on, for good.
@@ -114,8 +110,7 @@ pub fn unblock_traps() {
 
 /// Writes `bytes` to standard error as far as it takes them, without a lock: for signal handlers.
 pub fn write_stderr(bytes: &[u8]) {
-    // SAFETY: the buffer is valid for its length.
-    unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
+    let _ = rustix::io::write(rustix::stdio::stderr(), bytes);
 }
 
 /// Ends the process at once, running nothing: for signal handlers.

@@ -6,6 +6,8 @@ use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
+use super::seccomp::{exit_now, write_stderr};
+
 /// A file that is mapped, from its start to its end.
 struct Watched {
     file: File,
@@ -22,12 +24,9 @@ extern "C" fn report(_: libc::c_int) {
     let line = LINE.load(Ordering::Acquire);
     if !line.is_null() {
         // SAFETY: what is stored there is never freed, and not written to.
-        let line = unsafe { (*line).as_bytes() };
-        // SAFETY: the bytes are valid for the call; write(2) and _exit(2) may be called by a handler.
-        unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+        write_stderr(unsafe { (*line).as_bytes() });
     }
-    // SAFETY: as above.
-    unsafe { libc::_exit(1) };
+    exit_now(1)
 }
 
 /// Installs the handler: before a sandbox that has no rt_sigaction(2).

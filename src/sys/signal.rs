@@ -11,6 +11,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+
+use super::clock::monotonic;
+
 /// The signals by which a user ends a program.
 pub const ENDING: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
 
@@ -166,17 +170,14 @@ pub fn waiting(signals: &[i32]) -> Option<i32> {
 
 /// Has what `command` starts end when the thread that starts it ends, however that comes about.
 pub fn end_with_parent(command: &mut Command) {
-    let parent = std::process::id() as libc::pid_t;
-    // SAFETY: between fork and exec these two system calls take numbers only, and neither allocates nor locks.
-    unsafe {
-        command.pre_exec(move || {
-            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) < 0 {
-                return Err(io::Error::last_os_error());
-            }
-            // One that has ended by then sends nothing.
-            if libc::getppid() == parent { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
-        });
-    }
+    let parent = getpid();
+    let prepare = move || {
+        set_parent_process_death_signal(Some(Signal::TERM))?;
+        // One that has ended by then sends nothing.
+        if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
+    };
+    // SAFETY: between fork and exec it makes two system calls, and neither allocates nor locks.
+    unsafe { command.pre_exec(prepare) };
 }
 
 /// Signals of one kind that come within this time count as one: timeout(1) signals its child and then the whole process group.
@@ -212,10 +213,7 @@ static PENDING: AtomicI32 = AtomicI32::new(0);
 static LAST: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn note(signal: libc::c_int) {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` outlives the call, which signal handlers may make.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
-    let now = now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000;
+    let now = monotonic().as_millis() as u64;
     match FIRST.get(signal as usize).map_or(Arrival::First, |first| first.comes(now.max(1))) {
         Arrival::First => {
             PENDING.store(signal, Ordering::SeqCst);

@@ -3,10 +3,11 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::net::Ipv4Addr;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
 
 // The requests are ints in musl's headers and longs in glibc's.
@@ -138,12 +139,9 @@ impl Tap {
 
     /// Gives the interface an address, if there is one to give, and sets it up.
     pub fn bring_up(&self, address: Option<(Ipv4Addr, u8)>) -> Result<(), TapError> {
-        // SAFETY: a plain system call; the descriptor is owned from here on.
-        let socket = unsafe {
-            let fd = libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
-            self.check("socket", fd)?;
-            OwnedFd::from_raw_fd(fd)
-        };
+        let socket = socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
+        let refused = |source| TapError::Refused { name: self.name.clone(), what: "socket", source };
+        let socket = socket.map_err(|error| refused(error.into()))?;
         let mut request = self.request();
         if let Some((address, prefix)) = address {
             let mask = u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0);

@@ -2,13 +2,17 @@
 
 use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, getpgrp};
+use rustix::pty::{OpenptFlags, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetpgrp, tcgetwinsize, tcsetattr};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::signal::{self, Blocked};
@@ -26,9 +30,9 @@ struct Raw {
     fd: OwnedFd,
     output: Output,
     /// This process's group.
-    group: libc::pid_t,
+    group: Pid,
     /// How it was before, while it is raw.
-    before: Option<libc::termios>,
+    before: Option<Termios>,
     /// Signalled when it is this process's again.
     back: Option<Arc<EventFd>>,
 }
@@ -36,9 +40,7 @@ struct Raw {
 impl Raw {
     /// Whether others have it in the foreground.
     fn is_behind(&self) -> bool {
-        // SAFETY: takes no memory.
-        let foreground = unsafe { libc::tcgetpgrp(self.fd.as_raw_fd()) };
-        foreground >= 0 && foreground != self.group
+        is_foreground(self.fd.as_fd(), self.group) == Some(false)
     }
 
     fn take_back(&mut self) -> io::Result<()> {
@@ -46,17 +48,17 @@ impl Raw {
             self.before = None;
             return Ok(());
         }
-        let now = get(self.fd.as_raw_fd())?;
-        if self.before.is_some() && now.c_lflag & (libc::ICANON | libc::ECHO | libc::ISIG) == 0 {
+        let now = tcgetattr(&self.fd)?;
+        let cooked = LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG;
+        if self.before.is_some() && !now.local_modes.intersects(cooked) {
             return Ok(());
         }
-        let mut raw = now;
-        // SAFETY: `raw` is a valid termios.
-        unsafe { libc::cfmakeraw(&mut raw) };
+        let mut raw = now.clone();
+        raw.make_raw();
         if self.output == Output::Processed {
-            raw.c_oflag = now.c_oflag;
+            raw.output_modes = now.output_modes;
         }
-        set(self.fd.as_raw_fd(), &raw)?;
+        tcsetattr(&self.fd, OptionalActions::Now, &raw)?;
         self.before = Some(now);
         // It can only fail by overflowing, and then it is signalled anyway.
         drop(self.back.as_ref().map(|back| back.write(1)));
@@ -66,7 +68,7 @@ impl Raw {
     fn give_back(&mut self) {
         if let Some(before) = self.before.take().filter(|_| !self.is_behind()) {
             // Nothing is left to be done for a terminal that has gone away.
-            let _ = set(self.fd.as_raw_fd(), &before);
+            let _ = tcsetattr(&self.fd, OptionalActions::Now, &before);
         }
     }
 }
@@ -109,9 +111,17 @@ impl Keys {
 
 /// Whether `fd` is this process's terminal, and it is in its foreground; the background may not change a terminal's mode.
 pub fn in_foreground(fd: BorrowedFd<'_>) -> Option<bool> {
-    // SAFETY: neither call takes memory.
-    let (foreground, own) = unsafe { (libc::tcgetpgrp(fd.as_raw_fd()), libc::getpgrp()) };
-    (foreground >= 0).then_some(foreground == own)
+    is_foreground(fd, getpgrp())
+}
+
+/// Whether process group `group` is in the foreground of `fd`, where that is this process's terminal.
+fn is_foreground(fd: BorrowedFd<'_>, group: Pid) -> Option<bool> {
+    match tcgetpgrp(fd) {
+        Ok(foreground) => Some(foreground == group),
+        // The kernel says 0: one in a namespace that this process does not see.
+        Err(Errno::OPNOTSUPP) => Some(false),
+        Err(_) => None,
+    }
 }
 
 /// Reads from `fd`. Where that is this process's terminal and others have it in the foreground, it waits until they have not, and does
@@ -121,14 +131,11 @@ pub fn read_in_foreground(fd: BorrowedFd<'_>, to: &mut [u8]) -> io::Result<usize
         let read = {
             // One that does not take SIGTTIN is told of an error.
             let _blocked = Blocked::all();
-            // SAFETY: the kernel writes to `to`, as far as it goes.
-            unsafe { libc::read(fd.as_raw_fd(), to.as_mut_ptr().cast(), to.len()) }
+            rustix::io::read(fd, &mut *to)
         };
-        match usize::try_from(read).map_err(|_| io::Error::last_os_error()) {
-            Err(error) if error.raw_os_error() == Some(libc::EIO) && in_foreground(fd) == Some(false) => {
-                std::thread::sleep(LOOK);
-            }
-            result => return result,
+        match read {
+            Err(Errno::IO) if in_foreground(fd) == Some(false) => std::thread::sleep(LOOK),
+            result => return Ok(result?),
         }
     }
 }
@@ -145,9 +152,7 @@ pub enum Output {
 /// Gives every key to the guest: no echo, no line editing, no signals. [`restore`] undoes it. Where this process is not in the foreground
 /// of `fd` it is raw once it is; `back` is signalled then.
 pub fn set_raw(fd: BorrowedFd<'_>, output: Output, back: Option<Arc<EventFd>>) -> io::Result<()> {
-    // SAFETY: takes no memory.
-    let group = unsafe { libc::getpgrp() };
-    let mut raw = Raw { fd: fd.try_clone_to_owned()?, output, group, before: None, back };
+    let mut raw = Raw { fd: fd.try_clone_to_owned()?, output, group: getpgrp(), before: None, back };
     raw.take_back()?;
     *RAW.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(raw);
     Ok(())
@@ -203,25 +208,6 @@ pub fn restore() {
     }
 }
 
-fn get(fd: RawFd) -> io::Result<libc::termios> {
-    let mut mode = MaybeUninit::<libc::termios>::uninit();
-    // SAFETY: tcgetattr fills `mode` where it succeeds.
-    unsafe {
-        match libc::tcgetattr(fd, mode.as_mut_ptr()) {
-            0 => Ok(mode.assume_init()),
-            _ => Err(io::Error::last_os_error()),
-        }
-    }
-}
-
-fn set(fd: RawFd, mode: &libc::termios) -> io::Result<()> {
-    // SAFETY: `mode` is a valid termios for the duration of the call.
-    match unsafe { libc::tcsetattr(fd, libc::TCSANOW, mode) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
 /// How many characters a line of the terminal `fd` has; `None` where it does not say.
 pub fn columns(fd: BorrowedFd<'_>) -> Option<usize> {
     Some(usize::from(size(fd).1)).filter(|columns| *columns > 0)
@@ -229,13 +215,7 @@ pub fn columns(fd: BorrowedFd<'_>) -> Option<usize> {
 
 /// The lines of the terminal `fd`, and the characters of one; 0 where it does not say.
 pub fn size(fd: BorrowedFd<'_>) -> (u16, u16) {
-    let mut size = MaybeUninit::<libc::winsize>::zeroed();
-    // SAFETY: TIOCGWINSZ fills a winsize, which zeroed bytes are too.
-    let size = unsafe {
-        libc::ioctl(fd.as_raw_fd(), libc::TIOCGWINSZ, size.as_mut_ptr());
-        size.assume_init()
-    };
-    (size.ws_row, size.ws_col)
+    tcgetwinsize(fd).map_or((0, 0), |size| (size.ws_row, size.ws_col))
 }
 
 /// Whether a write of a byte to `fd` would not block. Files always take one.
@@ -245,9 +225,8 @@ pub fn writable(fd: BorrowedFd<'_>) -> bool {
 
 /// The same, or not after `patience`.
 pub fn writable_within(fd: BorrowedFd<'_>, patience: Duration) -> bool {
-    let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-    // SAFETY: `poll` is one valid pollfd.
-    unsafe { libc::poll(&mut poll, 1, patience.as_millis() as i32) == 1 }
+    let patience = Timespec::try_from(patience).ok();
+    poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::OUT)], patience.as_ref()) == Ok(1)
 }
 
 /// Whether a guest's console stands in the middle of a line where standard error is too.
@@ -273,35 +252,14 @@ pub fn end_line() -> bool {
 /// A new pseudo-terminal: its master, its slave, and the slave's path. The slave is raw; while it is held open the
 /// master never reports a hang-up.
 pub fn open_pty() -> io::Result<(File, File, String)> {
-    let (mut master, mut slave) = (-1, -1);
-    // SAFETY: openpty fills the two descriptors; the other pointers may be null.
-    let failed = unsafe {
-        libc::openpty(&mut master, &mut slave, std::ptr::null_mut(), std::ptr::null(), std::ptr::null()) != 0
-    };
-    if failed {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: openpty has just opened both, and nobody else owns them.
-    let (master, slave) = unsafe { (File::from_raw_fd(master), File::from_raw_fd(slave)) };
-    let mut name = [0u8; 64];
-    let mut mode = MaybeUninit::<libc::termios>::uninit();
-    // SAFETY: all take valid descriptors; ptsname_r gets its buffer's length, and tcgetattr fills `mode` before it is used.
-    let failed = unsafe {
-        libc::fcntl(master.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) != 0
-            || libc::fcntl(slave.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) != 0
-            || libc::ptsname_r(master.as_raw_fd(), name.as_mut_ptr().cast(), name.len()) != 0
-            || libc::tcgetattr(slave.as_raw_fd(), mode.as_mut_ptr()) != 0
-    };
-    if failed {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: filled above.
-    let mut mode = unsafe { mode.assume_init() };
-    // SAFETY: `mode` is a valid termios.
-    unsafe { libc::cfmakeraw(&mut mode) };
-    set(slave.as_raw_fd(), &mode)?;
-    let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
-    Ok((master, slave, String::from_utf8_lossy(&name[..end]).into_owned()))
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+    unlockpt(&master)?;
+    let path = ptsname(&master, Vec::new())?.to_string_lossy().into_owned();
+    let slave = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(&path)?;
+    let mut mode = tcgetattr(&slave)?;
+    mode.make_raw();
+    tcsetattr(&slave, OptionalActions::Now, &mode)?;
+    Ok((master.into(), slave, path))
 }
 
 #[cfg(test)]
@@ -321,19 +279,21 @@ mod tests {
         assert_eq!(&bytes, b"\r\x03");
         assert!(writable(master.as_fd()));
 
-        let lflag = || get(slave.as_raw_fd()).unwrap().c_lflag;
-        let mut cooked = get(slave.as_raw_fd()).unwrap();
-        cooked.c_lflag |= libc::ECHO | libc::ICANON;
-        set(slave.as_raw_fd(), &cooked).unwrap();
+        let modes = || tcgetattr(&slave).unwrap().local_modes;
+        let set = |mode: &Termios| tcsetattr(&slave, OptionalActions::Now, mode).unwrap();
+        let typed = LocalModes::ECHO | LocalModes::ICANON;
+        let mut cooked = tcgetattr(&slave).unwrap();
+        cooked.local_modes |= typed;
+        set(&cooked);
         set_raw(slave.as_fd(), Output::Processed, None).unwrap();
-        assert_eq!(lflag() & (libc::ECHO | libc::ICANON), 0);
+        assert!(!modes().intersects(typed));
         // Whoever had it meanwhile has changed it.
-        set(slave.as_raw_fd(), &cooked).unwrap();
+        set(&cooked);
         take_back();
-        assert_eq!((lflag() & (libc::ECHO | libc::ICANON), is_behind(), regain()), (0, false, false));
+        assert_eq!((modes().intersects(typed), is_behind(), regain()), (false, false, false));
         restore();
-        assert_eq!(lflag(), cooked.c_lflag);
+        assert_eq!(modes(), cooked.local_modes);
         take_back();
-        assert_eq!(lflag(), cooked.c_lflag);
+        assert_eq!(modes(), cooked.local_modes);
     }
 }

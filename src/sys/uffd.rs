@@ -5,11 +5,13 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd};
 
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::mmap::Mapping;
+use super::poll::Poll;
 
 /// Which faults are reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,24 +112,36 @@ fn inside(mapping: &Mapping, offset: u64, len: u64) -> io::Result<u64> {
     }
 }
 
+/// A new descriptor, by the system call.
+///
+/// # Errors
+/// Where this user may have none that sees the kernel's faults.
+pub fn by_call() -> io::Result<File> {
+    // SAFETY: nothing is registered with it: no access to memory waits for it.
+    let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
+    Ok(fd.into())
+}
+
+/// A new descriptor, by `/dev/userfaultfd` (Linux 6.1), which asks for the node's permission instead of privileges.
+///
+/// # Errors
+/// Where there is no such node, or it is not for this user.
+pub fn by_device() -> io::Result<File> {
+    let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    // SAFETY: the request takes flags only and makes a new descriptor.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and ours alone.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
 impl Uffd {
     /// A new descriptor, by the system call or by `/dev/userfaultfd`, with what `mode` needs on any backing.
     pub fn new(mode: Mode) -> io::Result<Self> {
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-        // SAFETY: the call takes flags only and makes a new descriptor.
-        let mut fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) } as libc::c_int;
-        if fd < 0 {
-            let refused = io::Error::last_os_error();
-            let device =
-                File::options().read(true).write(true).open("/dev/userfaultfd").map_err(|_| refused)?;
-            // SAFETY: the request takes flags only and makes a new descriptor.
-            fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, flags) };
-            if fd < 0 {
-                return Err(io::Error::last_os_error());
-            }
-        }
-        // SAFETY: the descriptor is new and ours alone.
-        let file = unsafe { File::from_raw_fd(fd) };
+        let file = by_call().or_else(|refused| by_device().map_err(|_| refused))?;
         let features = match mode {
             Mode::Missing => FEATURE_MISSING_HUGETLBFS | FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID,
             Mode::Minor => FEATURE_MINOR_HUGETLBFS | FEATURE_MINOR_SHMEM,
@@ -152,25 +166,16 @@ impl Uffd {
 
     /// Waits until there are faults, or `quit` is readable: then false.
     pub fn wait(&self, quit: &EventFd) -> io::Result<bool> {
-        let poll = |fd: &dyn AsRawFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        let mut fds = [poll(&self.0), poll(quit)];
-        loop {
-            // SAFETY: two valid pollfds for the duration of the call.
-            match unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) } {
-                -1 => {
-                    let error = io::Error::last_os_error();
-                    if error.kind() != io::ErrorKind::Interrupted {
-                        return Err(error);
-                    }
-                }
-                _ => return Ok(fds[1].revents == 0),
-            }
-        }
+        let mut poll = Poll::default();
+        poll.readable(&self.0);
+        poll.readable(quit);
+        while !poll.wait(None)? {}
+        Ok(!poll.is_ready(quit))
     }
 
     /// Readable where there are faults.
-    pub fn descriptor(&self) -> RawFd {
-        self.0.as_raw_fd()
+    pub fn descriptor(&self) -> &File {
+        &self.0
     }
 
     /// Takes faults that are waiting, as host-virtual addresses; returns how many, which is 0 where another reader was

@@ -31,7 +31,7 @@ pub fn cut_at_commit(env: &TestEnv, deliver: bool, victim: Option<u32>) -> Resul
         let (mut back, mut answers) = (source.try_clone()?, target.try_clone()?);
         std::thread::spawn(move || drop(std::io::copy(&mut answers, &mut back)));
         let mut poll = Poll::default();
-        poll.readable(std::os::fd::AsRawFd::as_raw_fd(&source));
+        poll.readable(&source);
         poll.wait(Some(Duration::from_secs(60)))?;
         let (mut first, mut fence) = (vec![0; 4096], Vec::new());
         let count = socket::receive(&source, &mut first, &mut fence)?;

@@ -12,7 +12,7 @@ mod target;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -186,7 +186,7 @@ impl Console {
     fn is_readable(&self) -> bool {
         let Some(input) = &self.input else { return false };
         let mut poll = Poll::default();
-        poll.readable(input.as_raw_fd());
+        poll.readable(input);
         poll.wait(Some(Duration::ZERO)).unwrap_or(false)
     }
 

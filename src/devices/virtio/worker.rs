@@ -6,7 +6,6 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -213,12 +212,6 @@ fn wait_for_queues<W: Work>(shared: &Shared<W>) -> Option<(Active, W::Notice)> {
 /// Serves all queues in turn until asked to stop.
 fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::Result<()> {
     let Active { memory, queues, .. } = active;
-    let mut doorbells = Poll::default();
-    queues
-        .iter()
-        .map(|queue| queue.event())
-        .chain([&shared.wake])
-        .for_each(|event| doorbells.readable(event.as_raw_fd()));
     let mut chain = Chain::default();
     loop {
         let mut busy = false;
@@ -233,7 +226,10 @@ fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::
         if busy || queues.iter_mut().fold(false, |news, queue| news | queue.listen(memory)) {
             continue;
         }
-        doorbells.wait(None).map(drop)?;
+        let mut doorbells = Poll::default();
+        let events = queues.iter().map(|queue| queue.event()).chain([&shared.wake]);
+        events.for_each(|event| doorbells.readable(event));
+        doorbells.wait(None)?;
         let _ = shared.wake.read();
         for queue in queues.iter() {
             let _ = queue.event().read();

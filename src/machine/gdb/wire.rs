@@ -158,7 +158,7 @@ impl Wire {
     pub(super) fn hang_up(&mut self) {
         if let Some(client) = &self.client {
             // The event loop hears of it, and forgets the descriptor before it is closed.
-            socket::shut(client, std::net::Shutdown::Both);
+            let _ = rustix::net::shutdown(client, rustix::net::Shutdown::Both);
         }
         self.inbox = Inbox::default();
         self.out = None;

@@ -4,7 +4,6 @@
 //! When the connection is cut, whoever waits goes on waiting, and a vCPU that does cannot be taken out of the guest by older kernels
 //! (before Linux 6.2): nothing here needs that it is. With the next connection everything that somebody waits for is asked for again.
 
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -88,7 +87,6 @@ pub(super) struct Asking {
     wake: Arc<EventFd>,
     /// What is to be said of a link that broke while something was asked for.
     broken: Option<String>,
-    poll: Poll,
     /// Which of `wake` and the link may have something: what has nothing costs no call of the kernel.
     woken: bool,
     speaks: bool,
@@ -98,8 +96,8 @@ impl Asking {
     pub fn new(following: Following, told: Receiver<FetchCommand>, wake: Arc<EventFd>) -> Self {
         let Following { landing, ram, mut link, gate, vcpus } = following;
         link.read_ahead(AT_ONCE);
-        let (link, broken, poll) = (Some(link), None, Poll::default());
-        Self { landing, ram, link, gate, vcpus, told, wake, broken, poll, woken: true, speaks: true }
+        let (link, broken) = (Some(link), None);
+        Self { landing, ram, link, gate, vcpus, told, wake, broken, woken: true, speaks: true }
     }
 
     /// `thread` waits for a unit.
@@ -168,14 +166,15 @@ impl Asking {
             // Whoever waits is the thread that would have to be told.
             return Err("the link to the source was cut before the guest ran here; it never will".into());
         }
-        let wake = self.wake.as_raw_fd();
         let (faults, link) = (self.landing.uffd().descriptor(), self.link.as_ref().map(Link::descriptor));
-        self.poll.clear();
-        [faults, wake].into_iter().chain(link).for_each(|fd| self.poll.readable(fd));
-        self.poll.wait(Some(LOOK)).map_err(|error| format!("poll: {error}"))?;
-        self.woken = self.poll.is_ready(wake);
-        self.speaks = link.is_some_and(|link| self.poll.is_ready(link));
-        Ok(Next::More { faults: self.poll.is_ready(faults) })
+        let mut poll = Poll::default();
+        poll.readable(faults);
+        poll.readable(&*self.wake);
+        link.iter().for_each(|link| poll.readable(*link));
+        poll.wait(Some(LOOK)).map_err(|error| format!("poll: {error}"))?;
+        self.woken = poll.is_ready(&*self.wake);
+        self.speaks = link.is_some_and(|link| poll.is_ready(link));
+        Ok(Next::More { faults: poll.is_ready(faults) })
     }
 
     /// Takes what has come; why nothing more will, where that is so.

@@ -230,8 +230,8 @@ impl Fetching {
     }
 
     /// Readable when it has said something.
-    pub fn descriptor(&self) -> std::os::fd::RawFd {
-        std::os::fd::AsRawFd::as_raw_fd(&*self.news)
+    pub fn descriptor(&self) -> &EventFd {
+        &self.news
     }
 
     /// What it has said, if anything.

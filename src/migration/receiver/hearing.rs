@@ -14,9 +14,9 @@ use crate::message::Message;
 use crate::target::{Event, State};
 use crate::verify::{self, Comparison};
 use crate::wire::Frame;
+use rustix::net::{SocketFlags, accept_with};
 use vellum_machine::Section;
 use vellum_sys::mmap::PAGE_SIZE;
-use vellum_sys::socket;
 
 /// The most sections, and the most bytes in them: a PC of 255 vCPUs has some 300, of 40 KiB each.
 const MAX_SECTIONS: usize = 4096;
@@ -49,7 +49,7 @@ impl Receiving {
         let Some(listener) = &self.listener else { return };
         let mut came = Vec::new();
         while self.strangers.len() + came.len() < MAX_STRANGERS
-            && let Ok(socket) = socket::accept(listener)
+            && let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
         {
             came.push(socket);
         }

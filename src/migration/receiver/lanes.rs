@@ -2,8 +2,7 @@
 //! first connection, lets the others join, and at the end of each pass waits until that has come on all of them.
 
 use std::collections::VecDeque;
-use std::net::Shutdown;
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,8 +14,8 @@ use crate::pages::Incoming;
 use crate::share::{MAX_CONNECTIONS, Share};
 use crate::threads::{self, MachineEnd, Mine};
 use crate::wire::Frame;
+use rustix::net::{Shutdown, shutdown};
 use vellum_sys::poll::Poll;
-use vellum_sys::socket;
 
 /// How many passes a connection may be ahead of the first, which a source that is fast and has little to send can be.
 const MAX_AHEAD: usize = 1 << 16;
@@ -92,8 +91,8 @@ impl Lanes {
     }
 
     /// Readable when one of them has something to say.
-    pub fn descriptor(&self) -> RawFd {
-        std::os::fd::AsRawFd::as_raw_fd(&*self.wake)
+    pub fn descriptor(&self) -> &EventFd {
+        &self.wake
     }
 
     /// Lets a connection join as number `connection`, if that is free; whether it was.
@@ -159,7 +158,7 @@ impl Lanes {
     /// Cuts their connections.
     pub fn cut(&mut self) {
         for socket in self.seats.iter().filter_map(|seat| seat.socket.as_ref()) {
-            socket::shut(socket, Shutdown::Both);
+            let _ = shutdown(socket, Shutdown::Both);
         }
     }
 }

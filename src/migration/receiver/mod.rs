@@ -304,10 +304,10 @@ impl Receiving {
 
     fn wait(&mut self) {
         let mut poll = Poll::default();
-        self.listener.iter().for_each(|listener| poll.readable(std::os::fd::AsRawFd::as_raw_fd(listener)));
+        self.listener.iter().for_each(|listener| poll.readable(listener));
         let fetching = self.place.as_ref().and_then(|place| place.fetching.as_ref());
         fetching.iter().for_each(|fetching| poll.readable(fetching.descriptor()));
-        poll.readable(self.machine.descriptor());
+        poll.readable(&**self.machine.descriptor());
         // At a barrier the first connection has to wait for the others.
         let first = self.link.iter().filter(|_| self.barrier.is_none());
         let links = first.chain(self.strangers.iter().map(|(link, _)| link));

@@ -1,8 +1,7 @@
 //! The further connections of a migration: a thread each, which sends what is owed of its share of memory, pass by pass. The migration's
 //! own thread has the first connection, tells them when a pass begins, and waits until each has sent its part.
 
-use std::net::Shutdown;
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -15,10 +14,11 @@ use crate::pending::{At, PendingPages};
 use crate::share::Share;
 use crate::threads::{self, MachineEnd, Mine, Orphaned};
 use crate::wire::Frame;
+use rustix::net::{Shutdown, shutdown};
 use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::poll::Poll;
-use vellum_sys::socket;
+use vmm_sys_util::eventfd::EventFd;
 
 /// What the threads of one migration have in common.
 pub(super) struct Common {
@@ -89,7 +89,7 @@ pub(super) struct Lanes {
     busy: usize,
     /// Whether one of them was short of its part.
     short: bool,
-    wake: Arc<vmm_sys_util::eventfd::EventFd>,
+    wake: Arc<EventFd>,
 }
 
 impl Lanes {
@@ -123,8 +123,8 @@ impl Lanes {
     }
 
     /// Readable when one of them has something to say.
-    pub fn descriptor(&self) -> RawFd {
-        std::os::fd::AsRawFd::as_raw_fd(&*self.wake)
+    pub fn descriptor(&self) -> &EventFd {
+        &self.wake
     }
 
     /// Bytes that they have sent.
@@ -203,7 +203,9 @@ impl Lanes {
     /// them. None of them waits for its peer any more.
     pub fn cut(&mut self) {
         self.common.stop.store(true, Ordering::Relaxed);
-        self.lanes.iter().for_each(|(_, socket)| socket::shut(socket, Shutdown::Both));
+        for (_, socket) in &self.lanes {
+            let _ = shutdown(socket, Shutdown::Both);
+        }
         while self.busy > 0 {
             let _ = self.are_done();
             if self.busy > 0 {

@@ -187,7 +187,7 @@ impl Sending {
     fn linked(&self, socket: OwnedFd) -> Result<Link, link::Error> {
         let mut link = Link::new(socket, Some(self.session), PAGE_SIZE as u32)?;
         link.set_liveness(self.options.liveness);
-        link.set_give_up(self.give_up.clone(), self.machine.descriptor());
+        link.set_give_up(self.give_up.clone(), self.machine.descriptor().clone());
         Ok(link)
     }
 
@@ -399,7 +399,7 @@ impl Sending {
 
     fn wait_for(&mut self, time: Duration) {
         let mut poll = Poll::default();
-        poll.readable(self.machine.descriptor());
+        poll.readable(&**self.machine.descriptor());
         if let Some(link) = &self.link {
             poll.readable(link.descriptor());
         }

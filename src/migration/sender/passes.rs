@@ -175,7 +175,7 @@ impl Sending {
         }
         if !paused && let Some(wait) = self.plan.holds_back(self.began.elapsed()) {
             let mut poll = Poll::default();
-            poll.readable(self.machine.descriptor());
+            poll.readable(&**self.machine.descriptor());
             let _ = poll.wait(Some(if taken > 0 { wait.min(PERIOD) } else { wait }));
             return Ok(None);
         }

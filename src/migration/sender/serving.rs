@@ -1,8 +1,7 @@
 //! The connection on which a target asks for pages that somebody waits for, and its thread, which sends these at once: beside the thread
 //! that sends the rest, and beside whatever cap there is on that. The guest stands still here by then.
 
-use std::net::Shutdown;
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,8 +11,9 @@ use crate::message::Message;
 use crate::pages::Block;
 use crate::threads::{self, MachineEnd, Mine};
 use crate::wire::{Frame, MAX_PAGES};
+use rustix::net::{Shutdown, shutdown};
 use vellum_sys::poll::Poll;
-use vellum_sys::socket;
+use vmm_sys_util::eventfd::EventFd;
 
 /// Bytes that are read at once: some requests, which many vCPUs may make in a moment.
 const AT_ONCE: usize = 1 << 10;
@@ -37,7 +37,7 @@ pub struct Server {
 /// The thread, as that of the migration has it.
 pub(super) struct Serving {
     thread: MachineEnd<News, Link>,
-    wake: Arc<vmm_sys_util::eventfd::EventFd>,
+    wake: Arc<EventFd>,
     socket: Option<OwnedFd>,
     joined: bool,
 }
@@ -60,8 +60,8 @@ impl Serving {
     }
 
     /// Readable when there is news.
-    pub fn descriptor(&self) -> RawFd {
-        std::os::fd::AsRawFd::as_raw_fd(&*self.wake)
+    pub fn descriptor(&self) -> &EventFd {
+        &self.wake
     }
 
     /// Whether the connection is one of the migration's, or why it never will be.
@@ -80,7 +80,7 @@ impl Serving {
     /// Cuts the connection.
     pub fn cut(&mut self) {
         if let Some(socket) = self.socket.take() {
-            socket::shut(&socket, Shutdown::Both);
+            let _ = shutdown(&socket, Shutdown::Both);
         }
     }
 }
@@ -114,12 +114,11 @@ impl Server {
         let mut joined = false;
         let mut block = Block::new();
         let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
-        let mut poll = Poll::default();
         let mut came = false;
         loop {
             // What follows a frame may be here; after a part of one the rest has to come.
             if !came || !link.has_more() {
-                poll.clear();
+                let mut poll = Poll::default();
                 poll.readable(link.descriptor());
                 let _ = poll.wait(Some(self.liveness));
             }

@@ -260,10 +260,10 @@ impl Stream {
                 tracing::warn!("passt: a frame of {len} bytes: the stream is broken");
                 return Moved::Gone;
             }
-            match socket::queued(socket) {
-                Ok(queued) if queued < LENGTH + len => return Moved::Later,
+            match rustix::io::ioctl_fionread(socket) {
+                Ok(queued) if queued < (LENGTH + len) as u64 => return Moved::Later,
                 Ok(_) => {}
-                Err(error) => return not_now(&error),
+                Err(error) => return not_now(&error.into()),
             }
             // The whole frame has arrived, so the reads below do not block.
             if !discard(socket, LENGTH) {
