@@ -166,8 +166,8 @@ pub const ASSEMBLY_HERE: &[u32] = &[
 /// Memory whose pages come when somebody wants them.
 pub const FAULTS: &[u32] = vellum_sys::uffd::REQUESTS;
 
-/// Restoring the terminal, which a dying process does from any thread: tcsetattr(3) reads before it writes, and newer
-/// C libraries use the second form. What others have in the foreground is not restored.
+/// Restoring the terminal, which a dying process does from any thread. rustix uses the second form, and where the kernel refuses that
+/// the first, which is the C libraries' too. What others have in the foreground is not restored.
 pub const TERMINAL_RESTORE: &[u32] = &[
     libc::TCSETS as u32,
     libc::TCSETS2 as u32,
