@@ -1,6 +1,6 @@
 //! `vellum run --kernel` as a user types it: what comes out of the serial port, exit statuses, and bad input.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -12,6 +12,7 @@ use support::guests::Code;
 use support::hosts::kvm;
 use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_sys::host::is_root;
+use vellum_sys::open;
 use vellum_sys::terminal::open_pty;
 
 fn main() -> ExitCode {
@@ -409,6 +410,43 @@ fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
     let status = child.wait()?;
     fs::remove_file(kernel)?;
     ensure(status.success() && said.len() == BYTES as usize, || format!("{status:?}, {} bytes", said.len()))
+}
+
+/// The guest never stops talking. The second reader gets more than the pipe kept when the first one left.
+#[test(kvm())]
+fn a_fifo_that_is_read_again_gets_output_again() -> Result<(), Failed> {
+    let (kernel, fifo) = (path("talker"), path("fifo"));
+    // mov dx, 0x3f8; mov al, 'x'; back: out dx, al; jmp back
+    let code = Code::default().bytes(&[0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee, 0xeb, 0xfd]);
+    fs::write(&kernel, code.elf64())?;
+    ensure(Command::new("mkfifo").arg(&fifo).status()?.success(), || "mkfifo".into())?;
+    let mut first = open::for_reading(&fifo, open::Kind::Input)?;
+    open::wait(&first)?;
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["run", "-k", kernel.to_str().unwrap(), "--serial", &format!("file={}", fifo.display())])
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut says = |what: &str| -> Result<(), Failed> {
+        let line = lines.next().ok_or("it has ended")??;
+        ensure(line.contains(what), || line)
+    };
+    let heard = (|| {
+        eventually(LIMIT, "the machine writes", || match first.read(&mut [0]) {
+            Ok(count) => Ok((count > 0).then_some(())),
+            Err(error) => Err(error.into()),
+        })?;
+        drop(first);
+        says("serial output is lost until its pipe is read again")?;
+        File::open(&fifo)?.read_exact(&mut [0; 200_000])?;
+        says("serial output is written again; ")
+    })();
+    child.kill()?;
+    child.wait()?;
+    fs::remove_file(kernel)?;
+    fs::remove_file(fifo)?;
+    heard
 }
 
 /// More than the port's FIFO holds, so that it must be carried in parts.

@@ -252,7 +252,7 @@ impl BusDevice for Serial {
 mod tests {
     use std::io::{Read, Write};
 
-    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    use rustix::fs::{CWD, MemfdFlags, Mode, SealFlags, fcntl_add_seals, memfd_create, mkfifoat};
 
     use super::*;
 
@@ -321,6 +321,27 @@ mod tests {
         }
         assert!(serial.flush());
         assert_eq!(serial.unread(), 3, "every byte without a reader");
+    }
+
+    #[test]
+    fn output_to_a_fifo_goes_on_when_it_is_read_again() {
+        use vellum_sys::open::{Kind, for_reading, open};
+        let path = std::env::temp_dir().join(format!("vellum-serial-fifo-{}", std::process::id()));
+        mkfifoat(CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+        let mut first = for_reading(&path, Kind::Input).unwrap();
+        let serial = port(Some(open(&path, File::options().append(true), Kind::Output).unwrap())).unwrap();
+        let say = |text: &str| text.bytes().for_each(|byte| assert!(serial.write(0, &[byte]).is_none()));
+        say("one");
+        let mut got = [0; 3];
+        first.read_exact(&mut got).unwrap();
+        drop(first);
+        say("lost");
+        assert_eq!((&got, serial.flush(), serial.unread()), (b"one", true, 4));
+        let mut second = for_reading(&path, Kind::Input).unwrap();
+        say("two");
+        second.read_exact(&mut got).unwrap();
+        assert_eq!((&got, serial.flush(), serial.unread()), (b"two", true, 4));
+        std::fs::remove_file(path).unwrap();
     }
 
     /// A memfd with a sealed size stands in for a file on a full disk.

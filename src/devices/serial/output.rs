@@ -31,8 +31,8 @@ pub struct Output {
     lost: u64,
     /// Bytes that the file did not take, because its disk was full or it failed.
     unwritten: u64,
-    /// The value of `unwritten` at the last successful write. None while writes succeed.
-    failing_since: Option<u64>,
+    /// The number of bytes dropped since writes began to fail. None while writes succeed.
+    failing: Option<u64>,
     /// The loss has been logged.
     told_of_loss: bool,
     /// A thread is writing a chunk.
@@ -51,14 +51,23 @@ enum Sink {
         file: Arc<File>,
         /// How many bytes at once it takes without blocking when it is writable.
         most: usize,
-        /// It is a regular file. It may take later output even if it refuses this.
-        is_file: bool,
+        /// Whether the target may take later output even if it refuses this.
+        recovers: Option<Recovers>,
         /// Whether the log goes to the same place. The log then ends an unfinished line of this
         /// output before its own line.
         beside_stderr: bool,
     },
     /// The reader has gone away.
     Gone,
+}
+
+/// A target that may take output again after it has refused some.
+#[derive(Clone, Copy, PartialEq)]
+enum Recovers {
+    /// A regular file: its disk may have room again.
+    File,
+    /// A FIFO: another process may open it for reading.
+    Fifo,
 }
 
 /// Bytes on their way to a file.
@@ -84,7 +93,7 @@ impl Output {
             backlog: VecDeque::new(),
             lost: 0,
             unwritten: 0,
-            failing_since: None,
+            failing: None,
             told_of_loss: false,
             writing: false,
             told: false,
@@ -138,8 +147,7 @@ impl Output {
         {
             Ok(count) => {
                 self.backlog.drain(..count);
-                if let Some(before) = self.failing_since.take() {
-                    let lost = self.unwritten - before;
+                if let Some(lost) = self.failing.take() {
                     tracing::warn!("serial output is written again; {lost} bytes were lost");
                 }
                 if matches!(self.sink, Sink::To { beside_stderr: true, .. }) {
@@ -151,19 +159,13 @@ impl Output {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
             // Output was redirected meanwhile.
             Err(_) if !matches!(&self.sink, Sink::To { file, .. } if Arc::ptr_eq(file, &chunk.file)) => true,
-            // A full disk may have room again, and nothing signals that. So each write is tried,
-            // and the bytes of a failed one are dropped.
-            Err(error) if matches!(&self.sink, Sink::To { is_file: true, .. }) => {
-                if self.failing_since.is_none() {
-                    tracing::warn!("serial output is lost until its file can be written again: {error}");
-                    self.failing_since = Some(self.unwritten);
-                }
-                let lost = self.spare.len();
-                self.backlog.drain(..lost);
-                self.unwritten += lost as u64;
-                true
-            }
             Err(error) => {
+                // Nothing signals that a full disk has room or that a FIFO has a reader again. So
+                // each write is tried, and the bytes of a failed one are dropped.
+                if let Sink::To { recovers: Some(recovers), .. } = self.sink {
+                    self.drop_chunk(recovers, &error);
+                    return true;
+                }
                 tracing::warn!("serial output is lost from here on: {error}");
                 self.lost += self.backlog.len() as u64;
                 self.told_of_loss = true;
@@ -172,6 +174,21 @@ impl Output {
                 false
             }
         }
+    }
+
+    /// Drops the chunk that the target refused with `error`.
+    fn drop_chunk(&mut self, recovers: Recovers, error: &io::Error) {
+        let (again, count) = match recovers {
+            Recovers::File => ("its file can be written", &mut self.unwritten),
+            Recovers::Fifo => ("its pipe is read", &mut self.lost),
+        };
+        if self.failing.is_none() {
+            tracing::warn!("serial output is lost until {again} again: {error}");
+        }
+        let bytes = self.spare.len();
+        self.backlog.drain(..bytes);
+        *count += bytes as u64;
+        *self.failing.get_or_insert(0) += bytes as u64;
     }
 
     /// Wakes the event loop if output waits and the loop does not know yet.
@@ -186,16 +203,15 @@ impl Output {
 impl Sink {
     fn new(file: File) -> Self {
         let kind = file.metadata().map(|metadata| metadata.file_type());
-        let is_file = kind.as_ref().is_ok_and(|kind| kind.is_file());
-        let most = match kind {
-            Ok(_) if is_file => FILE,
-            Ok(kind) if kind.is_fifo() => PIPE,
-            _ if is_nonblocking(&file) => PIPE,
+        let (most, recovers) = match kind {
+            Ok(kind) if kind.is_file() => (FILE, Some(Recovers::File)),
+            Ok(kind) if kind.is_fifo() => (PIPE, Some(Recovers::Fifo)),
+            _ if is_nonblocking(&file) => (PIPE, None),
             // A write to a terminal blocks until all of its bytes fit.
-            _ => 1,
+            _ => (1, None),
         };
         let beside_stderr = terminal::beside_stderr(&file);
-        Sink::To { file: Arc::new(file), most, is_file, beside_stderr }
+        Sink::To { file: Arc::new(file), most, recovers, beside_stderr }
     }
 }
 

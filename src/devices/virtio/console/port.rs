@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 
 use event_manager::{EventOps, EventSet, Events};
 use serde::{Deserialize, Serialize};
@@ -34,8 +35,8 @@ pub struct Port {
     output_watched: bool,
     /// The output has no reader any more, and that was logged.
     lost: bool,
-    /// Bytes that the file did not take since a write last succeeded, because its disk was full or
-    /// it failed.
+    /// Bytes that the output did not take since a write last succeeded: a file whose disk was full
+    /// or that failed, or a FIFO without a reader.
     unwritten: u64,
     /// The state that the guest controls.
     pub state: State,
@@ -60,6 +61,16 @@ pub struct State {
     pub open: bool,
     /// The messages that the driver is owed, a bit each ([`super::control`]).
     pub owed: u8,
+}
+
+/// What must happen before `output`, which has refused a write, may take another. None if nothing can.
+fn recovers(output: &File) -> Option<&'static str> {
+    let kind = output.metadata().ok()?.file_type();
+    match (kind.is_file(), kind.is_fifo()) {
+        (true, _) => Some("its file can be written"),
+        (_, true) => Some("its pipe is read"),
+        _ => None,
+    }
 }
 
 impl Port {
@@ -171,19 +182,19 @@ impl Port {
                         full = true;
                         return Served::Later;
                     }
-                    // A full disk may have room again. So each write is tried, and the bytes of a
-                    // failed one are dropped.
-                    Err(error) if output.metadata().is_ok_and(|about| about.is_file()) => {
-                        if *unwritten == 0 {
-                            tracing::warn!(
-                                "virtio console: output is lost until its file can be written again: {error}"
-                            );
-                        }
-                        *unwritten += chain.readable.left() as u64;
-                        break;
-                    }
                     // The reader is gone: output is dropped, as with an unplugged cable.
                     gone => {
+                        // A full disk may have room again, and a FIFO a reader. So each write is
+                        // tried, and the bytes of a failed one are dropped.
+                        if let Err(error) = &gone
+                            && let Some(again) = recovers(output)
+                        {
+                            if *unwritten == 0 {
+                                tracing::warn!("virtio console: output is lost until {again} again: {error}");
+                            }
+                            *unwritten += chain.readable.left() as u64;
+                            break;
+                        }
                         if !std::mem::replace(lost, true) {
                             let why =
                                 gone.err().map_or("it takes nothing".to_owned(), |error| error.to_string());
