@@ -472,11 +472,15 @@ fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-/// Whoever moves a machine whose time is limited hears that the limit stays behind.
+/// Whoever moves or saves a machine whose time is limited hears that the limit stays behind.
 #[test(kvm())]
 fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let here = env.run("here", "run --memory 8m --passes 0 --duration 1h")?;
+    let output = env.vellum(&format!("snapshot here {}", env.path("snap").display()))?;
+    succeeds(&output)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(said.contains("--duration") && said.contains("is not in the snapshot"), || said.clone())?;
     let there = env.receive("there", "")?;
     let output = env.migrate("here", "there", "--downtime 1m")?;
     succeeds(&output)?;

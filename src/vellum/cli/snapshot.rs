@@ -11,7 +11,7 @@ use serde_json::json;
 use super::args;
 use super::client::{check, failure, heard, listen, loses, may_leave, status};
 use super::failure::Failure;
-use super::output::print;
+use super::output::{print, say};
 use vellum_control::client::{Client, Error};
 use vellum_control::{Do, Event, Loses, Snapshot, Status, names};
 use vellum_kvm::memory::short_size;
@@ -163,6 +163,13 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     let descriptors: Vec<_> = descriptors.map(AsFd::as_fd).collect();
     machine.ask_with(&asked, &descriptors).map_err(failure)?;
     let of = machine.last_id();
+    if let Some(left) = has.limit_ms {
+        let left = Duration::from_millis(left).as_secs();
+        say(&format!(
+            "{name} is to end in {left} s, by --duration or --timeout; that limit is not in the snapshot: a machine that vellum restore \
+             makes of it runs until somebody stops it"
+        ));
+    }
     let (point, us) = written(args, name, &mut machine, &has)?;
     let (present, zero) = (point.present, point.zero);
     let kind = kind(&point, store.newest());
