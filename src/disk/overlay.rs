@@ -12,6 +12,18 @@
 //! A block is here as a whole: of one that is written to in part for the first time, the rest is copied from the base. The map of a file
 //! says of a block that it is here only when the block is on the medium: a flush first writes data, and then the map. So after a loss of
 //! power the disk has all that was flushed, and of what was not flushed any sectors or none, as any disk has.
+//!
+//! Not qcow2, although `qcow2.rs` reads and writes that:
+//! - A first write to a block copies less than 4 KiB of the base. A cluster of a qcow2 image has 64 KiB as most programs make it.
+//! - A block lies where it lies in the base. So a read or write of a run is one call for guest memory, and no table is read or
+//!   allocated on the way. A qcow2 image needs an L2 entry and a refcount for each new cluster, and lays clusters out as they are
+//!   first written to.
+//! - What is written is data, or a page of the map. A test cuts the power between any two writes and looks at what is left. The
+//!   tables of a qcow2 image are written by a library, whose order of writes is no part of its interface.
+//! - The header tells the base by its size and when it was last written to, so that a base that has changed is refused. A qcow2 image
+//!   names its backing file by a path.
+//!
+//! The price is that no other program reads it. What is to be kept for others is written to a qcow2 image.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
