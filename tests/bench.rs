@@ -302,8 +302,13 @@ fn an_interrupt_leaves_what_was_measured() -> Result<(), Failed> {
 }
 
 fn migration(arguments: &str) -> Result<(Output, Report), Failed> {
+    bench(&format!("migration {arguments}"))
+}
+
+/// A benchmark as a user types it.
+fn bench(arguments: &str) -> Result<(Output, Report), Failed> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
-    command.args(["bench", "migration", "--json", "-"]).args(arguments.split(' '));
+    command.arg("bench").args(arguments.split(' ')).args(["--json", "-"]);
     let output = command.stdin(Stdio::null()).output()?;
     let reports =
         json::parse(&output.stdout, Path::new("-")).map_err(|error| format!("{error}: {output:?}"))?;
@@ -446,6 +451,66 @@ fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
     let (output, report) = migration("-b 2m --dirty-rate 1t --around 100ms --repeat 1")?;
     let missed = report.invalid.iter().any(|failed| matches!(failed.premise, Premise::RateMissed { .. }));
     ensure(missed && output.status.code() == Some(1), || format!("{output:?}"))
+}
+
+/// Each option of the kernel's selftests, by its letter there and by its name here, and those of page tables.
+#[test(kvm())]
+fn options_are_what_the_result_says_was_asked() -> Result<(), Failed> {
+    let cpus = vellum_sys::host::allowed_cpus()?;
+    let cpu = cpus.first().ok_or("no CPU")?;
+    for (line, asked) in [
+        (
+            format!("dirty-log -b 4m -v 2 -i 3 -w 50 -a -o -e -r 7 -x 2 -g -p 0x140000000 -m 4k -c {cpu},{cpu}"),
+            r#"{"bytes_per_vcpu": 4194304, "vcpus": 2, "iterations": 3, "write_percent": 50.0, "order": "random",
+                "overlap": true, "run_while_disabling": true, "seed": 7, "slots": 2, "tracker": "bitmap",
+                "phys_offset": "0x140000000", "guest_page": "4k"}"#,
+        ),
+        (
+            "dirty-log --bytes 4m --vcpus 2 --iterations 3 --write-percent 50 --random --overlap --seed 7 --slots 2 \
+             --run-while-disabling --no-manual-protect --phys-offset 0x140000000 --latency off"
+                .into(),
+            r#"{"bytes_per_vcpu": 4194304, "vcpus": 2, "iterations": 3, "write_percent": 50.0, "order": "random",
+                "overlap": true, "run_while_disabling": true, "seed": 7, "slots": 2, "tracker": "bitmap",
+                "phys_offset": "0x140000000", "latency": false}"#,
+        ),
+        (
+            format!("dirty-log -b 4m --pin {cpu} --repeat 1"),
+            r#"{"vcpus": 1, "slots": 1, "order": "sequential", "overlap": false, "latency": true}"#,
+        ),
+        ("page-table -b 1m --unpopulated --repeat 1".into(), r#"{"populated": false}"#),
+        ("page-table -b 1m --execute --repeat 1".into(), r#"{"populated": true, "execute": true}"#),
+    ] {
+        asks(&line, asked)?;
+    }
+    Ok(())
+}
+
+/// That the result of the benchmark `line` has these values, a JSON object, among what was asked.
+fn asks(line: &str, values: &str) -> Result<(), Failed> {
+    let (output, report) = bench(line)?;
+    let wanted: serde_json::Map<String, serde_json::Value> = serde_json::from_str(values)?;
+    let wrong = wanted.iter().find(|(name, value)| report.asked.get(*name) != Some(*value));
+    // A result that is invalid on this host says it, too.
+    ensure(wrong.is_none(), || format!("{line}: {wrong:?} of {:?}, {output:?}", report.asked))
+}
+
+/// The same where KVM shadows the guest's page tables.
+#[test(kvm(), shadow_paging())]
+fn options_of_shadow_paging_are_what_the_result_says_was_asked() -> Result<(), Failed> {
+    for (line, asked) in [
+        (
+            "context-switch 2,3 --switches 100 --reads 2 --repeat 1",
+            r#"{"tables": [2, 3], "switches": 100, "reads": 2}"#,
+        ),
+        (
+            "rmap-fork 3 --drop newest,any --pages 16 --repeat 1",
+            r#"{"drop": ["newest", "any"], "pages": 16}"#,
+        ),
+        ("rmap-fork --lengths 4,2 --pages 16 --repeat 1", r#"{"lengths": [2, 4], "pages": 16}"#),
+    ] {
+        asks(line, asked)?;
+    }
+    Ok(())
 }
 
 /// One line that names the flag and what would work, and exit status 2.

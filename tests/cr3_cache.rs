@@ -53,7 +53,7 @@ fn no_cache() -> Need {
 }
 
 fn measure(cr3_cache: Cached, counts: &[u64]) -> Result<Report, bench::Error> {
-    let tables = Tables { counts: counts.to_vec(), mmu_pages: None };
+    let tables = Tables { counts: counts.to_vec() };
     context_switch::run(&Config {
         common: Common::default(),
         tables,

@@ -33,8 +33,6 @@ pub struct Config {
     pub common: Common,
     /// The form of the benchmark.
     pub what: Step,
-    /// KVM's limit on shadow pages. `None` means enough.
-    pub mmu_pages: Option<u64>,
     /// The number of frames that each table maps.
     pub pages: u64,
 }
@@ -83,7 +81,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let mut report = config.common.report("rmap-fork");
     match &config.what {
         Step::Tables(counts, drops) => {
-            let tables = Tables { counts: counts.clone(), mmu_pages: config.mmu_pages };
+            let tables = Tables { counts: counts.clone() };
             tables.ask(&mut report);
             report.ask("drop", drops.iter().map(|drop| drop.name()).collect::<Vec<_>>());
             report.ask("pages", config.pages);
@@ -97,10 +95,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         Step::Lengths(lengths) => {
             // Each table is used once.
             let timed = lengths.len() as u64 * 3;
-            let tables = Tables {
-                counts: vec![lengths.last().copied().unwrap_or(1) + timed],
-                mmu_pages: config.mmu_pages,
-            };
+            let tables = Tables { counts: vec![lengths.last().copied().unwrap_or(1) + timed] };
             tables.ask(&mut report);
             report.ask("lengths", lengths.clone());
             report.ask("pages", config.pages);

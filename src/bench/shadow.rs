@@ -22,8 +22,6 @@ use vellum_sys as sys;
 pub struct Tables {
     /// The numbers of tables, with a machine for each.
     pub counts: Vec<u64>,
-    /// KVM's limit on shadow pages. `None` means enough.
-    pub mmu_pages: Option<u64>,
 }
 
 /// One round with a number of tables: a part of the measurement.
@@ -50,11 +48,8 @@ impl Tables {
     /// Records their parameters.
     pub(super) fn ask(&self, report: &mut Report) {
         report.ask("tables", self.counts.clone());
-        report.ask("mmu_pages", self.counts.iter().map(|&count| self.budget(count)).collect::<Vec<_>>());
-    }
-
-    fn budget(&self, count: u64) -> u64 {
-        self.mmu_pages.unwrap_or_else(|| tables::shadow_pages(count))
+        let budgets: Vec<u64> = self.counts.iter().map(|&count| tables::shadow_pages(count)).collect();
+        report.ask("mmu_pages", budgets);
     }
 
     /// A machine with one vCPU and room for `count` tables. `page` is the page size of its initial
@@ -72,7 +67,7 @@ impl Tables {
         let (code, privilege) = (tables_code(), Privilege::Kernel);
         let config = GuestConfig { code, privilege, page, cr3_cache, ..common.guest(1) };
         let guest = Guest::build(&kvm, memory, config)?;
-        sys::kvm::set_mmu_pages(&guest.vm.fd, self.budget(count))
+        sys::kvm::set_mmu_pages(&guest.vm.fd, tables::shadow_pages(count))
             .map_err(|e| Error::Host("KVM_SET_NR_MMU_PAGES", e))?;
         Ok(guest)
     }

@@ -47,7 +47,7 @@ pub(super) const FLAGS: Flags = &[SHADOW, &[(Field::Cr3Cache, "--cr3-cache:")]];
 
 pub(super) fn run(args: ContextSwitchArgs) -> Result<Exit, Failure> {
     let ContextSwitchArgs { tables, switches, reads, cr3_cache, shadow, output } = args;
-    let tables = Tables { counts: tables, mmu_pages: shadow.mmu_pages };
+    let tables = Tables { counts: tables };
     output.deliver(FLAGS, || {
         context_switch::run(&Config { common: shadow.common(&output), tables, switches, reads, cr3_cache })
     })

@@ -161,10 +161,6 @@ impl RegionArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.")]
 struct ShadowArgs {
-    /// Shadow pages that KVM may use (KVM_SET_NR_MMU_PAGES); enough for all tables unless given
-    #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 64..=u64::from(u32::MAX)))]
-    mmu_pages: Option<u64>,
-
     /// Rounds
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,

@@ -51,7 +51,5 @@ pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {
     lengths.sort_unstable();
     lengths.dedup();
     let what = if lengths.is_empty() { Step::Tables(tables, drop) } else { Step::Lengths(lengths) };
-    let mmu_pages = shadow.mmu_pages;
-    output
-        .deliver(FLAGS, || rmap_fork::run(&Config { common: shadow.common(&output), what, mmu_pages, pages }))
+    output.deliver(FLAGS, || rmap_fork::run(&Config { common: shadow.common(&output), what, pages }))
 }
