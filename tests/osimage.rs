@@ -367,7 +367,13 @@ fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
         ensure(kept.exists(), || "no overlay was kept".into())?;
         fs::remove_file(kept)?;
     }
-    Ok(())
+    // What is no kernel is named as it is in the image.
+    let tree = make_tree(&scratch, "no-kernel", &[("boot/vmlinuz-1", KERNEL), ("etc/fstab", b"")])?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let refused = Command::new(VELLUM).args(["run", "-d"]).arg(&image).output()?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    let names = said.contains("/boot/vmlinuz-1: not a kernel") && !said.contains("/proc/");
+    ensure(refused.status.code() == Some(2) && names, || format!("{refused:?}"))
 }
 
 #[test(tools::program("qemu-img"))]

@@ -33,7 +33,7 @@ pub(crate) struct ImageArgs {
 
     /// Make a user NAME in the guest, by cloud-init: with this user's public SSH keys, the right to use sudo, and a password for the
     /// console, which is printed
-    #[arg(long, value_name = "NAME", requires = "guest", conflicts_with_all = ["user_data", "cloud-init"])]
+    #[arg(long, value_name = "NAME", value_parser = login::user, requires = "guest", conflicts_with_all = ["user_data", "cloud-init"])]
     pub login: Option<String>,
 
     /// What cloud-init does at the first boot: short for --cloud-init user-data=FILE
@@ -55,6 +55,8 @@ pub(crate) struct ImageArgs {
 pub(super) struct Prepared {
     /// The kernel or firmware.
     pub kernel: PathBuf,
+    /// What messages call it, if the user has given it another way than by `--kernel`.
+    name: Option<String>,
     /// Who can log in by SSH.
     pub login: Option<Login>,
     /// The files behind paths below /proc/self/fd. They stay open until the machine has them.
@@ -80,7 +82,10 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     let needs_disk = args.image.login.is_some() || args.image.keep || args.image.user_data.is_some();
     let Some(mut disk) = args.devices.disk().cloned() else {
         return match given {
-            Some(kernel) if !needs_disk => Ok(Prepared { kernel, login: None, _files: Vec::new() }),
+            Some(kernel) if !needs_disk => {
+                let name = args.image.firmware.as_ref().map(|_| format!("--firmware {}", kernel.display()));
+                Ok(Prepared { kernel, name, login: None, _files: Vec::new() })
+            }
             _ => Err(Failure::usage("--login, --user-data and --keep need a disk image: --disk IMAGE")),
         };
     };
@@ -90,9 +95,15 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     if is_installed && disk.overlay.is_none() && !disk.readonly && !disk.into_image {
         disk.overlay = Some(Place::Discard);
     }
-    let kernel = match given {
-        Some(kernel) => kernel,
-        None => find(args, &disk, mode, &mut files)?,
+    let (kernel, called) = match given {
+        Some(kernel) => {
+            let called = args.image.firmware.as_ref().map(|_| format!("--firmware {}", kernel.display()));
+            (kernel, called)
+        }
+        None => {
+            let (kernel, path) = find(args, &disk, mode, &mut files)?;
+            (kernel, Some(format!("--disk {}: {path}", disk.path.display())))
+        }
     };
     args.devices.set_disk(disk);
     if is_installed {
@@ -112,7 +123,20 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     if let Some(path) = args.image.user_data.clone() {
         args.devices.add(login::seed(path, None));
     }
-    Ok(Prepared { kernel, login, _files: files })
+    Ok(Prepared { kernel, name: called, login, _files: files })
+}
+
+impl Prepared {
+    /// A failure about the kernel, by the name that the user knows.
+    pub fn name(&self, failure: Failure) -> Failure {
+        match &self.name {
+            Some(name) => {
+                let message = failure.message.replace(&format!("--kernel {}", self.kernel.display()), name);
+                Failure { message, ..failure }
+            }
+            None => failure,
+        }
+    }
 }
 
 /// Gives `disk` an overlay that is kept under the machine's name: the directory with it.
@@ -128,13 +152,14 @@ fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
     Ok(directory)
 }
 
-/// Finds the kernel of `disk`, and sets the initrd and the command line.
+/// Finds the kernel of `disk`, and sets the initrd and the command line: the kernel as an open file, and its
+/// path in the image.
 fn find(
     args: &mut KernelArgs,
     disk: &BlkConfig,
     mode: Mode,
     files: &mut Vec<File>,
-) -> Result<PathBuf, Failure> {
+) -> Result<(PathBuf, String), Failure> {
     let view = blk::view(disk).map_err(|error| Failure::of(&error, FLAGS))?;
     let path = disk.path.display();
     let remedy = "; --kernel FILE and --initrd FILE name a kernel that is beside it";
@@ -159,7 +184,7 @@ fn find(
     args.cmdline = vec![about.cmdline];
     args.cmdline.extend(console(&args.cmdline[0], default_cmdline(args.uart)));
     args.cmdline.extend(own);
-    Ok(descriptor(found.kernel, files))
+    Ok((descriptor(found.kernel, files), about.kernel))
 }
 
 /// The console of `defaults` for a command line of `image` that ends with another one. The last is the

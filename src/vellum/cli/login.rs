@@ -53,7 +53,6 @@ pub(super) fn prepare(
     kept: Option<&Path>,
     files: &mut Vec<File>,
 ) -> Result<Login, Failure> {
-    check(user)?;
     let host = |what: &str, error: std::io::Error| Failure::host(format!("--login: {what}: {error}"));
     let port = free_port().map_err(|error| host("a port for SSH", error))?;
     let address = Ipv4Addr::LOCALHOST.into();
@@ -121,15 +120,15 @@ pub(super) fn prepare(
     Ok(Login { config, port })
 }
 
-/// A name that useradd(8) takes.
-fn check(user: &str) -> Result<(), Failure> {
+/// The value of `--login`: a name that useradd(8) takes.
+pub(super) fn user(user: &str) -> Result<String, &'static str> {
     let sound = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-".contains(&byte);
     let first = user.bytes().next().is_some_and(|byte| byte.is_ascii_lowercase() || byte == b'_');
     match first && user.len() <= 32 && user.bytes().all(sound) {
-        true => Ok(()),
-        false => Err(Failure::usage(format!(
-            "--login '{user}': a name of 1 to 32 small letters, digits, `-` and `_` is expected; the first is a letter"
-        ))),
+        true => Ok(user.to_owned()),
+        false => {
+            Err("a name of 1 to 32 small letters, digits, `-` and `_` is expected; the first is a letter")
+        }
     }
 }
 
@@ -271,10 +270,10 @@ mod tests {
     #[test]
     fn names_of_users() {
         for good in ["ada", "_a", "a-b_9"] {
-            assert!(check(good).is_ok(), "{good}");
+            assert!(user(good).is_ok(), "{good}");
         }
         for bad in ["", "Ada", "9a", "-a", "a b", "a:b", &"a".repeat(33)] {
-            assert!(check(bad).is_err(), "{bad}");
+            assert!(user(bad).is_err(), "{bad}");
         }
     }
 }

@@ -161,7 +161,7 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
             return launch::run(plan, args.kernel, args.memory, config, process);
         }
         let prepared = image::prepare(&mut args.kernel, args.name.as_deref(), args.sandbox)?;
-        return match args.name.filter(|_| args.kernel.image.ssh) {
+        let ended = match args.name.filter(|_| args.kernel.image.ssh) {
             Some(name) => ssh::beside(&prepared, args.kernel, &name, args.memory, config, process),
             None => kernel::boot(
                 args.kernel,
@@ -172,6 +172,7 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
                 Ready::none(),
             ),
         };
+        return ended.map_err(|failure| prepared.name(failure));
     }
     let place = args.result.open()?;
     match run_workload(&args) {
