@@ -176,9 +176,18 @@ fn ubuntu_has_boot_apart_and_a_root_by_its_partition() -> Result<(), Failed> {
     let boot = [("vmlinuz-6.8", KERNEL), ("initrd.img-6.8", INITRD), ("grub/grub.cfg", menu.as_bytes())];
     let (boot, root) =
         (make_tree(&scratch, "boot", &boot)?, make_tree(&scratch, "root", &[("etc/fstab", b"")])?);
-    let parts = [(16, "linux", Files::Ext4(&boot, BOOT)), (1, "linux", Files::Ext4(&root, ROOT))];
+    let efi = format!("search.fs_uuid {BOOT} root\nset prefix=($root)'/grub'\nconfigfile $prefix/grub.cfg\n");
+    let esp = make_tree(&scratch, "esp", &[("EFI/ubuntu/grub.cfg", efi.as_bytes())])?;
+    let parts = [
+        (15, "uefi", Files::Fat(&esp)),
+        (16, "linux", Files::Ext4(&boot, BOOT)),
+        (1, "linux", Files::Ext4(&root, ROOT)),
+    ];
     let image = disk(&scratch, "gpt", &parts)?;
-    boots(&image, "/vmlinuz-6.8", "root=PARTUUID=x ro console=tty1 console=ttyS0", true).map(drop)
+    let found = boots(&image, "/vmlinuz-6.8", "root=PARTUUID=x ro console=tty1 console=ttyS0", true)?;
+    // The script itself is named, and not the one on the EFI system partition that leads to it.
+    let place = &found["boots"]["Ok"]["place"];
+    ensure(place == "/grub/grub.cfg of partition 16", || format!("{found:#}"))
 }
 
 #[test(makers())]

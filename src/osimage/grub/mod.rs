@@ -13,7 +13,7 @@ const PREFIXES: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
 
 /// What each of the disk's scripts boots, the default first, and the other entries after it.
 pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
-    let mut scripts = Vec::new();
+    let (mut scripts, mut stubs) = (Vec::new(), Vec::new());
     for (at, volume, files) in disk.readable() {
         for prefix in PREFIXES {
             let path = format!("{prefix}/grub.cfg");
@@ -21,17 +21,17 @@ pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
                 scripts.push((at, prefix.to_owned(), path, volume));
             }
         }
-        // On an EFI system partition: a script that leads to the other one.
+        // On an EFI system partition: a script that leads to the other one, wherever that is.
         for vendor in files.names("/EFI") {
             let prefix = format!("/EFI/{vendor}");
             let path = format!("{prefix}/grub.cfg");
             if files.exists(&path) {
-                scripts.push((at, prefix, path, volume));
+                stubs.push((at, prefix, path, volume));
             }
         }
     }
     let mut found = Vec::new();
-    for (at, prefix, path, volume) in scripts {
+    for (at, prefix, path, volume) in scripts.into_iter().chain(stubs) {
         let place = format!("{path} of {}", volume.name());
         match script(disk, at, &prefix, &path) {
             Ok(entries) => found.extend(entries.into_iter().map(|entry| (place.clone(), entry))),
