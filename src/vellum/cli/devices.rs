@@ -270,6 +270,7 @@ mod tests {
         for (flag, value, remedy) in [
             ("--disk", "path=", "a path is expected"),
             ("--disk", "a,queues=17", "1 to 16"),
+            ("--disk", "a,size=1000b", "not a multiple of 512"),
             ("--disk", "a,raedonly", "did you mean 'readonly'"),
             ("--net", "mac=02:00:00:00:00:01", "'tap=' is missing"),
             ("--net", "tap=a,mac=01:00:00:00:00:01", "first byte even"),

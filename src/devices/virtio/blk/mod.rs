@@ -172,7 +172,10 @@ fn parse(text: &str) -> Result<BlkConfig, keyvalue::Error> {
     }
     config.size = kv.with("size", |text| match text {
         _ if readonly => Err("a read-only disk cannot grow; leave one of the two out".to_owned()),
-        text => keyvalue::size(text, 1 << 20),
+        text => keyvalue::size(text, 1 << 20).and_then(|size| match size.is_multiple_of(SECTOR) {
+            true => Ok(size),
+            false => Err(format!("{size} bytes are not a multiple of {SECTOR}")),
+        }),
     })?;
     config.serial = kv.text("serial").map(str::to_owned);
     config.queues = kv.with("queues", |text| number(text, 1..=MAX_QUEUES))?.unwrap_or(1);
