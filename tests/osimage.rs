@@ -8,13 +8,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output, Stdio};
 
 use serde_json::Value;
+use support::env::TestEnv;
 use support::guests::Code;
 use support::{Failed, Need, Random, Scratch, Tests, ensure, hosts, test, tools};
 
-const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 /// UUIDs of file systems.
 const ROOT: &str = "3c9d6b1e-8f2a-4a53-b1d2-0d4a3a1f7b11";
 const BOOT: &str = "7f0e2d94-55aa-4c1b-9e3d-2b8c6a7d9e02";
+
+support::vellum!();
 
 fn main() -> ExitCode {
     Tests::from_args().run()
@@ -347,6 +349,38 @@ fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
         }
     }
     ensure(answers[0] > 0, || format!("{answers:?}"))
+}
+
+/// Two machines want one name: the second is refused before it touches what the first has for SSH, and a later one without a user does not
+/// inherit that.
+#[test(makers(), hosts::kvm(), tools::program("ssh-keygen"))]
+fn a_second_machine_leaves_the_access_of_the_first_alone() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let scratch = Scratch::new()?;
+    let kernel = Code::default().print("runs\n").spin().elf64();
+    let tree = make_tree(
+        &scratch,
+        "root",
+        &[("boot/vmlinuz-1", &kernel[..]), ("usr/bin/cloud-init", b""), ("etc/fstab", b"")],
+    )?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let run = format!("run -m 64m --serial null -d {}", image.display());
+    let access = env.socket("one").with_file_name("one.ssh");
+    fs::create_dir_all(&access)?;
+    fs::write(access.join("config"), "an earlier machine's")?;
+    let _first = env.run("one", &run)?;
+    ensure(!access.exists(), || "the access of an earlier machine is still there".into())?;
+    let refused = env.vellum("ssh one")?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure(refused.status.code() == Some(2) && said.contains("was not started for SSH"), || said.clone())?;
+    fs::create_dir(&access)?;
+    fs::write(access.join("config"), "the first machine's")?;
+    let refused = env.vellum(&format!("{run} --name one --login me"))?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure(refused.status.code() == Some(2) && said.contains("--name") && said.contains("in use"), || {
+        said.clone()
+    })?;
+    ensure(fs::read(access.join("config"))? == b"the first machine's", || "it was replaced".into())
 }
 
 /// A kernel of a few bytes, which says something and switches the machine off, in a disk that is raw or qcow2, under the overlay that is the

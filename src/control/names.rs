@@ -114,13 +114,21 @@ pub fn socket(name: &str) -> Result<PathBuf, Error> {
     Ok(path.join(format!("{name}.sock")))
 }
 
-/// The directory of what belongs to the SSH access of machine `name`, beside its socket. Creates it.
+/// The directory of what belongs to the SSH access of machine `name`, beside its socket. It may not exist.
+///
+/// # Errors
+/// As [`socket`].
+pub fn ssh_directory(name: &str) -> Result<PathBuf, Error> {
+    Ok(socket(name)?.with_file_name(format!("{name}.ssh")))
+}
+
+/// The same, which is created if it does not exist.
 ///
 /// # Errors
 /// As [`own_socket`].
-pub fn ssh_directory(name: &str) -> Result<PathBuf, Error> {
-    check(name)?;
-    let path = make_directory()?.join(format!("{name}.ssh"));
+pub fn make_ssh_directory(name: &str) -> Result<PathBuf, Error> {
+    make_directory()?;
+    let path = ssh_directory(name)?;
     private_directory(&path)?;
     Ok(path)
 }

@@ -13,6 +13,7 @@ use super::kernel::KernelArgs;
 use super::login::{self, Login};
 use super::output::say;
 use super::run_flags::FLAGS;
+use vellum_control::client::Client;
 use vellum_control::names;
 use vellum_devices::virtio::blk::{self, BlkConfig};
 use vellum_devices::virtio::net;
@@ -22,6 +23,7 @@ use vellum_disk::overlay::Place;
 use vellum_kvm::arch::boot::default_cmdline;
 use vellum_osimage::confined;
 use vellum_sandbox::Mode;
+use vellum_sys::socket::SocketError;
 
 /// An operating system in a disk image.
 #[derive(Debug, Args)]
@@ -78,6 +80,9 @@ pub(super) fn default_name(args: &KernelArgs) -> Option<String> {
 /// Completes `args` for the operating system of the first disk: its kernel, unless one is given, an
 /// overlay, a network, and who can log in.
 pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> Result<Prepared, Failure> {
+    if let Some(name) = name {
+        free(name)?;
+    }
     let given = args.kernel.clone().or_else(|| args.image.firmware.clone());
     let needs_disk = args.image.login.is_some() || args.image.keep || args.image.user_data.is_some();
     let Some(mut disk) = args.devices.disk().cloned() else {
@@ -124,6 +129,22 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
         args.devices.add(login::seed(path, None));
     }
     Ok(Prepared { kernel, name: called, login, _files: files })
+}
+
+/// Refuses the name of a machine that runs, whose keys a guest with a user would replace; and removes what
+/// an earlier machine of that name has left, so that `vellum ssh` does not take it for this one's.
+fn free(name: &str) -> Result<(), Failure> {
+    let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    if Client::connect(&socket).is_ok() {
+        return Err(Failure::usage(format!("--name: {}", SocketError::InUse(socket))));
+    }
+    let directory = names::ssh_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    match std::fs::remove_dir_all(&directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Failure::host(format!("{}: {error}", directory.display())))
+        }
+        _ => Ok(()),
+    }
 }
 
 impl Prepared {

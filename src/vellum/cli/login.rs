@@ -28,6 +28,8 @@ use vellum_sys::random;
 const ALPHABET: &[u8; 32] = b"abcdefghjkmnpqrstuvwxyz23456789-";
 /// Characters of a password: 60 bits.
 const PASSWORD: usize = 12;
+/// Characters of an instance's ID.
+const INSTANCE: usize = 8;
 /// The public keys that ssh(1) uses.
 const KEYS: [&str; 4] = ["id_ed25519.pub", "id_ed25519_sk.pub", "id_ecdsa.pub", "id_rsa.pub"];
 
@@ -60,7 +62,9 @@ pub(super) fn prepare(
     // A kept machine has its identity for good; another one has it as long as it runs.
     let directory = match (kept, name) {
         (Some(kept), _) => Some(kept.to_owned()),
-        (None, Some(name)) => Some(names::ssh_directory(name).map_err(|error| Failure::of(&error, FLAGS))?),
+        (None, Some(name)) => {
+            Some(names::make_ssh_directory(name).map_err(|error| Failure::of(&error, FLAGS))?)
+        }
         (None, None) => None,
     };
     let is_new = kept.is_none_or(|kept| !kept.join("user-data").exists());
@@ -69,10 +73,12 @@ pub(super) fn prepare(
         _ => None,
     };
     if is_new {
-        let password = password().map_err(|error| host("a password", error))?;
+        let password = letters(PASSWORD).map_err(|error| host("a password", error))?;
+        // A new ID has cloud-init set the guest up. It is no secret in the guest.
+        let instance = letters(INSTANCE).map_err(|error| host("an instance ID", error))?;
         let user_data = user_data(user, &password, identity.as_ref())?;
-        let id =
-            format!("instance-id: vellum-{}\nlocal-hostname: {}\n", &password[..8], name.unwrap_or("vellum"));
+        let hostname = name.unwrap_or("vellum");
+        let id = format!("instance-id: vellum-{instance}\nlocal-hostname: {hostname}\n");
         let seed = match kept {
             Some(kept) => {
                 let write = |file: &str, text: &str| {
@@ -103,8 +109,10 @@ pub(super) fn prepare(
     let config = match (directory, identity) {
         (Some(directory), Some(identity)) => {
             let config = identity.configure(&directory, name.unwrap_or("vellum"), user, port)?;
-            let link =
-                name.map(names::ssh_directory).transpose().map_err(|error| Failure::of(&error, FLAGS))?;
+            let link = name
+                .map(names::make_ssh_directory)
+                .transpose()
+                .map_err(|error| Failure::of(&error, FLAGS))?;
             match link {
                 // A kept machine's configuration lies elsewhere.
                 Some(runtime) if runtime != directory => {
@@ -132,8 +140,9 @@ pub(super) fn user(user: &str) -> Result<String, &'static str> {
     }
 }
 
-fn password() -> std::io::Result<String> {
-    let mut bytes = [0; PASSWORD];
+/// Random characters of [`ALPHABET`].
+fn letters(count: usize) -> std::io::Result<String> {
+    let mut bytes = vec![0; count];
     random::fill(&mut bytes)?;
     Ok(bytes.iter().map(|byte| char::from(ALPHABET[usize::from(byte % 32)])).collect())
 }
