@@ -18,7 +18,7 @@ pub struct Tally {
     /// For a laboratory that runs this one, on the host outside.
     record: Record,
     passed: u64,
-    failures: Vec<String>,
+    failures: Vec<Failure>,
     /// Skipped tests by where and why.
     skipped: BTreeMap<(String, String), Vec<String>>,
     /// All of them, where somebody wants to have them.
@@ -27,6 +27,30 @@ pub struct Tally {
     held_to_setup: bool,
     /// Where the time goes.
     clock: Clock,
+}
+
+/// A test that failed.
+struct Failure {
+    /// The test host and the test.
+    what: String,
+    /// What the test says of it.
+    why: String,
+}
+
+/// Characters of a failure's reason that are repeated at the end, half of them from each of its ends.
+const REPEATED: usize = 3000;
+
+/// A failure's reason in at most `REPEATED` characters, indented.
+fn repeated(why: &str) -> String {
+    let count = why.chars().count();
+    let mut text: String = why.chars().take(REPEATED.min(count)).collect();
+    if count > REPEATED {
+        let half = REPEATED / 2;
+        let (first, last) = (why.chars().take(half), why.chars().skip(count - half));
+        let left = format!(" [{} characters are above] ", count - 2 * half);
+        text = first.chain(left.chars()).chain(last).collect();
+    }
+    text.lines().map(|line| format!("    {line}\n")).collect()
 }
 
 impl Tally {
@@ -145,7 +169,9 @@ impl Tally {
         }
         match &outcome {
             Outcome::Passed => self.passed += 1,
-            Outcome::Failed(_) => self.failures.push(format!("{host}: {what}")),
+            Outcome::Failed(why) => {
+                self.failures.push(Failure { what: format!("{host}: {what}"), why: why.clone() });
+            }
             Outcome::Skipped(why) => {
                 let key = (host.to_owned(), why.clone());
                 self.skipped.entry(key).or_default().push(what.to_owned());
@@ -159,7 +185,7 @@ impl Tally {
         self.count(host, what, Outcome::Passed);
     }
 
-    /// A test failed.
+    /// A test failed, and what it says of that has been shown.
     pub fn fail(&mut self, host: &str, what: &str) {
         self.count(host, what, Outcome::Failed("it stands above".into()));
     }
@@ -173,7 +199,7 @@ impl Tally {
             }
             Err(error) => {
                 self.show(&format!("{host}: {what}: FAILED\n{error}"));
-                self.fail(host, what);
+                self.count(host, what, Outcome::Failed(error.to_string()));
             }
         }
     }
@@ -187,7 +213,7 @@ impl Tally {
     pub fn lack(&mut self, host: &str, what: &str, why: &str) {
         if self.held_to_setup {
             self.show(&format!("{host}: {what}: FAILED: {why}"));
-            self.fail(host, what);
+            self.count(host, what, Outcome::Failed(why.to_owned()));
         } else {
             self.skip(host, what, why);
         }
@@ -211,7 +237,8 @@ impl Tally {
         self.skipped.values().map(Vec::len).sum()
     }
 
-    /// The one list, and the closing line alone on a line; where a laboratory outside makes that list, its record's end.
+    /// What was skipped, the times, what failed and why, and the closing line alone on a line: the end of a long output is what
+    /// people see, and what is kept of it. Where a laboratory outside makes these lists, its record's end.
     pub fn close(&self) {
         if self.record.is_kept() {
             self.record.write(&Line::End(self.passed + (self.failed() + self.skipped()) as u64));
@@ -223,11 +250,14 @@ impl Tally {
         for ((host, why), names) in &self.skipped {
             println!("  {host}: {}\n    {why}", names.join(", "));
         }
+        println!("\n{}", self.times());
         if !self.failures.is_empty() {
-            println!("\nFailed:");
-            self.failures.iter().for_each(|failure| println!("  {failure}"));
+            println!("Failed:");
         }
-        println!("\n{}\n{}", self.times(), self.closing_line());
+        for Failure { what, why } in &self.failures {
+            print!("  {what}\n{}", repeated(why));
+        }
+        println!("\n{}", self.closing_line());
     }
 
     fn closing_line(&self) -> String {
@@ -249,6 +279,20 @@ mod tests {
 
     fn test(name: &str, outcome: Outcome) -> Line {
         Line::Test { name: name.into(), outcome }
+    }
+
+    fn failed(tally: &Tally) -> Vec<&str> {
+        tally.failures.iter().map(|failure| failure.what.as_str()).collect()
+    }
+
+    #[test]
+    fn a_failure_is_repeated_with_its_reason_unless_that_is_long() {
+        let mut tally = tally();
+        tally.program("local", "boot", &lines(&sample()), false);
+        assert_eq!(repeated(&tally.failures[0].why), "    1 is not 2\n");
+        let long = repeated(&format!("first{}\nlast", "é".repeat(2 * REPEATED)));
+        assert!(long.starts_with("    firsté") && long.ends_with("é\n    last\n"), "{long}");
+        assert!(long.chars().count() < REPEATED + 100 && long.contains(" characters are above] "));
     }
 
     #[test]
@@ -276,7 +320,7 @@ mod tests {
         let mut tally = tally();
         tally.program("svm npt=1", "boot", &lines(&sample()), false);
         assert_eq!(tally.closing_line(), "1 passed, 1 failed, 1 skipped");
-        assert_eq!(tally.failures, ["svm npt=1: boot::bad"]);
+        assert_eq!(failed(&tally), ["svm npt=1: boot::bad"]);
         let key = ("svm npt=1".to_owned(), "needs KVM".to_owned());
         assert_eq!(tally.skipped[&key], ["boot::left"]);
     }
@@ -294,7 +338,7 @@ mod tests {
         assert_eq!(tally.closing_line(), "0 passed, 0 failed, 4 skipped");
         tally.hold_to_setup();
         skips(&mut tally);
-        assert_eq!(tally.failures, ["local: gdb::looks", "linux: a disk"]);
+        assert_eq!(failed(&tally), ["local: gdb::looks", "linux: a disk"]);
     }
 
     #[test]
@@ -303,7 +347,7 @@ mod tests {
         planted.remove(0);
         let mut tally = tally();
         tally.program("local", "boot", &lines(&planted), false);
-        assert_eq!(tally.failures[1], "local: boot (3 tests ran, and 2 were counted)");
+        assert_eq!(tally.failures[1].what, "local: boot (3 tests ran, and 2 were counted)");
     }
 
     #[test]
@@ -312,12 +356,12 @@ mod tests {
         cut.truncate(1);
         let mut tally = tally();
         tally.program("local", "boot", &lines(&cut), true);
-        assert_eq!(tally.failures, ["local: boot (it did not come to its end; 1 tests were counted)"]);
+        assert_eq!(failed(&tally), ["local: boot (it did not come to its end; 1 tests were counted)"]);
         tally.program("local", "mute", &lines(&[Line::End(0)]), false);
-        assert!(tally.failures[1].contains("names no failure"), "{:?}", tally.failures);
+        assert!(tally.failures[1].what.contains("names no failure"), "{:?}", failed(&tally));
         let broken = lines(&cut) + "{\"test\":{\"na";
         tally.program("local", "broken", &broken, true);
-        assert!(tally.failures[2].contains("local: broken"), "{:?}", tally.failures);
+        assert!(tally.failures[2].what.contains("local: broken"), "{:?}", failed(&tally));
         assert_eq!(tally.closing_line(), "2 passed, 3 failed, 0 skipped");
     }
 
@@ -333,6 +377,6 @@ mod tests {
         let mut outer = tally();
         outer.program("svm npt=0", "", &record, false);
         assert_eq!(outer.closing_line(), "1 passed, 1 failed, 2 skipped");
-        assert_eq!(outer.failures, ["svm npt=0: boot::bad"]);
+        assert_eq!(failed(&outer), ["svm npt=0: boot::bad"]);
     }
 }
