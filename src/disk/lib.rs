@@ -7,6 +7,7 @@ pub mod copy;
 pub mod format;
 pub mod overlay;
 pub mod qcow2;
+mod unpacked;
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};

@@ -21,6 +21,8 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use vellum_kvm::memory::slices::Slices;
 
+use crate::unpacked::Unpacked;
+
 /// The first four bytes.
 const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Bytes of a header of version 3 without its extensions.
@@ -312,6 +314,7 @@ pub struct Named {
 pub struct Qcow2 {
     access: FormatAccess<ImageFile>,
     version: u32,
+    unpacked: Unpacked,
 }
 
 impl Qcow2 {
@@ -335,7 +338,7 @@ impl Qcow2 {
             (false, Some(_)) => return Err(Error::NoDataFile),
         };
         let access = FormatAccess::new(builder.open(DenyImplicitOpenGate::default())?);
-        Ok(Self { access, version: header.version })
+        Ok(Self { access, version: header.version, unpacked: Unpacked::new(header.cluster) })
     }
 
     fn open_backing(file: File) -> Result<FormatAccess<ImageFile>, Error> {
@@ -361,6 +364,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image cannot grow, as one with snapshots in version 2.
     pub fn grow(&mut self, size: u64) -> io::Result<()> {
+        self.unpacked.forget(0, u64::MAX);
         self.access.resize_grow(size, PreallocateMode::None)?;
         self.flush()
     }
@@ -390,20 +394,46 @@ impl Qcow2 {
             },
             Mapping::Zero { .. } => Ok(data.zero(len)),
             Mapping::Eof { .. } => Ok(0),
-            _ => {
-                let mut bytes = vec![0; len];
-                self.access.read(&mut bytes, at)?;
-                Ok(data.write(&bytes))
-            }
+            _ => self.compressed(at, |bytes| data.write(&bytes[..len.min(bytes.len())])),
         }
+    }
+
+    /// Calls `with` with the rest of the compressed cluster from `at` on.
+    fn compressed<T>(&self, at: u64, with: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
+        self.unpacked.read(at, self.size(), |bytes, start| self.access.read(bytes, start), with)
     }
 
     /// Reads exactly `bytes` from `at` on.
     ///
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
-    pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
-        self.access.read(bytes, at)
+    pub fn read_exact_at(&self, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let (mapping, len) = self.access.get_mapping(at, bytes.len() as u64)?;
+            let part = &mut bytes[..len as usize];
+            let count = match mapping {
+                Mapping::Raw { storage, offset, .. } => {
+                    read_or_zero(&storage.file, part, offset)?;
+                    part.len()
+                }
+                Mapping::Zero { .. } => {
+                    part.fill(0);
+                    part.len()
+                }
+                Mapping::Eof { .. } => 0,
+                _ => self.compressed(at, |cluster| {
+                    let count = part.len().min(cluster.len());
+                    part[..count].copy_from_slice(&cluster[..count]);
+                    count
+                })?,
+            };
+            if count == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            bytes = &mut bytes[count..];
+            at += count as u64;
+        }
+        Ok(())
     }
 
     /// Whether the `len` bytes from `at` on read as zeroes without a look at them, and for how many of them that is so.
@@ -420,6 +450,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
+        self.unpacked.forget(at, data.left() as u64);
         let mapping = self.access.prepare_data_mapping(at, data.left() as u64, true)?;
         let (file, offset, len) = (&mapping.storage().file, mapping.offset(), mapping.length() as usize);
         let mut done = 0;
@@ -440,6 +471,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn write_all_at(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {
+        self.unpacked.forget(at, bytes.len() as u64);
         self.access.write(bytes, at)
     }
 
@@ -448,6 +480,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn zero(&mut self, at: u64, len: u64, discard: bool) -> io::Result<()> {
+        self.unpacked.forget(at, len);
         if self.version > 2 {
             return if discard {
                 self.access.discard_to_zero(at, len)

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::panic::{self, AssertUnwindSafe};
 use std::rc::Rc;
 
-use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, Signal, setrlimit};
 use serde::{Deserialize, Serialize};
 
 use vellum_sandbox::{Mode, Sandbox, ThreadKind};
@@ -16,7 +16,8 @@ use vellum_sys::mmap::memfd;
 
 use super::{Boot, Disk, ReadAt, VolumeInfo, find as search};
 
-/// How long the search may take of a CPU.
+/// How long the search may take of a CPU. SIGXCPU ends it then, and the status tells so. Emulated hosts
+/// are a hundred times slower than others.
 const CPU_SECONDS: u64 = 60;
 /// The longest answer.
 const MAX_ANSWER: u64 = 1 << 20;
@@ -93,8 +94,11 @@ pub fn find(disk: Rc<dyn ReadAt>, mode: Mode) -> Result<Examined, String> {
             let mut text = Vec::new();
             answer.take(MAX_ANSWER).read_to_end(&mut text).map_err(host)?;
             let status = child.wait().map_err(host)?;
-            let said: Result<Answer, String> = serde_json::from_slice(&text).map_err(|_| {
-                format!("its reader ended with status {status} and no answer: the image may be damaged")
+            let said: Result<Answer, String> = serde_json::from_slice(&text).map_err(|_| match status {
+                _ if i32::from(status) == 128 + Signal::XCPU.as_raw() => {
+                    format!("reading it took more than {CPU_SECONDS} s of a CPU")
+                }
+                _ => format!("its reader ended with status {status} and no answer: it may be damaged"),
             })?;
             let Answer { volumes, boots } = said.map_err(|why| visible(&why))?;
             for file in [&mut kernel, &mut initrd] {
@@ -124,7 +128,8 @@ pub fn find(disk: Rc<dyn ReadAt>, mode: Mode) -> Result<Examined, String> {
 
 fn work(disk: Rc<dyn ReadAt>, mode: Mode, kernel: &mut File, initrd: &mut File) -> Result<Answer, String> {
     let confine = || -> Result<(), String> {
-        let limit = Rlimit { current: Some(CPU_SECONDS), maximum: Some(CPU_SECONDS) };
+        // At the second limit the signal would be SIGKILL, which has other reasons, too.
+        let limit = Rlimit { current: Some(CPU_SECONDS), maximum: Some(CPU_SECONDS + 1) };
         setrlimit(Resource::Cpu, limit).map_err(|error| error.to_string())?;
         let mut sandbox = Sandbox::new(mode);
         sandbox.process().map_err(|error| error.to_string())?;

@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Command;
 
+use support::env::Process;
 use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_sys::terminal::open_pty;
 
@@ -53,14 +54,17 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     host(&["stty", "-F", &tty, "sane"])?;
     let (bed_flags, bed_cmdline) = for_this_bed();
     let cmdline = format!("systemd.show_status=0 {bed_cmdline}");
-    let mut child = Command::new("setsid")
+    let mut command = Command::new("setsid");
+    command
         .args(["-c", VELLUM, "run", "-d", disk, "--login", USER, "--name", name])
         .args(["--timeout", "7000s", "-p", cmdline.trim()])
         .args(bed_flags)
         .stdin(slave.try_clone()?)
         .stdout(slave.try_clone()?)
-        .stderr(slave)
-        .spawn()?;
+        .stderr(slave);
+    let mut child = Process::spawn(&mut command)?;
+    // The slave's end that this process has would keep the terminal open.
+    drop(command);
     let said = until(&mut master, " login: ")?;
     ensure(said.contains(place) && said.contains("Debian GNU/Linux"), || said.clone())?;
     ensure(said.ends_with(&format!("{name} login: ")), || said.clone())?;
