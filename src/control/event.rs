@@ -151,7 +151,11 @@ pub enum Event {
         us: u64,
     },
     /// The link dropped during postcopy. Faulting vCPUs wait until a new connection continues it.
-    Severed {},
+    Severed {
+        /// The reason. Empty if the machine's Vellum is older than this field.
+        #[serde(default)]
+        why: String,
+    },
     /// How long the guest waited for pages after postcopy.
     Waited(Waited),
     /// A migration ended and the guest continues here.

@@ -85,8 +85,10 @@ pub enum SenderEvent {
     Unconfirmed,
     /// The guest runs on the target, which lacks some of its memory.
     Ahead,
-    /// The link was cut meanwhile, or, otherwise, there is one again.
-    Severed(bool),
+    /// The link was cut meanwhile, and why.
+    Severed(String),
+    /// There is a link again.
+    Recovered,
     /// The guest stays, and why.
     Stayed(String),
     /// The guest runs on the target.

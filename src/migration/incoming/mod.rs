@@ -258,11 +258,10 @@ impl Incoming {
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
                 Said::Refused(why) => self.gone = Some(Error::Refused(why)),
                 Said::DiskChanged(why) => self.gone = Some(Error::DiskChanged(why)),
-                Said::Lacks(lacks) => {
-                    if self.lacks != lacks && lacks == Some(true) {
-                        self.news.push(Event::Severed {});
-                    }
-                    self.lacks = lacks;
+                Said::Lacks(lacks) => self.lacks = lacks,
+                Said::Severed(why) => {
+                    self.lacks = Some(true);
+                    self.news.push(Event::Severed { why });
                 }
                 Said::Waited(waited) => self.news.push(Event::Waited(waited)),
                 Said::Fetched(fetched) => self.news.push(Event::Fetched(fetched)),

@@ -317,12 +317,15 @@ impl<P: SaveState> MigratableMachine<P> {
                     self.tell(Event::Ahead { us });
                 }
             }
-            SenderEvent::Severed(severed) => {
+            SenderEvent::Severed(why) => {
                 if let Some(leaving) = self.operation.leaving_mut() {
-                    leaving.severed = severed;
+                    leaving.severed = true;
                 }
-                if severed {
-                    self.tell(Event::Severed {});
+                self.tell(Event::Severed { why });
+            }
+            SenderEvent::Recovered => {
+                if let Some(leaving) = self.operation.leaving_mut() {
+                    leaving.severed = false;
                 }
             }
             SenderEvent::Stayed(why) => self.stay(why),

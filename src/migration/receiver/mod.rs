@@ -144,6 +144,8 @@ pub enum Said {
     Fetched(Fetched),
     /// It lacks some of its memory, and whether it is cut off from what has that; or lacks nothing any more.
     Lacks(Option<bool>),
+    /// The link was cut while it lacks some of its memory, and why.
+    Severed(String),
     /// For how long its guest has waited for pages.
     Waited(Waited),
     /// The source has understood, or needs nothing any more.

@@ -171,7 +171,7 @@ impl Receiving {
                      is recovered there; without the source it cannot go on",
                     memory::short_size(left)
                 );
-                self.machine.say(Said::Lacks(Some(true)))?;
+                self.machine.say(Said::Severed(why))?;
             }
             Action::Settle => {
                 let word = self.fence.as_ref().map(|fence| fence.step(Ownership::Open, Ownership::Withdrawn));

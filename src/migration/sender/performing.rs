@@ -140,7 +140,7 @@ impl Sending {
                 tracing::warn!(
                     "the link was cut ({why}), and the target lacks some of the guest's memory; another link goes on"
                 );
-                self.machine.say(Said::SenderEvent(SenderEvent::Severed(true)))?;
+                self.machine.say(Said::SenderEvent(SenderEvent::Severed(why)))?;
             }
             Action::Reconnect => {
                 if let Some(link) = self.link.take() {

@@ -106,7 +106,7 @@ impl Sending {
             self.link = None;
             return None;
         }
-        if self.machine.say(Said::SenderEvent(SenderEvent::Severed(false))).is_err() {
+        if self.machine.say(Said::SenderEvent(SenderEvent::Recovered)).is_err() {
             return None;
         }
         Some(Event::Linked)

@@ -1,10 +1,10 @@
 //! Where a test's machines have their sockets, and how they are started and ended.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use crate::{Failed, LIMIT, Scratch, ensure, eventually};
 use vellum_control::Do;
@@ -207,11 +207,28 @@ impl DerefMut for Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if let Some(child) = &mut self.0 {
+            let ended = child.try_wait().ok().flatten();
             // One that has ended already cannot be killed.
             let _ = child.kill();
             let _ = child.wait();
+            // A test that leaves it has failed, and what it said may be why.
+            let said = child.stderr.as_mut().map(left_in).unwrap_or_default();
+            if !said.is_empty() {
+                let ended = ended.map_or_else(|| "was killed".into(), |status| format!("ended by {status}"));
+                eprintln!("process {}, which {ended}, said:\n{}", child.id(), said.trim_end());
+            }
         }
     }
+}
+
+/// What is in a pipe, whoever has its other end still open.
+fn left_in(pipe: &mut ChildStderr) -> String {
+    let mut bytes = Vec::new();
+    if rustix::io::ioctl_fionbio(&*pipe, true).is_ok() {
+        // The error is that nothing is there now.
+        let _ = pipe.read_to_end(&mut bytes);
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Machine {

@@ -303,11 +303,12 @@ fn follow(
                 let ms = us as f64 / 1000.0;
                 say(&format!("{} runs there after {ms:.1} ms; the rest of its memory follows", args.machine));
             }
-            Event::Severed {} => {
+            Event::Severed { why } => {
                 bar.finish_and_clear();
+                let why = if why.is_empty() { why } else { format!(" ({why})") };
                 return Err(Failure::host(format!(
-                    "the link was cut, and some of the guest's memory is here alone: it waits there for what it lacks; `vellum migrate {} \
-                     --recover --to ADDRESS` goes on",
+                    "the link was cut{why}, and some of the guest's memory is here alone: it waits there for what it lacks; `vellum \
+                     migrate {} --recover --to ADDRESS` goes on",
                     args.machine
                 )));
             }
