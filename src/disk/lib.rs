@@ -6,6 +6,8 @@
 pub mod copy;
 pub mod format;
 pub mod overlay;
+#[cfg(test)]
+mod power;
 pub mod qcow2;
 mod unpacked;
 

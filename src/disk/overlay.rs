@@ -35,6 +35,8 @@ use crc_fast::{CrcAlgorithm::Crc32Iscsi, checksum};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
+#[cfg(test)]
+use crate::power::Act;
 use crate::qcow2::Qcow2;
 use vellum_kvm::memory::slices::Slices;
 use vellum_sys::mmap;
@@ -129,7 +131,7 @@ pub struct Overlay {
     owed: BTreeSet<u64>,
     /// In tests, what was done to `over`, in its order.
     #[cfg(test)]
-    trace: Vec<tests::Act>,
+    trace: Vec<Act>,
 }
 
 /// An image that nobody writes to.
@@ -530,7 +532,7 @@ impl Overlay {
     fn sync(&mut self) -> io::Result<()> {
         self.over.sync_data()?;
         #[cfg(test)]
-        self.trace.push(tests::Act::Sync);
+        self.trace.push(Act::Sync);
         Ok(())
     }
 
@@ -541,7 +543,7 @@ impl Overlay {
         {
             let mut bytes = vec![0; len as usize];
             self.over.read_exact_at(&mut bytes, at).unwrap();
-            self.trace.push(tests::Act::Write(at, bytes));
+            self.trace.push(Act::Write(at, bytes));
         }
     }
 }
@@ -558,74 +560,9 @@ impl Drop for Overlay {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vellum_kvm::arch::layout;
-    use vellum_kvm::memory::{Memory, MemoryConfig};
-    use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+    use crate::Image;
+    use crate::power::{self, Guest, base, file};
 
-    /// What was done to the file.
-    pub enum Act {
-        /// Bytes of it are these.
-        Write(u64, Vec<u8>),
-        /// All before is on the medium.
-        Sync,
-    }
-
-    const SECTOR: u64 = 512;
-
-    fn file(bytes: &[u8]) -> File {
-        let file = mmap::memfd(c"overlay", 0, None).unwrap();
-        file.write_all_at(bytes, 0).unwrap();
-        file
-    }
-
-    fn base(bytes: usize) -> Vec<u8> {
-        (0..bytes).map(|at| (at / 512) as u8 ^ 0x55).collect()
-    }
-
-    /// Guest memory to write from and read to.
-    struct Guest(Memory);
-
-    impl Guest {
-        fn new() -> Self {
-            Self(Memory::map(layout::RAM, MemoryConfig::new(2 << 20)).unwrap())
-        }
-
-        fn slices(&self, len: usize) -> Slices<'_> {
-            let mut slices = Slices::default();
-            for slice in self.0.guest.get_slices(GuestAddress(0), len) {
-                slices.push(slice.unwrap());
-            }
-            slices
-        }
-
-        fn write(&self, overlay: &mut Overlay, at: u64, bytes: &[u8]) {
-            self.0.guest.write_slice(bytes, GuestAddress(0)).unwrap();
-            let (mut data, mut at) = (self.slices(bytes.len()), at);
-            while data.left() > 0 {
-                at += overlay.write(&mut data, at).unwrap() as u64;
-            }
-        }
-
-        fn read(&self, overlay: &Overlay, at: u64, len: usize) -> Vec<u8> {
-            let (mut data, mut at) = (self.slices(len), at);
-            while data.left() > 0 {
-                at += overlay.read(&mut data, at).unwrap() as u64;
-            }
-            let mut bytes = vec![0; len];
-            self.0.guest.read_slice(&mut bytes, GuestAddress(0)).unwrap();
-            bytes
-        }
-    }
-
-    fn random(state: &mut u64, below: u64) -> u64 {
-        *state ^= *state << 13;
-        *state ^= *state >> 7;
-        *state ^= *state << 17;
-        *state % below
-    }
-
-    /// Random writes, zeroes and flushes; then a loss of power at 1,000 places, with any of the sectors lost that were not flushed. What
-    /// was flushed is there, each other sector is one that was written since, or as it was flushed, and the base is as it was.
     #[test]
     fn a_file_that_was_made_in_vain_is_gone_and_one_that_was_there_stays() {
         let path = std::env::temp_dir().join(format!("vellum-overlay-{}", std::process::id()));
@@ -646,77 +583,22 @@ mod tests {
 
     #[test]
     fn what_was_flushed_outlives_a_loss_of_power() {
-        let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |elapsed| elapsed.as_nanos() as u64);
-        let seed =
-            std::env::var("VELLUM_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(clock) | 1;
-        println!("VELLUM_SEED={seed}");
-        let mut state = seed;
-        // Not a multiple of a block.
         let original = base(97 * 512);
         let bytes = original.len() as u64;
-        let (under, over, guest) = (file(&original), file(&[]), Guest::new());
-        let mut overlay =
-            Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, None, over, true).unwrap();
-        // What the guest wrote to each sector since it last flushed, the flushed content first; as of each act.
-        let sector = |at: u64, from: &[u8]| from[(at * SECTOR) as usize..][..SECTOR as usize].to_vec();
-        let mut allowed: Vec<Vec<Vec<u8>>> = (0..97).map(|at| vec![sector(at, &original)]).collect();
-        let mut history = vec![(0, allowed.clone())];
-        for step in 0..300u64 {
-            let first = random(&mut state, 97);
-            let count = 1 + random(&mut state, (97 - first).min(20));
-            let (at, len) = (first * SECTOR, (count * SECTOR) as usize);
-            let written = match random(&mut state, 10) {
-                0 | 1 => {
-                    overlay.flush().unwrap();
-                    allowed.iter_mut().for_each(|sector| drop(sector.drain(..sector.len() - 1)));
-                    None
-                }
-                2 => {
-                    overlay.zero(at, len as u64).unwrap();
-                    Some(vec![0; len])
-                }
-                _ => {
-                    let data: Vec<u8> = (0..len).map(|byte| (byte as u64 / SECTOR + step) as u8).collect();
-                    guest.write(&mut overlay, at, &data);
-                    Some(data)
-                }
-            };
-            if let Some(data) = written {
-                for part in 0..count {
-                    allowed[(first + part) as usize].push(sector(part, &data));
-                }
-            }
-            history.push((overlay.trace.len(), allowed.clone()));
-            let now: Vec<u8> = allowed.iter().flat_map(|sector| sector.last().unwrap().clone()).collect();
-            assert_eq!(guest.read(&overlay, 0, original.len()), now, "step {step}");
-        }
-        let trace = std::mem::take(&mut overlay.trace);
+        let under = file(&original);
+        let open =
+            |over| Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, None, over, true).unwrap();
         let header = Identity::of(&under, bytes).unwrap().header(bytes);
-        let length = overlay.over.metadata().unwrap().len();
-        for _ in 0..1000 {
-            let cut = random(&mut state, trace.len() as u64 + 1) as usize;
-            let synced = trace[..cut].iter().rposition(|act| matches!(act, Act::Sync)).map_or(0, |at| at + 1);
-            let after = file(&header);
-            after.set_len(length).unwrap();
-            for (at, act) in trace[..cut].iter().enumerate() {
-                let Act::Write(offset, data) = act else { continue };
-                for (part, sector) in data.chunks(SECTOR as usize).enumerate() {
-                    if at < synced || random(&mut state, 2) == 0 {
-                        after.write_all_at(sector, offset + part as u64 * SECTOR).unwrap();
-                    }
-                }
-            }
-            let again =
-                Overlay::new(Base::Raw(under.try_clone().unwrap()), bytes, None, after, true).unwrap();
-            let found = guest.read(&again, 0, original.len());
-            // What may be there: of the step in which power was lost, and of the one before it.
-            let at = history.partition_point(|(acts, _)| *acts < cut);
-            let steps = &history[at.saturating_sub(1)..(at + 1).min(history.len())];
-            for (number, is) in found.chunks(SECTOR as usize).enumerate() {
-                let may = steps.iter().any(|(_, allowed)| allowed[number].iter().any(|may| may == is));
-                assert!(may, "sector {number}, cut at {cut} of {}, seed {seed}", trace.len());
-            }
-        }
+        let trace = |image: &Image| match image {
+            Image::Over(overlay) => overlay.trace.clone(),
+            _ => panic!("it is an overlay"),
+        };
+        let image = |over| Image::Over(Box::new(open(over)));
+        let over = file(&[]);
+        let first = image(over.try_clone().unwrap());
+        let mut begin = header.to_vec();
+        begin.resize(over.metadata().unwrap().len() as usize, 0);
+        power::is_survived(first, &original, &begin, 1000, &trace, &image);
         let mut left = vec![0; original.len()];
         under.read_exact_at(&mut left, 0).unwrap();
         assert_eq!(left, original);
@@ -759,7 +641,7 @@ mod tests {
             Overlay::new(base, 10 * 512, wanted, over.try_clone().unwrap(), true)
         };
         assert!(matches!(new(Some(9 * 512)).map(drop), Err(Error::Size { .. })));
-        let mut overlay = new(Some(100 * 512)).unwrap();
+        let mut overlay = Image::Over(Box::new(new(Some(100 * 512)).unwrap()));
         let mut expected = original.clone();
         expected.resize(100 * 512, 0);
         assert_eq!(guest.read(&overlay, 0, expected.len()), expected);
