@@ -6,6 +6,7 @@
 //! two connections, comes late the second time, when the guest may have written to it.
 
 use std::collections::HashMap;
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -214,9 +215,18 @@ impl PostcopyMemory {
     pub fn put(&self, run: Range<u64>, data: &[u8]) -> Result<(), String> {
         let data = if plant::is(Mistake::SmallCopy) { &data[..PAGE_SIZE as usize] } else { data };
         let copied = self.uffd.copy(&self.mapping, run.start * self.page, data, self.page);
-        copied.map_err(|error| format!("UFFDIO_COPY: {error}"))?;
+        self.unless_whole(copied).map_err(|error| format!("UFFDIO_COPY: {error}"))?;
         self.is_there(run);
         Ok(())
+    }
+
+    /// A page may come twice, on the connection that carries all and on that for pages that are wanted. Where it was the last one, the
+    /// thread of either connection finds that all is there, and has unregistered the memory before the other one's call: ENOENT.
+    fn unless_whole(&self, result: io::Result<()>) -> io::Result<()> {
+        match result {
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) && self.left() == 0 => Ok(()),
+            result => result,
+        }
     }
 
     fn put_zeroes(&self, run: Range<u64>) -> Result<(), String> {
@@ -236,7 +246,7 @@ impl PostcopyMemory {
         } else {
             self.uffd.copy(&self.mapping, offset, &vec![0; len as usize], self.page)
         };
-        zeroed.map_err(|error| format!("UFFDIO_ZEROPAGE: {error}"))
+        self.unless_whole(zeroed).map_err(|error| format!("UFFDIO_ZEROPAGE: {error}"))
     }
 
     /// Said after the page is there, not before: a fault that comes again is answered with zeroes from here on.
@@ -323,6 +333,9 @@ mod tests {
             assert_eq!((landing.left(), landing.brought()), (0, 3));
             landing.take(2..3, None).unwrap();
             landing.unregister().unwrap();
+            // Those of a thread that had seen them missing before another one brought them.
+            landing.put(3..4, &[3; PAGE_SIZE as usize]).unwrap();
+            landing.put_zeroes(2..3).unwrap();
             let found: Vec<u64> = (0..8).map(|page| word(page).load(Ordering::Relaxed)).collect();
             let came = u64::from_ne_bytes([2; 8]);
             assert_eq!(found, [1, 1, came, came, came, 1, 1, 1]);
