@@ -48,7 +48,15 @@ pub struct Diagnosis {
     pub host: Facts,
     /// The checks, in the order in which they should be read.
     pub checks: Vec<Check>,
+    /// What this host is ready for, once that was concluded.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ready: Vec<Check>,
 }
+
+/// The name of the check that a guest makes: whether the dirty log names every page.
+pub const DIRTY_LOG: &str = "dirty log";
+const USERFAULTFD: &str = "userfaultfd";
+const THP: &str = "THP";
 
 /// Looks at everything.
 pub fn examine() -> Diagnosis {
@@ -65,9 +73,52 @@ pub fn examine() -> Diagnosis {
     checks.extend(hugepages::sizes().into_iter().map(huge_pages));
     checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
     checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));
-    checks.push(Check::ok("memory", topology::memory()));
+    checks.push(memory(&topology::memory()));
     let ok = checks.iter().all(|check| check.verdict != CheckVerdict::Fail);
-    Diagnosis { ok, host: facts, checks }
+    Diagnosis { ok, host: facts, checks, ready: Vec::new() }
+}
+
+impl Diagnosis {
+    /// Concludes from the checks what this host is ready for.
+    pub fn conclude(&mut self) {
+        let verdict =
+            |name: &str| self.checks.iter().find(|check| check.name == name).map(|check| check.verdict);
+        let is_ok = |name: &str| verdict(name) == Some(CheckVerdict::Ok);
+        let guests = "built-in guests";
+        if !self.ok {
+            let failed = self.checks.iter().filter(|check| check.verdict == CheckVerdict::Fail);
+            let names: Vec<_> = failed.map(|check| check.name.as_str()).collect();
+            self.ready = vec![Check::fail(guests, "no", format!("see {} above", names.join(", ")))];
+            return;
+        }
+        let linux = match self.host.module.as_deref() {
+            Some("kvm_pvm") => Check::warn(
+                "Linux guests",
+                "only kernels with CONFIG_PVM_GUEST; none was tried",
+                "kvm_intel and kvm_amd run any kernel",
+            ),
+            _ => Check::ok("Linux guests", "yes; none was tried"),
+        };
+        let migration = match verdict(DIRTY_LOG) {
+            Some(CheckVerdict::Ok) => Check::ok("live migration", "yes"),
+            _ => Check::ok("live migration", "yes, with manual-protect: see dirty log above"),
+        };
+        let postcopy = match is_ok(USERFAULTFD) {
+            true => Check::ok("postcopy", "yes"),
+            false => Check::warn("postcopy", "no", "see userfaultfd above"),
+        };
+        let pools = self.checks.iter().filter(|check| check.name.ends_with("iB pages"));
+        let reserved: Vec<_> = pools
+            .filter(|check| check.verdict == CheckVerdict::Ok)
+            .map(|check| check.name.as_str())
+            .collect();
+        let huge = match (is_ok(THP), reserved.is_empty()) {
+            (_, false) => Check::ok("huge pages", format!("yes, {} are reserved", reserved.join(" and "))),
+            (true, true) => Check::ok("huge pages", "yes, transparent ones (backing=thp); none are reserved"),
+            (false, true) => Check::warn("huge pages", "no", "see THP and the pools above"),
+        };
+        self.ready = vec![Check::ok(guests, "yes"), linux, migration, postcopy, huge];
+    }
 }
 
 impl Check {
@@ -100,7 +151,11 @@ impl fmt::Display for Check {
 
 impl fmt::Display for Diagnosis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.checks.iter().try_for_each(|check| writeln!(f, "{check}"))
+        self.checks.iter().try_for_each(|check| writeln!(f, "{check}"))?;
+        if !self.ready.is_empty() {
+            writeln!(f, "\nThis host is ready for:")?;
+        }
+        self.ready.iter().try_for_each(|check| writeln!(f, "{check}"))
     }
 }
 
@@ -214,12 +269,15 @@ fn huge_pages(page_size: u64) -> Check {
 }
 
 fn thp(facts: &Facts) -> Check {
-    let name = "THP";
+    let name = THP;
     match facts.thp.as_deref() {
         Some(mode @ ("always" | "madvise")) => Check::ok(name, mode),
         Some(mode) => {
             let file = Path::new("/sys/kernel/mm/transparent_hugepage/enabled");
             Check::warn(name, mode, format!("for backing=thp, {}", root_command("madvise", file)))
+        }
+        None if !Path::new("/sys/kernel/mm").exists() => {
+            Check::warn(name, "the kernel does not say", "mount sysfs on /sys")
         }
         None => Check::warn(
             name,
@@ -229,9 +287,20 @@ fn thp(facts: &Facts) -> Check {
     }
 }
 
+fn memory(memory: &topology::HostMemory) -> Check {
+    match memory.available {
+        0 => Check::warn(
+            "memory",
+            format!("{}; the kernel does not say how much is available", Size(memory.total)),
+            "mount proc on /proc",
+        ),
+        _ => Check::ok("memory", memory),
+    }
+}
+
 /// KVM touches guest memory from the kernel, so a userfaultfd that sees user-mode faults only would not do.
 fn userfaultfd() -> Check {
-    let name = "userfaultfd";
+    let name = USERFAULTFD;
     let Err(error) = sys::uffd::by_call() else {
         return Check::ok(name, "faults of KVM are handled for this user");
     };
@@ -314,4 +383,55 @@ fn landlock() -> Check {
         _ => "boot Linux 5.13 or later with CONFIG_SECURITY_LANDLOCK".into(),
     };
     Check::warn(name, format!("not there ({error}); the sandbox is seccomp alone"), remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Facts;
+
+    fn diagnosis(checks: Vec<Check>) -> Diagnosis {
+        let host = Facts { module: Some("kvm_amd".into()), ..Facts::collect("off".into()) };
+        let ok = checks.iter().all(|check| check.verdict != CheckVerdict::Fail);
+        let mut diagnosis = Diagnosis { ok, host, checks, ready: Vec::new() };
+        diagnosis.conclude();
+        diagnosis
+    }
+
+    fn ready(checks: Vec<Check>) -> Vec<String> {
+        diagnosis(checks).ready.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn the_conclusion_follows_from_the_checks() {
+        let well = || {
+            vec![Check::ok(DIRTY_LOG, "no page"), Check::ok(USERFAULTFD, "handled"), Check::ok(THP, "always")]
+        };
+        let said = ready(well());
+        assert!(said.iter().all(|line| line.starts_with("ok ")), "{said:?}");
+        assert!(said.iter().any(|line| line.contains("Linux guests") && line.contains("none was tried")));
+        let mut poor = well();
+        poor[0] = Check::warn(DIRTY_LOG, "loses pages", "x");
+        poor[1] = Check::warn(USERFAULTFD, "not handled", "x");
+        poor[2] = Check::warn(THP, "never", "x");
+        let said = ready(poor).join("\n");
+        for part in
+            ["yes, with manual-protect", "warn  postcopy             no", "warn  huge pages           no"]
+        {
+            assert!(said.contains(part), "{part} is missing in {said}");
+        }
+        let none = ready(vec![Check::fail("/dev/kvm", "no such file", "x")]);
+        assert_eq!(none, ["FAIL  built-in guests      no: see /dev/kvm above"]);
+        let shown = diagnosis(well()).to_string();
+        assert!(shown.contains("\n\nThis host is ready for:\nok    built-in guests"), "{shown}");
+    }
+
+    #[test]
+    fn memory_of_which_the_kernel_says_nothing_is_not_well() {
+        let check = memory(&topology::HostMemory { total: 1 << 30, available: 0, limited_by: None });
+        assert_eq!(
+            (check.verdict, check.remedy.as_deref()),
+            (CheckVerdict::Warn, Some("mount proc on /proc"))
+        );
+    }
 }

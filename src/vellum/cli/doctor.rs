@@ -9,7 +9,7 @@ use super::output::print;
 use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_fleet::features;
 use vellum_host::Facts;
-use vellum_host::doctor::{self, Check};
+use vellum_host::doctor::{self, Check, DIRTY_LOG};
 use vellum_host::kvm;
 use vellum_kvm::arch::cpuid;
 use vellum_kvm::arch::cpuid::model::Listed;
@@ -53,6 +53,7 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
         diagnosis.checks.push(dirty_log());
         diagnosis.checks.extend(dirty_ring());
     }
+    diagnosis.conclude();
     let text = if args.json {
         let json = serde_json::to_string_pretty(&diagnosis).map_err(Failure::host)?;
         format!("{json}\n")
@@ -104,7 +105,7 @@ fn dirty_ring() -> Option<Check> {
 
 /// A check that runs a guest.
 fn dirty_log() -> Check {
-    let name = "dirty log";
+    let name = DIRTY_LOG;
     match edges::probe() {
         Ok(found @ (EdgeVerdict::Kept | EdgeVerdict::Untested(_))) => Check::ok(name, found),
         Ok(found @ EdgeVerdict::Lost) => Check::warn(
