@@ -18,6 +18,7 @@ use vellum_kvm::dirty::{self, Method};
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot};
 use vellum_kvm::vm::quiesced::Quiesced;
 use vellum_kvm::vm::{self, Vm};
+use vellum_report::answer::Word;
 use vellum_report::json;
 use vellum_sys::diagnose::{Diagnose, Whose};
 use vm_memory::bitmap::Bitmap;
@@ -174,6 +175,43 @@ fn the_directed_test_of_interrupted_resets_agrees_with_the_doctor() -> Result<()
 #[test(kvm(), has(Method::InitiallySet), two_cpus())]
 fn the_directed_test_of_a_race_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--race", "-s", "anonymous"])
+}
+
+/// Both tests, and one verdict: the worst one comes first, and the status agrees with it.
+#[test(kvm(), has(Method::InitiallySet))]
+fn both_tests_end_with_one_verdict() -> Result<(), Failed> {
+    let scratch = support::Scratch::new()?;
+    let file = scratch.path("both.json");
+    let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    let output = vellum.args(["test", "--duration", "2s", "--seed", "7", "--json"]).arg(&file).output()?;
+    let results = json::read(&file)?;
+    let names: Vec<_> = results.iter().map(|result| result.name.as_str()).collect();
+    ensure(names == ["test dirty-edges", "test dirty-log"], || format!("{names:?}"))?;
+    ensure(results[1].asked["seed"] == 7, || format!("{:?}", results[1].asked))?;
+    let worst = results.iter().map(|result| result.verdict().word).max().flatten();
+    let worst = worst.ok_or("no verdict")?;
+    let said = String::from_utf8(output.stdout)?;
+    ensure(said.starts_with(&format!("{worst}  ")), || format!("{worst}: {said}"))?;
+    let status = match worst {
+        Word::Pass => 0,
+        Word::Fail => 1,
+        _ => 4,
+    };
+    ensure(output.status.code() == Some(status) && output.stderr.is_empty(), || {
+        format!("{worst}: {}, {}", output.status, String::from_utf8_lossy(&output.stderr))
+    })
+}
+
+/// A test that lost pages has failed in every form.
+#[test(kvm(), has(Method::InitiallySet))]
+fn the_directed_test_says_in_ktap_what_its_status_says() -> Result<(), Failed> {
+    let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    let output = vellum.args("test dirty-edges --format ktap".split(' ')).output()?;
+    let said = String::from_utf8(output.stdout)?;
+    let last = said.lines().last().unwrap_or_default();
+    ensure(last.starts_with("ok 1") == output.status.success() && last.contains("test_dirty-edges"), || {
+        said.clone()
+    })
 }
 
 fn edges_agree(arguments: &[&str]) -> Result<(), Failed> {

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use vellum_host::Facts;
 use vellum_report::output::{Kind, Writer};
+use vellum_report::terminal::{Extent, Form};
 use vellum_report::{
-    Case, Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, Status, json, terminal,
+    Answer, Case, Counter, Histogram, Label, Mark, Premise, Report, Sample, Series, Status, json, terminal,
 };
 use vellum_sys::mmap::memfd;
 
@@ -25,6 +26,7 @@ fn produced() -> Report {
         vec![Sample { value: 7.0, vcpu: Some(1), ..Sample::default() }],
     );
     report.set_headline("dirty_memory");
+    report.answer(Answer::of_test("9 pages checked").fact("first pass", "1 s").next("look"));
     report.cases = vec![
         Case { seconds: Some(0.5), seed: Some(u64::MAX), ..Case::new("ring/thp", Status::Pass) },
         Case::new("ring/shmem", Status::Skip).because("none").mended_by("mount one"),
@@ -53,6 +55,11 @@ fn produced() -> Report {
 
 fn example() -> Value {
     serde_json::from_str(include_str!("data/dirty-log.json")).unwrap()
+}
+
+/// Everything about a result, as text.
+fn shown(report: &Report, width: usize) -> String {
+    terminal::render(std::slice::from_ref(report), Form::Text(width), Extent::Whole)
 }
 
 /// A file of this test's own that goes away with it.
@@ -309,7 +316,7 @@ fn names_and_units_of_any_length_can_be_shown() {
     report.figure(long.as_str(), &long, 1.0);
     report.figure(Label::of("a", &long), "s", 1.0);
     report.name = long.clone();
-    let text = terminal::render(&report, 80);
+    let text = shown(&report, 80);
     assert!(text.contains("nnn…nnn"), "a cell is not cut");
     assert!(text.len() < 400_000, "{} bytes", text.len());
 }
@@ -381,7 +388,7 @@ fn the_text_stands_alone() {
     report.fail(None, Premise::NoHugePage { backing: "thp".into(), small: Some(512) });
     report.cut_short = Some("interrupted in round 3".into());
     report.host.emulated = true;
-    let text = terminal::render(&report, 100);
+    let text = shown(&report, 100);
     for part in [
         "$ vellum bench dirty-log -v 2",
         "backing=thp",
@@ -406,7 +413,7 @@ fn the_text_stands_alone() {
     assert!(widest <= 100, "{widest} columns:\n{text}");
     // What does not fit beside the rest follows below it.
     for width in [72, 80, 200] {
-        let text = terminal::render(&report, width);
+        let text = shown(&report, width);
         let widest = text.lines().filter(|l| !l.starts_with("$ ")).map(|l| l.chars().count()).max().unwrap();
         assert!(widest <= width, "{widest} of {width} columns:\n{text}");
         assert!(text.contains("p99.9") && text.contains("clear_dirty_log"), "{text}");

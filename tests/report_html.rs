@@ -54,7 +54,7 @@ top.document.title = JSON.stringify({
   text: light(css(document.querySelector('svg text'), 'fill')),
   line: css(document.querySelector('svg polyline[stroke-width="2"]'), 'stroke'),
   legend: css(document.querySelector('.legend .c0'), 'background-color'),
-  invalid: [...document.querySelectorAll('.invalid')].map(e => e.getBoundingClientRect().height),
+  invalid: [...document.querySelectorAll('.invalid, .verdict.fail')].map(e => e.getBoundingClientRect().height),
 });
 </script></body>"#;
 

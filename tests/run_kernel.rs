@@ -284,7 +284,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--name live", "--name: socket DIR/vellum/live.sock is in use"),
         ("--timeout never", "30s"),
         ("--irqchip both", "split, kernel"),
-        ("--network mode=user", "none and tap"),
+        ("--network mode=user", "here it is --net user"),
     ] {
         let whom = if is_root() { ",user=65534:65534" } else { "" };
         let here = |text: &str| text.replace("WHOM", whom).replace("DIR", dir.to_str().unwrap());

@@ -83,6 +83,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     put("mark_idle_again", |stages| stages.mark_idle_again);
     put("read_idle", |stages| stages.read_idle);
     report.set_headline("write_idle");
+    report.answer_with_headline("Writing to pages that were marked idle takes");
     Ok(report)
 }
 

@@ -135,6 +135,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
         }
         report.set_headline(label("switch"));
     }
+    report.answer_with_headline("A switch of page tables takes");
     Ok(report)
 }
 

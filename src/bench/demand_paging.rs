@@ -95,6 +95,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     report.samples("overall_rate", "pages/s", of_rounds(&rounds, |r| Some(r.overall)));
     report.samples("faults_answered", "faults", of_rounds(&rounds, |r| Some(r.faults as f64)));
     report.set_headline("overall_rate");
+    report.answer_with_headline("Missing pages are handed out at");
     for vcpu in 0..vcpus {
         let mut samples = of_rounds(&rounds, |r| r.per_vcpu.get(vcpu).copied());
         samples.iter_mut().for_each(|sample: &mut Sample| sample.vcpu = Some(vcpu as u32));

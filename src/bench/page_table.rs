@@ -93,6 +93,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let rounds = measure(&mut report, config, None)?;
     add(&mut report, None, &rounds);
     report.set_headline("update_mappings");
+    report.answer_with_headline("Updating all mappings takes");
     Ok(report)
 }
 

@@ -114,6 +114,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
             }
         }
     }
+    report.answer_with_headline("Mapping pages in many tables takes");
     Ok(report)
 }
 

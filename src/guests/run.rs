@@ -29,7 +29,8 @@ use vellum_machine::state::Processors;
 use vellum_machine::{
     Disk, EventSources, HandOver, Inspect, Machine, MachineInfo, Progress, RestoreState, SaveState, Section,
 };
-use vellum_report::{Figure, Label, Premise, Report, Sample};
+use vellum_report::units::grouped;
+use vellum_report::{Answer, Figure, Label, Premise, Report, Sample};
 use vellum_sys::plant::{self, Mistake};
 
 /// What to run.
@@ -136,6 +137,7 @@ impl BuiltinMachine {
             let (wrong, of) = (verdict.wrong, verdict.checked);
             report.fail(None, Premise::WrongContents { wrong, of, example: Some(example) });
         }
+        report.answer(answer(&report, verdict.checked, verdict.wrong));
         (report, verdict.wrong == 0)
     }
 }
@@ -315,6 +317,20 @@ impl HandOver for BuiltinMachine {
     }
 }
 
+/// What the result says first.
+fn answer(report: &Report, checked: u64, wrong: u64) -> Answer {
+    let [checked, wrong] = [checked, wrong].map(|pages| grouped(pages.into()));
+    let faults = report.counters.iter().find(|counter| counter.name == "pf_taken");
+    let faults = faults.map_or(String::new(), |faults| format!(", {} KVM faults", grouped(faults.grown())));
+    Answer::of_test(format!("{checked} pages checked, {wrong} wrong"))
+        .fact_if("first pass", report.told(FIRST_PASS).map(|rate| rate + &faults))
+        .fact_if("warm passes", report.told(WARM_PASSES))
+}
+
+/// The rate of the pass in which every page faults, and that of the others.
+const FIRST_PASS: &str = "first_pass_pages_per_second_per_vcpu";
+const WARM_PASSES: &str = "warm_pages_per_second_per_vcpu";
+
 /// A result that says what was asked.
 fn describe(config: &RunConfig, facts: Facts) -> Report {
     let RunConfig { vcpus, pins, memory, write, page, duration, cpuid, dirty_ring, fill } = config;
@@ -383,7 +399,7 @@ fn pass_ticks(control: &Control) -> Vec<u64> {
 fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     let hz = guest.tsc_hz as f64;
     let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
-    let mut rates = Vec::new();
+    let (mut rates, mut first_pass, mut warm) = (Vec::new(), Vec::new(), Vec::new());
     for (index, control) in guest.controls().enumerate() {
         let pages = get(&control.pages) as f64;
         let seconds = get(&control.ended).saturating_sub(get(&control.started)).max(1) as f64 / hz;
@@ -398,12 +414,17 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
             // It has moved away in the middle of its first pass: there is no end yet.
             continue;
         }
+        // Of many passes only the last ones are recorded.
+        let from_start = get(&control.pass) == per_pass.len() as u64;
         if per_pass.is_empty() {
             // Stopped before the end of its first pass.
             let value = get(&control.done) as f64 / seconds;
             per_pass.push(Sample { value, vcpu: Some(index as u32), ..Sample::default() });
         }
         rates.extend_from_slice(&per_pass);
+        let (cold, rest) = per_pass.split_at(usize::from(from_start).min(per_pass.len()));
+        first_pass.extend_from_slice(cold);
+        warm.extend_from_slice(rest);
         let of_vcpu = |name: &str| Label::of(name, format_args!("vcpu{index}"));
         report.samples(of_vcpu("pages_per_second"), "pages/s", per_pass);
         let distinct = get(&control.distinct) as f64 / seconds;
@@ -411,7 +432,11 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     }
     if !rates.is_empty() {
         report.samples("pages_per_second_per_vcpu", "pages/s", rates);
-        report.set_headline("pages_per_second_per_vcpu");
+        report.samples(FIRST_PASS, "pages/s", first_pass);
+        // The first pass faults on every page, so it would hide what the others do.
+        let headline = if warm.is_empty() { "pages_per_second_per_vcpu" } else { WARM_PASSES };
+        report.samples(WARM_PASSES, "pages/s", warm);
+        report.set_headline(headline);
     }
     let sum = |of: fn(&Control) -> &std::sync::atomic::AtomicU64| -> f64 {
         guest.controls().map(|control| get(of(control))).sum::<u64>() as f64

@@ -7,6 +7,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::units::{Scale, grouped};
+
 /// The name of a figure, counter, series or histogram. Labels with one name and different indices
 /// belong together: one for each vCPU, pass or phase.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -121,6 +123,19 @@ impl Figure {
     /// The largest sample.
     pub fn max(&self) -> f64 {
         self.values().fold(f64::NEG_INFINITY, f64::max)
+    }
+
+    /// The value with its unit, and the range of the samples: `19.3 M pages/s (19.0 to 19.7, n=2)`.
+    pub fn told(&self) -> String {
+        let scale = Scale::of(&self.unit, self.value());
+        let value = scale.with_unit(self.value());
+        match self.samples.len() {
+            0 | 1 => value,
+            n => {
+                let (min, max) = (scale.number(self.min()), scale.number(self.max()));
+                format!("{value} ({min} to {max}, n={})", grouped(n as i128))
+            }
+        }
     }
 
     /// (largest - smallest) / median. `None` for a single sample or a median of 0.

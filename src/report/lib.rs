@@ -5,6 +5,7 @@
 //! (`bench/`, the built-in guests) and does not examine the host ([`vellum_host`]).
 //!
 //! Start here for the type.
+//! - [`answer`] has what every form says first.
 //! - [`figure`] has the samples of a figure, [`premise`] the conditions of a valid result.
 //! - [`json`] writes and reads results.
 //! - [`view`] turns [`case`]s into the formats of other programs.
@@ -20,12 +21,14 @@ use serde_json::Value;
 
 use vellum_host::Facts;
 
+pub mod answer;
 pub mod case;
 pub mod compare;
 pub mod figure;
 pub mod html;
 pub mod json;
 pub mod output;
+mod page;
 mod plot;
 pub mod premise;
 mod table;
@@ -33,6 +36,7 @@ pub mod terminal;
 pub mod units;
 pub mod view;
 
+pub use answer::Answer;
 pub use case::{Case, Status};
 pub use figure::{Figure, Label, Sample};
 pub use premise::{Failed, Premise};
@@ -77,6 +81,9 @@ pub struct Report {
     /// Remarks that do not invalidate the result.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// What the result says first. Results of before there were answers have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answer: Option<Answer>,
     /// The main figure of the measurement. A comparison tests it on its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub headline: Option<Label>,
@@ -177,6 +184,7 @@ impl Report {
             not_run: Vec::new(),
             invalid: Vec::new(),
             notes: Vec::new(),
+            answer: None,
             headline: None,
             cases: Vec::new(),
             figures: Vec::new(),

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
+use super::page::escaped;
 use super::units::{FAR, Scale};
 use super::{Figure, Label, printable};
 
@@ -63,14 +64,51 @@ impl Table {
         }
     }
 
+    /// Appends the table in Markdown. The first row is its head.
+    pub(super) fn markdown(&self, out: &mut String) {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let line = |out: &mut String, row: &[String]| {
+            let cells = (0..columns).map(|at| row.get(at).map_or(String::new(), |cell| escaped(cell)));
+            let _ = writeln!(out, "| {} |", cells.collect::<Vec<_>>().join(" | "));
+        };
+        for (i, row) in self.rows.iter().enumerate() {
+            match self.place(i) {
+                Shown::Yes => line(out, row),
+                Shown::Elided => line(out, &[self.elision()]),
+                Shown::No => {}
+            }
+            if i == 0 {
+                let rule = (0..columns).map(|column| if column == 0 { " --- " } else { " ---: " });
+                let _ = writeln!(out, "|{}|", rule.collect::<Vec<_>>().join("|"));
+            }
+        }
+    }
+
+    /// Whether row `i` is shown, or left out of the middle of a long table.
+    fn place(&self, i: usize) -> Shown {
+        let left_out =
+            !self.whole && self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2;
+        match left_out {
+            false => Shown::Yes,
+            true if i == ROWS / 2 + 1 => Shown::Elided,
+            true => Shown::No,
+        }
+    }
+
+    fn elision(&self) -> String {
+        format!("… {} more in the JSON …", self.rows.len() - 1 - ROWS)
+    }
+
     /// Prints the first column and the columns `shown`.
     fn part(&self, out: &mut String, widths: &[usize], shown: std::ops::Range<usize>) {
         for (i, row) in self.rows.iter().enumerate() {
-            if !self.whole && self.rows.len() > ROWS + 1 && i > ROWS / 2 && i < self.rows.len() - ROWS / 2 {
-                if i == ROWS / 2 + 1 {
-                    let _ = writeln!(out, "  … {} more in the JSON …", self.rows.len() - 1 - ROWS);
+            match self.place(i) {
+                Shown::Yes => {}
+                Shown::Elided => {
+                    let _ = writeln!(out, "  {}", self.elision());
+                    continue;
                 }
-                continue;
+                Shown::No => continue,
             }
             for column in std::iter::once(0).chain(shown.clone()) {
                 let cell = row.get(column).map_or("", String::as_str);
@@ -84,6 +122,14 @@ impl Table {
             out.push('\n');
         }
     }
+}
+
+/// What becomes of a row.
+enum Shown {
+    Yes,
+    /// Rows are left out here, and a line says so.
+    Elided,
+    No,
 }
 
 /// Cuts the middle out of `text` if it is too long for a cell.
@@ -155,13 +201,15 @@ pub(super) fn common_scale(figures: &[&Figure]) -> Scale {
     if smallest >= scale.divisor { scale } else { Scale::of(unit, smallest) }
 }
 
-/// The cells of a column: each figure's value on `scale`, with half its spread if there is one.
+/// The cells of a column: each figure's value on `scale`, with the range of its samples if they
+/// differ.
 pub(super) fn cells(scale: &Scale, figures: &[&Figure]) -> Vec<String> {
     let values: Vec<f64> = figures.iter().map(|f| f.value()).collect();
     let columns = scale.column(&values).into_iter().zip(figures);
     let cell = |(cell, figure): (String, &&Figure)| match figure.spread() {
-        Some(spread) if spread >= 0.02 => format!("{cell} ±{:.0}%", 50.0 * spread),
-        Some(spread) if spread >= 0.001 => format!("{cell} ±{:.1}%", 50.0 * spread),
+        Some(spread) if spread >= 0.001 => {
+            format!("{cell} ({} to {})", scale.number(figure.min()), scale.number(figure.max()))
+        }
         _ => cell,
     };
     columns.map(cell).collect()

@@ -1,61 +1,106 @@
-//! The terminal form: plain text that is complete when pasted into a mail.
+//! The terminal form and the Markdown form: the verdict, then figures, then details.
 //!
-//! Parameters and host come first, then anything wrong with the result, then the figures. It has no
-//! colours or escape codes, so a pipe, a file and a screen get the same. It is as wide as the
-//! terminal, or [`WIDTH`] columns without one. Columns that do not fit follow below.
+//! They have no colours or escape codes, so a pipe, a file and a screen get the same. Text is as wide
+//! as the terminal, or [`WIDTH`] columns without one. Columns that do not fit follow below.
 
 use std::collections::HashSet;
-use std::fmt::Write as _;
 
 use serde_json::Value;
 
 use super::figure::median;
+use super::page::{Page, words};
 use super::table::{Group, ROWS, Table, cells, common_scale, groups};
 use super::units::{Scale, grouped, humanised};
 use super::{Counter, Figure, Histogram, Report, Series, printable};
 use vellum_host::{Facts, Paging};
 
+pub use super::page::{Extent, Form};
+
 /// Fits a mail and half a screen.
 pub const WIDTH: usize = 100;
 
-/// The narrowest and widest terminal that is used.
-const WIDTHS: (usize, usize) = (72, 220);
+/// How many notes a short form has.
+const NOTES: usize = 4;
 
-/// The result as text of `width` columns.
-pub fn render(report: &Report, width: usize) -> String {
-    let width = width.clamp(WIDTHS.0, WIDTHS.1);
-    let mut out = String::new();
-    let title = printable(&report.name);
-    let version = format!("vellum {}", printable(&report.vellum));
-    let gap = width.saturating_sub(title.chars().count() + version.chars().count()).max(2);
-    let _ = writeln!(out, "{title}{:gap$}{version}", "");
-    let _ = writeln!(out, "$ {}", command_line(&report.command));
-    let line = |out: &mut String, label: &str, text: &str| labelled(out, label, &words(text), " ", width);
-    if let Some(rest) = &report.cut_short {
-        line(&mut out, "CUT OFF", rest);
+/// The results in this form: the verdicts first, the worst before the others, then what else is asked
+/// for.
+pub fn render(reports: &[Report], form: Form, extent: Extent) -> String {
+    let mut page = Page::new(form);
+    match extent {
+        Extent::Short(more) => {
+            let mut verdicts: Vec<_> = reports.iter().map(|report| (report.verdict(), report)).collect();
+            verdicts.sort_by_key(|(verdict, _)| std::cmp::Reverse(verdict.word));
+            verdicts.iter().for_each(|(verdict, _)| page.answer(verdict));
+            for (verdict, report) in &verdicts {
+                page.facts(verdict);
+                notes(&mut page, &report.notes, NOTES);
+            }
+            if let Some(report) = reports.first() {
+                if form == Form::Markdown {
+                    page.command(&command_line(&report.command));
+                }
+                page.text(&format!("{}.  {more}", in_short(&report.host)));
+            }
+        }
+        Extent::Whole => reports.iter().for_each(|report| whole(&mut page, report)),
     }
-    for what in &report.not_run {
-        line(&mut out, "NOT RUN", what);
-    }
+    page.finish()
+}
+
+fn whole(page: &mut Page, report: &Report) {
+    page.gap();
+    page.verdict(&report.verdict());
+    notes(page, &report.notes, usize::MAX);
+    page.gap();
+    page.heading(&report.name, &format!("vellum {}", report.vellum));
+    page.command(&command_line(&report.command));
     let asked: Vec<_> =
         report.asked.iter().map(|(k, v)| format!("{}={}", printable(k), asked_value(v))).collect();
-    labelled(&mut out, "asked", &asked, "  ", width);
-    labelled(&mut out, "host", &host(&report.host), ", ", width);
-    for failed in &report.invalid {
-        line(&mut out, "INVALID", &failed.to_string());
-    }
-    for note in &report.notes {
-        line(&mut out, "note", note);
-    }
-    figures(&mut out, &report.figures, width);
-    histograms(&mut out, &report.histograms, width);
-    series(&mut out, report, width);
-    counters(&mut out, &report.counters, width);
+    page.line("asked", &asked, "  ");
+    page.line("host", &host(&report.host), ", ");
+    figures(page, &report.figures);
+    histograms(page, &report.histograms);
+    series(page, report);
+    counters(page, &report.counters);
     if !report.invalid.is_empty() {
-        out.push('\n');
-        line(&mut out, "INVALID", "do not trust or quote these figures; see the reasons above");
+        page.gap();
+        page.line("INVALID", &words("do not trust or quote these figures; see the reasons above"), " ");
     }
-    out
+}
+
+fn notes(page: &mut Page, notes: &[String], most: usize) {
+    for note in notes.iter().take(most) {
+        page.line("note", &words(note), " ");
+    }
+    let more = notes.len().saturating_sub(most);
+    if more > 0 {
+        page.line("note", &words(&format!("and {more} more")), " ");
+    }
+}
+
+/// The host in a few words.
+fn in_short(facts: &Facts) -> String {
+    let release = printable(&facts.kernel);
+    let version = release.split('-').next().unwrap_or_default();
+    let mut words = vec![format!("Linux {version}"), module(facts), paging(facts.paging).into()];
+    if facts.emulated {
+        words.push("emulated: times count instructions, not seconds".into());
+    }
+    words.join(", ")
+}
+
+fn module(facts: &Facts) -> String {
+    printable(facts.module.as_deref().unwrap_or("no KVM")).into_owned()
+}
+
+fn paging(paging: Paging) -> &'static str {
+    match paging {
+        Paging::Ept => "ept",
+        Paging::Npt => "npt",
+        Paging::Stage2 => "stage 2",
+        Paging::Shadow => "shadow paging",
+        Paging::Unknown => "paging unknown",
+    }
 }
 
 /// The command, quoted for a shell.
@@ -84,13 +129,6 @@ pub(crate) fn asked_value(value: &Value) -> String {
 
 /// The host's facts, the most important first.
 pub fn host(facts: &Facts) -> Vec<String> {
-    let paging = match facts.paging {
-        Paging::Ept => "ept",
-        Paging::Npt => "npt",
-        Paging::Stage2 => "stage 2",
-        Paging::Shadow => "shadow paging",
-        Paging::Unknown => "paging unknown",
-    };
     let switch = |on: Option<bool>| on.map_or("-", |on| if on { "Y" } else { "N" });
     let time = match facts.emulated {
         true => "EMULATED (times count instructions, not seconds)",
@@ -100,8 +138,8 @@ pub fn host(facts: &Facts) -> Vec<String> {
         format!("bed {}", printable(&facts.bed)),
         time.into(),
         format!("Linux {}", printable(&facts.kernel)),
-        printable(facts.module.as_deref().unwrap_or("no KVM")).into_owned(),
-        paging.into(),
+        module(facts),
+        paging(facts.paging).into(),
         format!("tdp_mmu={}", switch(facts.tdp_mmu)),
         format!("eager_page_split={}", switch(facts.eager_page_split)),
         format!("nx_huge_pages={}", printable(facts.nx_huge_pages.as_deref().unwrap_or("-"))),
@@ -113,41 +151,17 @@ pub fn host(facts: &Facts) -> Vec<String> {
     ]
 }
 
-fn words(text: &str) -> Vec<String> {
-    text.split_whitespace().map(|w| printable(w).into_owned()).collect()
-}
-
-/// Prints a label at the margin and `items` beside it, wrapped.
-pub(super) fn labelled(out: &mut String, label: &str, items: &[String], separator: &str, width: usize) {
-    const MARGIN: usize = 9;
-    let _ = write!(out, "{label:<MARGIN$}");
-    let mut column = MARGIN;
-    for (i, item) in items.iter().enumerate() {
-        let separator = if i + 1 < items.len() { separator } else { "" };
-        let needed = item.chars().count() + separator.trim_end().chars().count();
-        if column > MARGIN && column + needed > width {
-            out.truncate(out.trim_end().len());
-            let _ = write!(out, "\n{:MARGIN$}", "");
-            column = MARGIN;
-        }
-        let _ = write!(out, "{item}{separator}");
-        column += item.chars().count() + separator.chars().count();
-    }
-    out.truncate(out.trim_end().len());
-    out.push('\n');
-}
-
-fn figures(out: &mut String, figures: &[Figure], width: usize) {
+fn figures(page: &mut Page, figures: &[Figure]) {
     for group in groups(figures) {
-        out.push('\n');
+        page.gap();
         match group.indices[0] {
-            None => plain_figures(out, &group, width),
-            Some(_) => indexed_figures(out, &group, width),
+            None => plain_figures(page, &group),
+            Some(_) => indexed_figures(page, &group),
         }
     }
 }
 
-fn plain_figures(out: &mut String, group: &Group, width: usize) {
+fn plain_figures(page: &mut Page, group: &Group) {
     let all = || group.kinds.iter().flat_map(|kind| &kind.figures);
     let several = |figure: &&Figure| figure.samples.len() > 1;
     let mut table = match (all().any(several), all().all(several)) {
@@ -170,7 +184,7 @@ fn plain_figures(out: &mut String, group: &Group, width: usize) {
         }
         table.row(row);
     }
-    table.print(out, width);
+    page.table(&table);
 }
 
 /// The spread as a percentage, or an empty string.
@@ -178,7 +192,7 @@ pub(super) fn spread_of(figure: &Figure) -> String {
     figure.spread().map_or(String::new(), |spread| format!("{:.1}%", 100.0 * spread))
 }
 
-fn indexed_figures(out: &mut String, group: &Group, width: usize) {
+fn indexed_figures(page: &mut Page, group: &Group) {
     let head = |name: &str, unit: &str| match unit {
         "" => name.to_owned(),
         unit => format!("{name} [{unit}]"),
@@ -197,21 +211,21 @@ fn indexed_figures(out: &mut String, group: &Group, width: usize) {
         let cells = columns.iter().map(|column| column[row].clone());
         table.row(std::iter::once(index.to_owned()).chain(cells).collect());
     }
-    table.print(out, width);
+    page.table(&table);
 }
 
-fn histograms(out: &mut String, histograms: &[Histogram], width: usize) {
+fn histograms(page: &mut Page, histograms: &[Histogram]) {
     if histograms.is_empty() {
         return;
     }
-    out.push('\n');
+    page.gap();
     let mut table = Table::with_head(&["distribution", "samples", "p50", "p90", "p99", "p99.9", "max"]);
     for histogram in histograms {
         let mut row = vec![histogram.label().to_string(), grouped(histogram.count().into())];
         row.extend(percentiles(histogram));
         table.row(row);
     }
-    table.print(out, width);
+    page.table(&table);
 }
 
 /// The median, 90 %, 99 %, 99.9 % and the maximum, for the tables of both forms.
@@ -221,13 +235,13 @@ pub(super) fn percentiles(histogram: &Histogram) -> impl Iterator<Item = String>
     quantiles.chain([histogram.max()]).map(|value| value.map_or("-".into(), |v| humanised(unit, v)))
 }
 
-fn series(out: &mut String, report: &Report, width: usize) {
+fn series(page: &mut Page, report: &Report) {
     if !report.series.is_empty() {
-        out.push('\n');
+        page.gap();
         let mut table =
             Table::with_head(&["over time", "points", "min", "median", "max", "from start to end"]);
         // The width that the other columns leave.
-        let bars = width.saturating_sub(68).clamp(8, 64);
+        let bars = page.width().saturating_sub(68).clamp(8, 64);
         for series in &report.series {
             let values = || series.points.iter().map(|p| p.1);
             let Some(median) = median(values()) else { continue };
@@ -242,14 +256,14 @@ fn series(out: &mut String, report: &Report, width: usize) {
                 sparkline(series, min, max, bars),
             ]);
         }
-        table.print(out, width);
+        page.table(&table);
     }
     if report.marks.is_empty() {
         return;
     }
     let mut seen = HashSet::new();
     let names = report.marks.iter().map(|m| m.name.as_str()).filter(|name| seen.insert(*name));
-    out.push('\n');
+    page.gap();
     let mut table = Table::with_head(&["span", "times", "median", "longest", "total"]);
     for name in names.take(ROWS) {
         let spans = || report.marks.iter().filter(|m| m.name == name).map(|m| m.end - m.start);
@@ -259,7 +273,7 @@ fn series(out: &mut String, report: &Report, width: usize) {
         row.extend([median, longest, total].map(|v| humanised("s", v)));
         table.row(row);
     }
-    table.print(out, width);
+    page.table(&table);
 }
 
 /// The series as one line of bars. Each bar is the mean of its slot, or a blank if the slot has no
@@ -287,12 +301,12 @@ fn sparkline(series: &Series, min: f64, max: f64, bars: usize) -> String {
     columns.iter().map(bar).collect()
 }
 
-fn counters(out: &mut String, counters: &[Counter], width: usize) {
+fn counters(page: &mut Page, counters: &[Counter]) {
     let moved: Vec<_> = counters.iter().filter(|c| c.before != c.after).collect();
     if counters.is_empty() {
         return;
     }
-    out.push('\n');
+    page.gap();
     let mut table = Table::with_head(&["KVM counter", "before", "after", "difference"]);
     for counter in &moved {
         table.row(vec![
@@ -302,9 +316,9 @@ fn counters(out: &mut String, counters: &[Counter], width: usize) {
             grouped(counter.grown()),
         ]);
     }
-    table.print(out, width);
+    page.table(&table);
     let still = counters.len() - moved.len();
     if still > 0 {
-        let _ = writeln!(out, "  and {still} unchanged");
+        page.text(&format!("  and {still} unchanged"));
     }
 }

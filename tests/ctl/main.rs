@@ -72,7 +72,10 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
         format!("{status:?}")
     })?;
     let list = String::from_utf8(env.vellum("list")?.stdout)?;
-    ensure(list.lines().count() == 2 && list.contains("running") && list.contains("16m"), || list)?;
+    ensure(
+        list.lines().count() == 3 && list.starts_with("1 machine: 1 running\n") && list.contains("16m"),
+        || list,
+    )?;
 
     for arguments in ["ctl w status", "ctl w events", "list", "doctor", "completions bash"] {
         let (reader, writer) = std::io::pipe()?;
@@ -108,7 +111,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     ensure(output.status.code() == Some(0) && said.contains("ended by vellum ctl"), || {
         format!("{output:?}")
     })?;
-    ensure(said.contains("wrong_stamps") && !env.socket("w").exists(), || said.into_owned())
+    ensure(said.contains(", 0 wrong") && !env.socket("w").exists(), || said.into_owned())
 }
 
 /// A test that fails leaves it so.

@@ -56,7 +56,7 @@ impl Way {
     /// What is said of a guest that has moved by it.
     fn says(self) -> &'static str {
         match self {
-            Self::Stream => "pages were compared, all alike",
+            Self::Stream => "pages, all alike",
             Self::Postcopy | Self::Hybrid => "waited",
             Self::Memfd | Self::Upgrade => "",
         }

@@ -20,8 +20,8 @@ use crate::{ends_with, every_page_is_right, succeeds, with};
 fn compared(said: &[u8]) -> Option<u64> {
     let said = String::from_utf8_lossy(said);
     let words: Vec<&str> = said.split_whitespace().collect();
-    let at = words.windows(4).position(|words| words[1..] == ["pages", "were", "compared,"])?;
-    words[at].parse().ok()
+    let at = words.windows(4).position(|words| words[0] == "compared" && words[2..] == ["pages,", "all"])?;
+    words[at + 1].parse().ok()
 }
 
 /// Of 1 GiB that is hardly touched, what is touched; of a guest that writes all of its memory, what it has written.

@@ -179,6 +179,15 @@ pub(super) fn add(report: &mut Report, mut rounds: Vec<Round>) {
     }
 }
 
+/// The mean of all logged passes but the first. What the first costs depends on the tracker: memory
+/// is not write-protected yet, or all of it is mapped anew.
+pub(super) const WARM: &str = "dirty_memory_warm";
+
+fn mean(passes: &[Pass]) -> Option<f64> {
+    let total: f64 = passes.iter().map(|pass| pass.write).sum();
+    (!passes.is_empty()).then(|| total / passes.len() as f64)
+}
+
 /// Over all passes or collections of a round: the total seconds, their number, and the longest if
 /// that is a figure.
 struct OverAll {
@@ -200,6 +209,7 @@ fn figures(report: &mut Report, rounds: &[Round]) {
         put(Label::of("dirty_memory", pass), "s", &|r| Some(r.pass(pass)?.write));
     }
     put(Label::of("dirty_memory", "after"), "s", &|r| r.lockstep()?.after);
+    put(WARM.into(), "s", &|r| mean(r.lockstep()?.passes.get(1..)?));
     for pass in 0..passes {
         put(Label::of("get_dirty_log", pass), "s", &|r| Some(r.pass(pass)?.collected.get));
         put(Label::of("clear_dirty_log", pass), "s", &|r| Some(r.pass(pass)?.collected.clear));

@@ -20,7 +20,8 @@ use vellum_guests::{Hot, Order};
 use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::{self, short_size};
 use vellum_kvm::vm;
-use vellum_report::{Label, Report};
+use vellum_report::units::humanised;
+use vellum_report::{Answer, Figure, Label, Report};
 use vellum_sys::diagnose::Field;
 use vellum_sys::host::allowed_cpus;
 
@@ -73,10 +74,51 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     let rounds = measure(&mut report, config)?;
     measured::add(&mut report, rounds);
     report.set_headline(match config.continuous {
+        // A single pass has no warm ones after it.
+        None if config.iterations > 1 => measured::WARM.into(),
         None => "dirty_memory_average".into(),
         Some(_) => Label::of("progress", "during"),
     });
+    report.answer(answer(&report, config));
     Ok(report)
+}
+
+/// What the result says first.
+fn answer(report: &Report, config: &Config) -> Answer {
+    let size = humanised("bytes", config.region.total(config.overlap) as f64);
+    let value = |label: Label| report.find(label).map(Figure::value);
+    let tracker = report.asked.get("tracker").and_then(|name| name.as_str()).unwrap_or_default();
+    if config.continuous.is_some() {
+        let rates = value(Label::of("progress", "before")).zip(value(Label::of("progress", "during")));
+        let text = rates.map(|(before, during)| {
+            let [unlogged, logged] = [before, during].map(|rate| humanised("pages/s", rate));
+            let share = 100.0 * during / before;
+            format!(
+                "Writing {size} while {tracker} is collected: {logged}, {unlogged} unlogged ({share:.0} %)"
+            )
+        });
+        let collected = value("collections".into()).map(|n| format!("{n:.0} times"));
+        return Answer::of_measurement(text.unwrap_or_else(|| "nothing was measured".into()))
+            .fact_if("collected", collected)
+            .fact_if("get, longest", report.told("get_dirty_log_longest"))
+            .fact_if("clear, longest", report.told("clear_dirty_log_longest"))
+            .fact_if("after logging", report.told(Label::of("progress", "after")));
+    }
+    let logged = value(measured::WARM.into()).or(value(Label::of("dirty_memory", 0)));
+    let text = value(Label::of("dirty_memory", "before")).zip(logged).map(|(before, logged)| {
+        let [unlogged, times] = [humanised("s", before), format!("{:.1} x", logged / before)];
+        format!("Writing {size}: {unlogged} unlogged, {} logged ({times})", humanised("s", logged))
+    });
+    let average = |name: &str| value(format!("{name}_average").as_str().into());
+    let collect = average("get_dirty_log").zip(average("clear_dirty_log")).map(|(get, clear)| {
+        let [all, get, clear] = [get + clear, get, clear].map(|seconds| humanised("s", seconds));
+        format!("{all} a pass (get {get}, clear {clear})")
+    });
+    Answer::of_measurement(text.unwrap_or_else(|| "nothing was measured".into()))
+        .fact_if(&format!("pass 0 ({tracker})"), report.told(Label::of("dirty_memory", 0)))
+        .fact_if("warm passes", report.told(measured::WARM))
+        .fact_if("collect", collect)
+        .fact_if("after logging", report.told(Label::of("dirty_memory", "after")))
 }
 
 /// Measures every round. Adds parameters, counters and notes to `report`.

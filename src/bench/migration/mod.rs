@@ -30,7 +30,8 @@ use vellum_guests::{Hot, Order};
 use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::short_size;
 use vellum_kvm::vm;
-use vellum_report::{Label, Report};
+use vellum_report::units::humanised;
+use vellum_report::{Answer, Label, Report};
 use vellum_sys::affinity;
 use vellum_sys::uffd::{self, Uffd};
 
@@ -176,7 +177,31 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     })?;
     measured::add(&mut report, rounds);
     report.set_headline("downtime");
+    report.answer(answer(&report, config));
     Ok(report)
+}
+
+/// What the result says first.
+fn answer(report: &Report, config: &Config) -> Answer {
+    let told = |name: &str| report.told(name).unwrap_or_else(|| "unknown".into());
+    let limit = humanised("s", config.downtime.as_secs_f64());
+    let progress = |when| report.told(Label::of("progress", when));
+    let answer =
+        Answer::of_measurement(format!("The guest stood still for {}, limit {limit}", told("downtime")));
+    // Memory that follows the guest is not part of the time until it runs there.
+    let until = if config.follows() { "runs there after" } else { "moved in" };
+    answer
+        .fact(until, told("total"))
+        .fact_if("passes", report.told("passes"))
+        .fact_if(
+            "sent",
+            report.find("bytes_sent").map(|sent| format!("{:.0} MiB", sent.value() / f64::from(1 << 20))),
+        )
+        .fact_if("bandwidth", report.told("bandwidth"))
+        .fact_if("faults waited for", report.told("faults"))
+        .fact_if("a fault waits", report.told("fault_latency_p50"))
+        .fact_if("progress before", progress("before"))
+        .fact_if("progress during", progress("during"))
 }
 
 /// The dirty rates of [`sweep`] in MiB/s. One more is as fast as possible.

@@ -46,7 +46,7 @@ use vellum_kvm::vm;
 use vellum_kvm::vm::Vm;
 use vellum_kvm::vm::counters::Counters;
 use vellum_kvm::vm::ring::DirtyRing;
-use vellum_report::{Premise, Report};
+use vellum_report::{Answer, Case, Premise, Report, Status};
 use vellum_sandbox::{self as sandbox, Mode};
 use vellum_sys::dirty as sys;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
@@ -438,5 +438,32 @@ fn report(config: &Config, seen: &Examined) -> Report {
         format!("page {page} of the memslot, gfn {:#x}, was lost", config.base / PAGE_SIZE + page)
     };
     report.notes.extend(lost.iter().take(16).map(name));
+    report.answer(answer(config, seen));
+    if !lost.is_empty() {
+        let why = format!("{} of {written} written pages are not in the log", lost.len());
+        report.cases.push(Case::new(&report.name, Status::Fail).because(why));
+    }
     report
+}
+
+/// What the result says first.
+fn answer(config: &Config, seen: &Examined) -> Answer {
+    let (method, lost, written) = (config.method.name(), seen.lost.len(), seen.written);
+    let place = match config.mind {
+        Mind::Kept => "at huge-page edges",
+        Mind::Revoked => "after initially-set was revoked",
+        Mind::Raced => "when initially-set is revoked while the log is switched on",
+        Mind::Interrupted => "when a signal ends a reset",
+    };
+    if lost == 0 {
+        return Answer::of_test(format!("dirty-edges: {method}, {written} pages written {place}, 0 lost"));
+    }
+    let answer = Answer::of_test(format!("{method} loses pages {place}: {lost} of {written}"));
+    let answer = answer.fact("shown by", "vellum test dirty-edges");
+    match config.method {
+        Method::InitiallySet => {
+            answer.next("use manual-protect; kernel-patches/README.md has the known cases and their fixes")
+        }
+        _ => answer.next("kernel-patches/README.md has the known cases and their fixes"),
+    }
 }

@@ -25,7 +25,7 @@ use self::stats::{Estimate, Known, holm, paired, unpaired};
 use super::figure::{Label, median};
 
 pub use results::{Comparison, Error, Question, Side, compare};
-pub use text::{method, table};
+pub use text::Tables;
 
 /// The probability of claiming a difference that does not exist.
 const ALPHA: f64 = 0.05;
@@ -139,6 +139,24 @@ pub enum FigureVerdict {
     NoRatio,
 }
 
+/// The direction of a difference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// More time, or less work a second.
+    Slower,
+    /// Less time, or more work a second.
+    Faster,
+    /// Larger, of something that is neither a time nor a rate.
+    Higher,
+    /// Smaller.
+    Lower,
+}
+
+/// Whether a unit is of time. Instructions are the time of emulated hosts.
+fn is_time(unit: &str) -> bool {
+    matches!(unit, "s" | "ms" | "us" | "µs" | "ns" | "instructions")
+}
+
 impl Compared {
     /// The replicates as pairs, if every replicate of both sides is in one.
     fn pairs(&self) -> Option<Vec<(f64, f64)>> {
@@ -172,6 +190,24 @@ impl Compared {
 }
 
 impl Weighed {
+    /// The direction of the difference. `None` if none was shown.
+    pub(crate) fn change(&self) -> Option<Change> {
+        let grown = self.ratio.filter(|_| self.verdict == FigureVerdict::Differs)? > 1.0;
+        Some(match (is_time(&self.of.unit), self.of.unit.ends_with("/s"), grown) {
+            (true, _, true) | (_, true, false) => Change::Slower,
+            (true, _, false) | (_, true, true) => Change::Faster,
+            (_, _, true) => Change::Higher,
+            (_, _, false) => Change::Lower,
+        })
+    }
+
+    /// By how many percent the same work takes longer. `None` unless it was shown to.
+    fn slower_by(&self) -> Option<f64> {
+        let ratio = self.ratio.filter(|_| self.change() == Some(Change::Slower))?;
+        let longer = if is_time(&self.of.unit) { ratio } else { 1.0 / ratio };
+        Some((longer - 1.0) * 100.0)
+    }
+
     /// Whether the figure was compared in pairs.
     pub fn is_paired(&self) -> bool {
         self.of.pairs().is_some()
@@ -224,7 +260,7 @@ pub fn weigh(figures: Vec<Compared>, headline: Option<&Label>, least: usize, pol
 mod tests {
     use super::*;
 
-    fn figure(name: &str, a: &[f64], b: &[f64], pairs: bool) -> Compared {
+    pub(super) fn figure(name: &str, a: &[f64], b: &[f64], pairs: bool) -> Compared {
         let side = |values: &[f64]| {
             let one = |(i, &value): (u32, &f64)| Replicate { value, pair: pairs.then_some(i) };
             (0..).zip(values).map(one).collect()

@@ -1,12 +1,13 @@
-//! The terminal form of a comparison.
-
-use std::fmt::Write as _;
+//! The terminal form and the Markdown form of a comparison: what changed, the changed figures, then
+//! what was compared.
 
 use super::results::{Comparison, Question};
-use super::{FigureVerdict, Weighed};
+use super::{Change, FigureVerdict, Weighed};
+use crate::answer::{Verdict, Word};
+use crate::page::{Extent, Form, Page, words};
 use crate::printable;
 use crate::table::Table;
-use crate::terminal::{command_line, labelled};
+use crate::terminal::command_line;
 use crate::units::{Scale, grouped};
 
 /// Explains the columns, once below all tables.
@@ -16,68 +17,164 @@ difference was shown. The interval is Student's on the logarithms (Welch's witho
 values. The headline (*) is tested at 95 % on its own. All other figures share one 95 % level (Holm); each interval uses its \
 figure's level.";
 
-/// `METHOD` in lines of `width` columns.
-pub fn method(width: usize) -> String {
-    let words: Vec<String> = METHOD.split(' ').map(str::to_owned).collect();
-    let mut out = String::new();
-    labelled(&mut out, "method", &words, " ", width);
-    out
+/// Tables of compared figures with the explanation of their columns, for those who weigh figures
+/// themselves.
+pub struct Tables(Page);
+
+impl Tables {
+    /// An empty text, `width` columns wide.
+    pub fn new(width: usize) -> Self {
+        Self(Page::new(Form::Text(width)))
+    }
+
+    /// A line of text above a table.
+    pub fn text(&mut self, text: &str) {
+        self.0.gap();
+        self.0.text(text);
+    }
+
+    /// All rows as a table.
+    pub fn table(&mut self, rows: &[Weighed]) {
+        table(&mut self.0, in_order(rows));
+    }
+
+    /// The text with the explanation.
+    pub fn finish(mut self) -> String {
+        self.0.gap();
+        self.0.line("method", &words(METHOD), " ");
+        self.0.finish()
+    }
 }
 
 impl Comparison {
-    /// The terminal form, `width` columns wide.
-    pub fn text(&self, width: usize) -> String {
-        let mut out = String::new();
-        for (i, question) in self.questions.iter().enumerate() {
-            if i > 0 {
-                out.push('\n');
-            }
-            write_question(&mut out, question, width);
+    /// The comparison in this form.
+    pub fn render(&self, form: Form, extent: Extent) -> String {
+        let mut page = Page::new(form);
+        for question in &self.questions {
+            page.gap();
+            write_question(&mut page, question, extent);
         }
         for alone in &self.alone {
             let (name, command) = (printable(&alone.name), command_line(&alone.command));
-            let _ = writeln!(out, "only in {}: {name}  $ {command}", printable(&alone.side));
+            page.line(&format!("only in {}", printable(&alone.side)), &[format!("{name}  $ {command}")], " ");
         }
-        out + "\n" + &method(width)
+        page.gap();
+        match extent {
+            Extent::Short(more) => page.text(more),
+            Extent::Whole => page.line("method", &words(METHOD), " "),
+        }
+        page.finish()
     }
 }
 
-fn write_question(out: &mut String, question: &Question, width: usize) {
-    let _ = writeln!(out, "{}, compared", printable(&question.name));
-    for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
-        let _ = writeln!(out, "{label}        {}: {}", printable(&side.name), side.counted());
-        let _ = writeln!(out, "         $ {}", command_line(&side.command));
-        for warning in &side.warnings {
-            let _ = writeln!(out, "{}, {label}, {}", warning.kind, printable(&warning.text));
+impl Question {
+    /// What the comparison shows.
+    pub(crate) fn verdict(&self) -> Verdict {
+        let of = |change| self.rows.iter().filter(move |row| row.change() == Some(change)).count();
+        let [slower, faster, higher, lower] =
+            [Change::Slower, Change::Faster, Change::Higher, Change::Lower].map(of);
+        let compared = self.rows.len();
+        let counts = [(slower, "slower"), (faster, "faster"), (higher, "higher"), (lower, "lower")];
+        let counted: Vec<_> =
+            counts.iter().filter(|(n, _)| *n > 0).map(|(n, word)| format!("{n} {word}")).collect();
+        let counted = format!("{} of {compared} figures", counted.join(", "));
+        let headline = self.rows.iter().find(|row| row.headline);
+        let (word, text) = match (slower, faster, higher + lower) {
+            (0, 0, 0) if self.rows.iter().any(|row| row.verdict == FigureVerdict::TooFew) => {
+                let many = self.rows.iter().map(|row| row.of.least()).max().unwrap_or(0);
+                let unit = self.unit;
+                let text = match many < self.least {
+                    true => format!("{many} {unit} per side, {} are needed to show a difference", self.least),
+                    false => format!("{many} {unit} per side do not vary, so more are needed to tell"),
+                };
+                (Word::TooFew, text)
+            }
+            (0, 0, 0) => (Word::Same, format!("no difference was shown in {compared} figures")),
+            _ => {
+                let word = match (slower, faster) {
+                    (0, 0) => Word::Differs,
+                    (0, _) => Word::Faster,
+                    (_, _) => Word::Slower,
+                };
+                let first =
+                    headline.map_or(String::new(), |row| format!("; {}: {}", row.of.label, verdict(row)));
+                (word, counted + &first)
+            }
+        };
+        let warned = |(label, warning): (&str, &super::results::Warning)| {
+            let word = match warning.kind {
+                "CUT OFF" => Word::CutOff,
+                "NOT RUN" => Word::NotRun,
+                _ => Word::Invalid,
+            };
+            (word, format!("{label}, {}", warning.text))
+        };
+        let sides = ["A", "B"].into_iter().zip(&self.sides);
+        let warnings = sides.flat_map(|(label, side)| side.warnings.iter().map(move |w| (label, w)));
+        Verdict {
+            word: Some(word),
+            text: format!("{}: {text}", self.name),
+            reasons: warnings.map(warned).collect(),
+            figures: Vec::new(),
+            next: None,
         }
     }
-    let both: Vec<String> = question.both.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    labelled(out, "both", &both, " ", width);
+}
+
+fn write_question(page: &mut Page, question: &Question, extent: Extent) {
+    page.verdict(&question.verdict());
+    page.gap();
+    let whole = extent == Extent::Whole;
+    let changed = |row: &&Weighed| whole || row.headline || row.change().is_some();
+    let shown: Vec<_> = in_order(&question.rows).filter(changed).collect();
+    let left = question.rows.len() - shown.len();
+    if !shown.is_empty() {
+        table(page, shown.into_iter());
+    }
+    if left > 0 {
+        page.text(&format!("  {left} more figures show no difference"));
+    }
+    page.gap();
+    for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
+        page.line(label, &[format!("{}: {}", printable(&side.name), side.counted())], " ");
+        if whole {
+            page.command(&command_line(&side.command));
+        }
+        if whole && !side.alone.is_empty() {
+            page.line(&format!("only in {label}"), &side.alone, ", ");
+        }
+    }
     for differs in &question.differs {
-        let _ = writeln!(out, "differs  {}: A {}, B {}", differs.key, differs.a, differs.b);
+        page.line("differs", &[format!("{}: A {}, B {}", differs.key, differs.a, differs.b)], " ");
     }
-    let words: Vec<String> = question.repeated().split(' ').map(str::to_owned).collect();
-    labelled(out, "repeated", &words, " ", width);
-    out.push('\n');
-    table(out, &question.rows, width);
-    for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
-        if !side.alone.is_empty() {
-            let _ = writeln!(out, "  only in {label}: {}", side.alone.join(", "));
-        }
+    if whole {
+        let both: Vec<String> = question.both.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        page.line("both", &both, " ");
     }
+    page.line("repeated", &words(&question.repeated()), " ");
 }
 
-/// Appends the rows as a table of `width` columns.
-pub fn table(out: &mut String, rows: &[Weighed], width: usize) {
-    let head = ["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"];
-    let mut table = Table::with_head(&head).whole();
-    in_order(rows).for_each(|row| table.row(cells(row)));
-    table.print(out, width);
+fn table<'a>(page: &mut Page, rows: impl Iterator<Item = &'a Weighed>) {
+    let mut table = Table::with_head(&HEAD).whole();
+    rows.for_each(|row| table.row(cells(row)));
+    page.table(&table);
 }
 
-/// The headline first, then the other figures in order of measurement.
+/// The columns in either form.
+pub(crate) const HEAD: [&str; 8] = ["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"];
+
+/// The headline first, then what is slower, what is faster, other differences, and the rest, each in
+/// order of measurement.
 pub(crate) fn in_order(rows: &[Weighed]) -> impl Iterator<Item = &Weighed> {
-    rows.iter().filter(|row| row.headline).chain(rows.iter().filter(|row| !row.headline))
+    let mut order: Vec<&Weighed> = rows.iter().collect();
+    order.sort_by_key(|row| match row.change() {
+        _ if row.headline => 0,
+        Some(Change::Slower) => 1,
+        Some(Change::Faster) => 2,
+        Some(_) => 3,
+        None => 4,
+    });
+    order.into_iter()
 }
 
 /// One row of the table in either form.
@@ -108,23 +205,119 @@ fn digits(ratio: f64) -> String {
 }
 
 fn verdict(row: &Weighed) -> String {
-    let ratio = match (row.verdict, row.ratio) {
+    let (change, ratio) = match (row.verdict, row.change().zip(row.ratio)) {
         (FigureVerdict::Equal, _) => return "equal".into(),
         (FigureVerdict::Noise, _) => return "noise".into(),
         (FigureVerdict::TooFew, _) => return "too few to say".into(),
         (FigureVerdict::NoRatio, _) | (FigureVerdict::Differs, None) => return "no ratio (zero)".into(),
-        (FigureVerdict::Differs, Some(ratio)) => ratio,
+        (FigureVerdict::Differs, Some(differs)) => differs,
     };
-    // The word tells whether time or speed changed: a percentage of one is not a percentage of the
-    // other.
-    let word = match (row.of.unit.as_str(), ratio < 1.0) {
-        ("s" | "ms" | "us" | "µs" | "ns", true) => "less time",
-        ("s" | "ms" | "us" | "µs" | "ns", false) => "more time",
-        (_, true) => "lower",
-        (_, false) => "higher",
+    let far = if ratio < 1.0 { 1.0 / ratio } else { ratio };
+    // The second word says whether time or speed changed: a percentage of one is not a percentage of
+    // the other.
+    let word = match (super::is_time(&row.of.unit), ratio < 1.0) {
+        (true, true) => "less time",
+        (true, false) => "more time",
+        (false, true) => "lower",
+        (false, false) => "higher",
     };
-    match ratio {
-        ..2.0 => format!("{:.1}% {word}", (ratio - 1.0).abs() * 100.0),
-        _ => format!("{} times {word}", digits(ratio)),
+    let by = match far {
+        2.0.. => format!("{} times", digits_of_times(far)),
+        _ => format!("{:.1}% {word}", (ratio - 1.0).abs() * 100.0),
+    };
+    match change {
+        Change::Slower => format!("slower: {by}"),
+        Change::Faster => format!("faster: {by}"),
+        Change::Higher | Change::Lower if far < 2.0 => by,
+        Change::Higher | Change::Lower => format!("{by} {word}"),
+    }
+}
+
+/// One decimal below 100, none above.
+fn digits_of_times(times: f64) -> String {
+    if times < 100.0 { format!("{times:.1}") } else { digits(times) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::figure;
+    use super::super::{Policy, Unit, weigh};
+    use super::*;
+    use crate::compare::results::Asked;
+
+    fn question(rows: Vec<Weighed>) -> Question {
+        let side = |name: &str| Asked {
+            name: name.into(),
+            command: vec!["vellum".into()],
+            results: 5,
+            boots: 5,
+            warnings: Vec::new(),
+            alone: Vec::new(),
+        };
+        Question {
+            name: "bench x".into(),
+            sides: [side("a"), side("b")],
+            both: Vec::new(),
+            differs: Vec::new(),
+            unit: Unit::Boot,
+            least: 3,
+            rows,
+        }
+    }
+
+    fn rows() -> Vec<Weighed> {
+        let (one, more) = ([1.0, 1.01, 0.99, 1.0], [3.0, 3.01, 2.99, 3.02]);
+        let rate = |name, a, b| super::super::Compared { unit: "pages/s".into(), ..figure(name, a, b, true) };
+        let count = |name, a, b| super::super::Compared { unit: "exits".into(), ..figure(name, a, b, true) };
+        let rows = vec![
+            figure("still", &one, &[1.0, 1.0, 1.0, 1.01], true),
+            figure("time", &one, &more, true),
+            rate("rate", &one, &more),
+            count("exits", &one, &more),
+            figure("quick", &more, &one, true),
+        ];
+        weigh(rows, Some(&"time".into()), 3, Policy::REAL)
+    }
+
+    #[test]
+    fn slower_and_faster_are_told_apart_by_the_unit() {
+        let said: Vec<_> = in_order(&rows()).map(|row| (row.of.label.to_string(), verdict(row))).collect();
+        let wanted = [
+            ("time", "slower: 3.0 times"),
+            ("rate", "faster: 3.0 times"),
+            ("quick", "faster: 3.0 times"),
+            ("exits", "3.0 times higher"),
+            ("still", "noise"),
+        ];
+        assert_eq!(said, wanted.map(|(name, said)| (name.to_owned(), said.to_owned())));
+    }
+
+    #[test]
+    fn the_short_form_has_the_changed_figures_and_counts_the_others() {
+        let comparison = Comparison { questions: vec![question(rows())], alone: Vec::new() };
+        let text = comparison.render(Form::Text(100), Extent::Short("More: x"));
+        let first = "SLOWER  bench x: 1 slower, 2 faster, 1 higher of 5 figures; time: slower: 3.0 times";
+        assert_eq!(text.lines().next(), Some(first), "{text}");
+        assert!(!text.contains("still") && text.contains("1 more figures show no difference"), "{text}");
+        let whole = comparison.render(Form::Text(100), Extent::Whole);
+        assert!(whole.contains("still") && whole.contains("method"), "{whole}");
+        let markdown = comparison.render(Form::Markdown, Extent::Short("More: x"));
+        assert!(
+            markdown.starts_with("**SLOWER** bench x") && markdown.contains("| time \\* |"),
+            "{markdown}"
+        );
+    }
+
+    #[test]
+    fn a_limit_counts_what_takes_longer_and_nothing_else() {
+        let comparison = |rows| Comparison { questions: vec![question(rows)], alone: Vec::new() };
+        let over = |percent| {
+            let over = comparison(rows()).slower_than(percent).unwrap();
+            over.into_iter().map(|(name, by)| (name, by.round())).collect::<Vec<_>>()
+        };
+        assert_eq!(over(5.0), [("time".to_owned(), 201.0)]);
+        assert_eq!(over(250.0), []);
+        let few = weigh(vec![figure("t", &[1.0], &[3.0], true)], None, 3, Policy::REAL);
+        assert_eq!(comparison(few).slower_than(5.0), None);
     }
 }

@@ -3,8 +3,8 @@
 
 use std::fmt::Write as _;
 
-use super::{END, escape, figure, head, head_of_page, row};
-use crate::compare::text::{METHOD, cells, in_order};
+use super::{END, escape, figure, head, head_of_page, row, verdict};
+use crate::compare::text::{HEAD, METHOD, cells, in_order};
 use crate::compare::{Comparison, Question};
 use crate::{plot, terminal};
 
@@ -26,6 +26,7 @@ pub fn comparison(comparison: &Comparison) -> String {
 
 fn article(out: &mut String, question: &Question) {
     let _ = writeln!(out, "<article>\n<h1>{}, compared</h1>", escape(&question.name));
+    verdict(out, &question.verdict());
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
         let command = escape(&terminal::command_line(&side.command));
         let _ = writeln!(
@@ -34,11 +35,6 @@ fn article(out: &mut String, question: &Question) {
             escape(&side.name),
             side.counted()
         );
-        for warning in &side.warnings {
-            let text = escape(&warning.text);
-            let _ =
-                writeln!(out, "<p class=\"invalid\"><strong>{}, {label}:</strong> {text}</p>", warning.kind);
-        }
     }
     let _ = writeln!(out, "<p class=\"note\">Repeated: {}</p>", escape(&question.repeated()));
     out.push_str("<section class=\"plots\">\n");
@@ -46,7 +42,7 @@ fn article(out: &mut String, question: &Question) {
         figure(out, &picture);
     }
     out.push_str("</section>\n<section class=\"tables\">\n");
-    head(out, &["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"]);
+    head(out, &HEAD);
     in_order(&question.rows).for_each(|weighed| row(out, &cells(weighed)));
     out.push_str(END);
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {

@@ -1,13 +1,14 @@
 //! The HTML form: one self-contained page for desktop and phone.
 //!
 //! It has no scripts, fonts or requests, and its content security policy forbids them. A result
-//! from someone else is therefore safe to open. A result begins with anything wrong and its plots
-//! ([`super::plot`]) and ends with parameters and host. [`comparison`] is the page of a comparison.
+//! from someone else is therefore safe to open. A result begins with its verdict, goes on with plots
+//! ([`super::plot`]) and figures, and ends with parameters and host. [`comparison`] is the page of a comparison.
 
 mod compare;
 
 use std::fmt::Write as _;
 
+use super::answer::{Verdict, Word};
 use super::plot::{self, Plot};
 use super::table::{Group, Kind, cells, common_scale, groups};
 use super::terminal::{self, asked_value, percentiles, spread_of};
@@ -77,6 +78,9 @@ pub fn escape(text: &str) -> String {
 
 fn badges(result: &Report) -> String {
     let mut out = String::new();
+    if result.verdict().word == Some(Word::Fail) {
+        out.push_str(" <span class=\"badge bad\">FAIL</span>");
+    }
     if result.cut_short.is_some() {
         out.push_str(" <span class=\"badge bad\">CUT OFF</span>");
     }
@@ -94,18 +98,9 @@ fn badges(result: &Report) -> String {
 
 fn article(out: &mut String, i: usize, result: &Report) {
     let _ = writeln!(out, "<article id=\"r{i}\">\n<h1>{}{}</h1>", escape(&result.name), badges(result));
+    verdict(out, &result.verdict());
     let _ =
         writeln!(out, "<pre class=\"command\">$ {}</pre>", escape(&terminal::command_line(&result.command)));
-    if let Some(rest) = &result.cut_short {
-        let _ = writeln!(out, "<p class=\"invalid\"><strong>CUT OFF:</strong> {}</p>", escape(rest));
-    }
-    for what in &result.not_run {
-        let _ = writeln!(out, "<p class=\"invalid\"><strong>NOT RUN:</strong> {}</p>", escape(what));
-    }
-    for failed in &result.invalid {
-        let reason = escape(&failed.to_string());
-        let _ = writeln!(out, "<p class=\"invalid\"><strong>INVALID:</strong> {reason}</p>");
-    }
     for note in &result.notes {
         let _ = writeln!(out, "<p class=\"note\">{}</p>", escape(note));
     }
@@ -137,6 +132,35 @@ fn article(out: &mut String, i: usize, result: &Report) {
     let _ = writeln!(out, "<li>measured by Vellum {}</li>\n</ul></div>\n</section>", escape(&result.vellum));
     counters(out, &result.counters);
     out.push_str("</article>\n");
+}
+
+/// What a result or a comparison says first.
+fn verdict(out: &mut String, verdict: &Verdict) {
+    let (class, word) = match verdict.word {
+        None => ("plain", String::new()),
+        Some(word) => {
+            let class = match word {
+                Word::Pass | Word::Faster => "pass",
+                Word::Same | Word::TooFew | Word::Differs | Word::Moved => "plain",
+                Word::Slower | Word::Fail | Word::Invalid | Word::CutOff | Word::NotRun => "fail",
+            };
+            (class, format!("<strong>{word}</strong> "))
+        }
+    };
+    let _ = writeln!(out, "<p class=\"verdict {class}\">{word}{}</p>", escape(&verdict.text));
+    for (word, reason) in &verdict.reasons {
+        let _ = writeln!(out, "<p class=\"invalid\"><strong>{word}:</strong> {}</p>", escape(reason));
+    }
+    if !verdict.figures.is_empty() {
+        out.push_str("<dl class=\"answer\">\n");
+        for fact in &verdict.figures {
+            let _ = writeln!(out, "<dt>{}</dt><dd>{}</dd>", escape(&fact.name), escape(&fact.text));
+        }
+        out.push_str("</dl>\n");
+    }
+    if let Some(next) = &verdict.next {
+        let _ = writeln!(out, "<p class=\"note\">{}</p>", escape(next));
+    }
 }
 
 fn figure(out: &mut String, picture: &Plot) {

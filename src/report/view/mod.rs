@@ -1,5 +1,5 @@
-//! Output formats for other programs: KTAP, JUnit and KCIDB. They are views of the cases of a
-//! [`Report`]. [`super::json`] writes the JSON form, which has everything.
+//! Output formats: KTAP, JUnit and KCIDB for other programs, which are views of the cases of a
+//! [`Report`], and Markdown. [`super::json`] writes the JSON form, which has everything.
 //!
 //! Names may come from someone else's result. Line ends, control characters and the format's own
 //! syntax are therefore replaced or escaped.
@@ -8,6 +8,7 @@ mod junit;
 mod kcidb;
 mod ktap;
 
+use super::terminal::{self, Extent, Form};
 use super::{Report, json};
 
 /// The format.
@@ -24,6 +25,8 @@ pub enum View {
     },
     /// Vellum's own JSON.
     Json,
+    /// Markdown, to paste into a mail.
+    Markdown,
 }
 
 impl View {
@@ -36,6 +39,7 @@ impl View {
             Self::Ktap => Ok(ktap::render(results)),
             Self::Junit => junit::render(results).map_err(|error| error.to_string()),
             Self::Kcidb { origin } => kcidb::render(results, origin).map_err(|error| error.to_string()),
+            Self::Markdown => Ok(terminal::render(results, Form::Markdown, Extent::Whole)),
             Self::Json => {
                 let text = json::text(results).map_err(|error| error.to_string())?;
                 Ok(String::from_utf8_lossy(&text).into_owned())

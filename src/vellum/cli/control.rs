@@ -155,7 +155,7 @@ pub struct ListArgs {
     json: bool,
 }
 
-/// Run a command in a guest, through its agent; ends with the command's exit status
+/// Run a command in a guest, by its agent: the exit status is the command's
 #[derive(Debug, Args)]
 pub struct ExecArgs {
     /// The machine: its name (--name), or the path of its control socket
@@ -261,6 +261,20 @@ fn count(status: &mut Value) {
     };
 }
 
+/// How many machines there are, and what they do: `3 machines: 2 running, 1 paused`.
+fn counted<'a>(states: impl Iterator<Item = &'a str>) -> String {
+    let mut counts: Vec<(&str, usize)> = Vec::new();
+    for state in states {
+        match counts.iter_mut().find(|(known, _)| *known == state) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((state, 1)),
+        }
+    }
+    let all = counts.iter().map(|(_, count)| count).sum::<usize>();
+    let each: Vec<_> = counts.iter().map(|(state, count)| format!("{count} {state}")).collect();
+    format!("{all} {}: {}", if all == 1 { "machine" } else { "machines" }, each.join(", "))
+}
+
 /// `vellum list`
 pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
     let mut lines = Vec::new();
@@ -304,6 +318,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
         }
     }
     if !args.json && !lines.is_empty() {
+        print(format_args!("{}\n", counted(lines.iter().map(|line| line[2].as_str()))))?;
         let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY", "UNDER WAY"].map(str::to_owned);
         for [name, pid, state, vcpus, memory, under_way] in std::iter::once(head).chain(lines) {
             let line = format!("{name:<20} {pid:>8} {state:<20} {vcpus:>5} {memory:>8}  {under_way}");

@@ -214,6 +214,7 @@ fn network(text: &str) -> Result<Network, String> {
         let tap = kv.required("mode", |mode| match mode {
             "none" => Ok(false),
             "tap" => Ok(true),
+            "user" => Err("here it is --net user"),
             _ => Err("none and tap are known"),
         })?;
         let tapif = kv.text("tapif");

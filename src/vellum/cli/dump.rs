@@ -18,7 +18,7 @@ use vellum_sys::file;
 use vellum_sys::guard::Naming;
 use vellum_sys::signal;
 
-/// Write the memory of a running or paused machine into a file, a core dump that crash, makedumpfile, drgn and GDB open
+/// Write a machine's memory into a core dump: for crash, makedumpfile, drgn and GDB
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct DumpArgs {

@@ -5,6 +5,7 @@ use std::io;
 
 use super::devices;
 use super::flags::Flags;
+use vellum_host::Facts;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::{Case, Report, Status};
 use vellum_sys::diagnose::{Diagnose, Field, Whose};
@@ -37,6 +38,14 @@ impl Failure {
             lacking: report.status() == Status::Skip,
             message: format!("not all that was asked for was tested: {why}"),
         }
+    }
+
+    /// The result of a command that failed like this.
+    pub(super) fn report(&self, name: &str) -> Report {
+        let status = if self.lacking { Status::Skip } else { Status::Crash };
+        let mut report = Report::new(name, Facts::collect("off".into()));
+        report.cases.push(Case::new(name, status).explained(&self.message));
+        report
     }
 
     /// The same, behind the flag that it is about.

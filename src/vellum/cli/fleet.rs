@@ -16,18 +16,18 @@ use vellum_report::Status;
 use vellum_report::output::{Kind, Writer};
 use vellum_sys::{keyvalue, open};
 
-/// Run one plan of tests and benchmarks on many hosts, and merge what they say
+/// Run tests and benchmarks on many hosts: one plan, and the results merged
 ///
 /// A plan is a TOML file (`cargo doc`: fleet::plan). `plan` checks it and puts it into a directory that all hosts share; `submit` hands
 /// its tasks to Slurm, or `plan --commands` prints them for anything else; each host runs `task`; `merge` reads what they left.
 #[derive(Debug, Args)]
-#[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
+#[command(after_help = EXAMPLES, after_long_help = format!("{PLAN}{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(crate) struct FleetArgs {
     #[command(subcommand)]
     what: FleetCommand,
 }
 
-const EXAMPLES: &str = "\
+const PLAN: &str = "\
 A plan, nightly.toml:
   name = \"nightly\"
   [[test]]
@@ -45,12 +45,15 @@ A plan, nightly.toml:
   [test.arguments]
   tracker = [\"manual-protect\", \"ring\"]
   duration = \"10s\"
+";
+
+const EXAMPLES: &str = "\
 Examples:
   vellum fleet plan nightly.toml --into /shared/nightly
   vellum fleet submit /shared/nightly/plan.toml
   vellum fleet status /shared/nightly/plan.toml
   vellum fleet merge /shared/nightly/plan.toml --html nightly.html
-  vellum fleet rerun /shared/nightly/plan.toml 4711 --test oracle --host node3 --times 100
+  vellum fleet rerun /shared/nightly/plan.toml 4711 --test oracle --times 100
 Without Slurm:
   vellum fleet plan nightly.toml --into /shared/nightly --commands shell | parallel -S node1,node2 --jobs 1
   vellum fleet plan nightly.toml --into /shared/nightly --commands ssh | while read -r task; do eval \"ssh node1 $task\" </dev/null; done";
@@ -186,7 +189,7 @@ fn check(line: CommandLine, words: &[String]) -> Result<Option<String>, String> 
         }
     }
     let whole = std::iter::once("vellum").chain(words.iter().map(String::as_str));
-    (line.parse)(whole.map(Into::into).collect()).map_err(|error| refusal::one_line(line, &error))?;
+    (line.parse)(whole.map(Into::into).collect()).map_err(|error| refusal::one_line(line, words, &error))?;
     Ok(flags.contains(&"seed").then(|| "--seed".into()))
 }
 

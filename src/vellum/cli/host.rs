@@ -118,7 +118,7 @@ impl HostArgs {
             // It was delivered by another process, to the same place.
             Ok(Outcome::Succeeded(exit)) => Ok(exit),
             Ok(Outcome::BuiltIn(outcome)) if outcome.succeeded => Ok(outcome.exit),
-            Ok(Outcome::BuiltIn(outcome)) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
+            Ok(Outcome::BuiltIn(outcome)) => result.deliver(&[outcome.report]).map(|()| outcome.exit),
             // Only a built-in guest has a result.
             Ok(Outcome::Kernel(outcome)) => {
                 result.discard();

@@ -1,5 +1,5 @@
-//! What tests and benchmarks have besides a result: forms that other programs read, an exit status that another harness understands, and
-//! signs of life.
+//! What tests and benchmarks have besides a result: an exit status that another harness understands,
+//! and signs of life.
 
 use std::time::{Duration, Instant};
 
@@ -10,10 +10,8 @@ use super::failure::Failure;
 use super::output::print;
 use super::result::ResultArgs;
 use crate::session::progress::Heartbeat;
-use vellum_host::Facts;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_report::view::View;
-use vellum_report::{Case, Report, Status};
+use vellum_report::{Case, Report};
 use vellum_sys::keyvalue;
 
 /// The arguments, for every command that judges something.
@@ -21,14 +19,6 @@ use vellum_sys::keyvalue;
 pub struct JudgedArgs {
     #[command(flatten)]
     result: ResultArgs,
-
-    /// Print the result in a form that other programs read, instead of tables
-    #[arg(long, value_name = "FORM", value_enum)]
-    format: Option<Form>,
-
-    /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
-    #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
-    origin: Option<String>,
 
     /// What the exit status says: vellum, the list below; kselftest, 0 passed, 4 skipped because this host lacks something, 1
     /// anything else, a test that was cut short and a wrong command line included
@@ -45,31 +35,6 @@ pub struct JudgedArgs {
     /// Say on standard error every so often that this goes on, and how far it is, as in 30s
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     heartbeat: Option<Duration>,
-}
-
-/// The forms as typed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Form {
-    /// KTAP version 1, as the kernel's tests print it
-    Ktap,
-    /// JUnit's XML
-    Junit,
-    /// A submission to KCIDB; needs --origin
-    Kcidb,
-    /// What --json writes
-    Json,
-}
-
-impl Form {
-    /// The view, of this origin where it needs one.
-    pub fn view(self, origin: Option<&str>) -> View {
-        match self {
-            Self::Ktap => View::Ktap,
-            Self::Junit => View::Junit,
-            Self::Kcidb => View::Kcidb { origin: origin.unwrap_or_default().into() },
-            Self::Json => View::Json,
-        }
-    }
 }
 
 /// Whose exit statuses.
@@ -102,53 +67,39 @@ pub(super) fn exits_as(words: &[String]) -> Exits {
     if judged && asked { Exits::Kselftest } else { Exits::Vellum }
 }
 
-/// The name of who submits.
-pub fn origin(text: &str) -> Result<String, String> {
-    let right = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
-    match !text.is_empty() && text.chars().all(right) {
-        true => Ok(text.into()),
-        false => Err("a name of a-z, 0-9 and _, as in example_lab".into()),
-    }
-}
-
 impl JudgedArgs {
-    /// Opens what is to be written, does `work`, whose progress `bar` shows, and delivers its result; what `work` says besides is
-    /// returned. Where it fails no file is left behind, and a form that was asked for says so.
+    /// Opens what is to be written, does `work`, whose progress `bar` shows, and delivers its results.
+    /// Returns what else `work` returned. If it fails, no file is left behind, and the form that was
+    /// asked for says so.
     pub fn deliver<T>(
         &self,
         name: &str,
         bar: &ProgressBar,
-        work: impl FnOnce() -> Result<(Report, T), Failure>,
+        work: impl FnOnce() -> Result<(Vec<Report>, T), Failure>,
     ) -> Result<T, Failure> {
-        let form = self.format.map(|format| format.view(self.origin.as_deref()));
-        if form.is_some() && self.result.is_stdout() {
-            return Err(Failure::usage(
-                "--json - excludes --format: both would go to standard output; --format json does the same as --json -",
-            ));
-        }
         let (place, begun) = (self.result.open()?, Instant::now());
         let beats = self.heartbeat.map(|every| Heartbeat::start(bar.clone(), every));
         let done = work();
         drop(beats);
         let seconds = begun.elapsed().as_secs_f64();
         match done {
-            Ok((mut report, besides)) => {
-                if report.cases.is_empty() {
-                    report.cases.push(Case { seconds: Some(seconds), ..report.as_case() });
+            Ok((mut reports, besides)) => {
+                for report in &mut reports {
+                    if report.cases.is_empty() {
+                        report.cases.push(Case { seconds: Some(seconds), ..report.as_case() });
+                    }
                 }
-                place.deliver(&report, form.as_ref())?;
+                place.deliver(&reports)?;
                 Ok(besides)
             }
             Err(failure) => {
                 // What this host lacks is nobody's mistake.
                 let exit = if failure.lacking { Exit::NotRun } else { failure.exit };
                 let failure = Failure { exit, ..failure };
+                let view = place.view.clone();
                 place.discard();
-                if let Some(form) = form.filter(|_| failure.lacking || failure.exit != Exit::Usage) {
-                    let status = if failure.lacking { Status::Skip } else { Status::Crash };
-                    let mut report = Report::new(name, Facts::collect("off".into()));
-                    report.cases.push(Case::new(name, status).explained(&failure.message));
-                    print(form.render(&[report]).map_err(Failure::host)?)?;
+                if let Some(view) = view.filter(|_| failure.lacking || failure.exit != Exit::Usage) {
+                    print(view.render(&[failure.report(name)]).map_err(Failure::host)?)?;
                 }
                 Err(failure)
             }

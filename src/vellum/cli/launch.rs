@@ -12,7 +12,7 @@ use guest_agent::{Access, Argument, Launch, Mount, Mounts, Terminal};
 
 use super::failure::Failure;
 use super::kernel::{self, KernelArgs, LaunchArgs, Ready};
-use super::output::{print, say};
+use super::output::say;
 use super::run_flags::FLAGS;
 use crate::session;
 use vellum_control::names;
@@ -68,10 +68,6 @@ fn failure(error: Error) -> Failure {
 pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failure> {
     let args = &all.launch;
     let board = all.board();
-    if args.kconfig {
-        print(config::fragment(board))?;
-        std::process::exit(0);
-    }
     // Whatever is neither a directory nor this host's own is an image, or said to be none.
     let is_image = !named.is_dir() && (named != Path::new("host") || named.exists());
     let has_root = all.devices.has(&share::ROOT);

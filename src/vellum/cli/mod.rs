@@ -16,6 +16,7 @@ mod failure;
 mod flags;
 pub mod fleet;
 mod habits;
+mod help;
 mod host;
 pub mod image;
 mod judged;
@@ -39,12 +40,13 @@ mod test;
 mod upgrade;
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::process::ExitCode;
 
 pub use self::failure::Failure;
-pub use self::judged::{Form, origin};
 use self::line::{CommandLine, VERSION, word};
 use self::output::{print, say};
+pub use self::result::{Form, origin};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -76,13 +78,13 @@ enum Command {
     Disk(disk::DiskArgs),
     Dump(dump::DumpArgs),
     Ctl(control::CtlArgs),
-    /// The same as ctl NAME pause
+    /// Stop a machine's vCPUs and devices: the same as ctl NAME pause
     Pause(control::MachineArgs),
-    /// The same as ctl NAME resume
+    /// Let a paused machine go on: the same as ctl NAME resume
     Resume(control::MachineArgs),
-    /// The same as ctl NAME status
+    /// Print what a machine is and does, as JSON: the same as ctl NAME status
     Status(control::MachineArgs),
-    /// The same as ctl NAME stop
+    /// End a machine: the same as ctl NAME stop
     Stop(control::MachineArgs),
     List(control::ListArgs),
     Exec(control::ExecArgs),
@@ -92,7 +94,7 @@ enum Command {
     /// What serves a shared directory: started by `vellum run --share`
     #[command(name = process::WORD, hide = true)]
     ServeShare,
-    /// Print a completion script, as in: vellum completions bash > ~/.local/share/bash-completion/completions/vellum
+    /// Print a completion script for a shell
     Completions {
         /// For which shell
         shell: clap_complete::Shell,
@@ -100,11 +102,11 @@ enum Command {
 }
 
 /// The whole command line, for those who look at one without running it.
-const LINE: CommandLine = CommandLine { definition: Cli::command, parse: |words| read_from(words).map(drop) };
+const LINE: CommandLine = CommandLine { definition: command, parse: |words| read_from(words).map(drop) };
 
 /// The whole command line, for those who write pages and completions of it.
 pub fn command() -> clap::Command {
-    Cli::command()
+    help::shaped(Cli::command())
 }
 
 /// The program.
@@ -159,7 +161,7 @@ pub fn main() -> ExitCode {
         Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),
         Command::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "vellum", &mut script);
+            clap_complete::generate(shell, &mut self::command(), "vellum", &mut script);
             print(String::from_utf8_lossy(&script)).map(|_| Exit::PowerOff)
         }
     };
@@ -217,11 +219,11 @@ fn quick() -> Option<Command> {
 
 /// The command, by way of all that there are.
 fn read() -> Result<Command, clap::Error> {
-    read_from(std::env::args_os())
+    read_from(habits::ours(std::env::args_os().collect(), command, Path::new(".")))
 }
 
 fn read_from(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Command, clap::Error> {
-    let matches = Cli::command().try_get_matches_from(words)?;
+    let matches = self::command().try_get_matches_from(words)?;
     refusal::check(LINE, &matches)?;
     Ok(Cli::from_arg_matches(&matches)?.command)
 }
@@ -234,7 +236,7 @@ mod tests {
     #[test]
     fn completions_offer_the_words_that_there_are() {
         let mut script = Vec::new();
-        clap_complete::generate(clap_complete::Shell::Bash, &mut Cli::command(), "vellum", &mut script);
+        clap_complete::generate(clap_complete::Shell::Bash, &mut command(), "vellum", &mut script);
         let script = String::from_utf8(script).unwrap();
         for (flag, words) in
             [("--sandbox", "on log off"), ("--tracker", "bitmap manual-protect initially-set ring")]
@@ -252,14 +254,14 @@ mod tests {
 
     #[test]
     fn the_command_line_is_well_formed() {
-        Cli::command().debug_assert();
+        command().debug_assert();
     }
 
     /// So that `-v -1` is answered with what -v takes, and not with an unexpected argument '-1'.
     #[test]
     fn a_negative_number_is_a_value_wherever_numbers_are() {
         for name in ["run", "bench", "test"] {
-            let cli = Cli::command();
+            let cli = command();
             let outer = cli.find_subcommand(name).expect("it is there");
             let deaf = |command: &clap::Command| !command.is_allow_negative_numbers_set();
             let mut leaves: Vec<_> =

@@ -7,6 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args};
 
+use super::habits;
 use super::kernel::KernelArgs;
 use super::line::{CommandLine, word};
 use super::output::say;
@@ -29,20 +30,22 @@ pub(super) fn refuse(line: CommandLine, error: &clap::Error) -> Option<Exit> {
             Some(Exit::Usage)
         }
         _ => {
-            say(&one_line(line, error));
+            let words: Vec<String> = (1..).map_while(word).collect();
+            say(&one_line(line, &words, error));
             Some(Exit::Usage)
         }
     }
 }
 
-/// Clap's paragraphs as one line, without the usage that `--help` shows better.
-pub(super) fn one_line(line: CommandLine, error: &clap::Error) -> String {
+/// Clap's paragraphs about `words` as one line, without the usage that `--help` shows better.
+pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error) -> String {
+    let first = words.first().map(String::as_str);
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidSubcommand))
     {
-        return unknown(line, typed, word(1).as_deref());
+        return unknown(line, typed, first);
     }
     if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
@@ -52,12 +55,27 @@ pub(super) fn one_line(line: CommandLine, error: &clap::Error) -> String {
         {
             return format!("unexpected argument '{typed}': no value here is negative");
         }
+        // Clap's own guesses are far off at times, and it takes the words of a guest's command for ours.
+        let (path, command) = innermost(line, words);
+        if typed.starts_with("--") {
+            let longs: Vec<&str> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
+            let typed_word = typed.trim_start_matches('-');
+            let meant = keyvalue::meant(typed_word, longs.iter().copied());
+            let meant = meant.replace("'", "").replace("mean ", "mean --");
+            return format!("unexpected argument '{typed}'{meant}; {path} --help lists all");
+        }
+        if path == "vellum run" && !typed.starts_with('-') {
+            return format!(
+                "unexpected argument '{typed}': a kernel stands behind -k, and a command for the guest behind --, as in \
+                 vellum run -k KERNEL -- {typed}"
+            );
+        }
         // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
         if !typed.starts_with('-')
-            && let Some(first) = word(1)
-            && (line.definition)().find_subcommand(&first).is_some_and(clap::Command::has_subcommands)
+            && let Some(first) = first
+            && (line.definition)().find_subcommand(first).is_some_and(clap::Command::has_subcommands)
         {
-            return unknown(line, typed, Some(&first));
+            return unknown(line, typed, Some(first));
         }
     }
     if error.kind() == ErrorKind::InvalidUtf8
@@ -98,6 +116,18 @@ fn not_text(line: CommandLine, words: &[OsString]) -> Option<String> {
     Some(format!("{flag}: {:?} is not UTF-8; give it a name that is, or a link with such a name", words[at]))
 }
 
+/// The command that `words` name, as typed.
+fn innermost(line: CommandLine, words: &[String]) -> (String, clap::Command) {
+    let (mut path, mut command) = ("vellum".to_owned(), (line.definition)());
+    for word in words {
+        let Some(inner) = command.find_subcommand(word) else { break };
+        let inner = inner.clone();
+        path = format!("{path} {word}");
+        command = inner;
+    }
+    (path, command)
+}
+
 /// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
 fn unknown(line: CommandLine, typed: &str, first: Option<&str>) -> String {
     let cli = (line.definition)();
@@ -105,6 +135,9 @@ fn unknown(line: CommandLine, typed: &str, first: Option<&str>) -> String {
     let level = outer.unwrap_or(&cli);
     let shown = level.get_subcommands().filter(|command| !command.is_hide_set());
     let known: Vec<&str> = shown.map(clap::Command::get_name).collect();
+    if let Some(ours) = habits::command(typed).filter(|_| outer.is_none()) {
+        return format!("{typed}: another program's word; here it is vellum {ours}");
+    }
     let meant = keyvalue::meant(typed, known.iter().copied());
     let after = outer.map_or(String::new(), |outer| format!(" of {}", outer.get_name()));
     format!("unknown command '{typed}'{after}{meant}: there are {}", known.join(", "))
@@ -166,7 +199,7 @@ const NO_KERNEL: &str = "--kernel FILE or --disk IMAGE is missing: the built-in 
 /// Flags of a guest with a kernel need one. Clap sees to that, except where a flag of the built-in guest is there too: it
 /// excludes `--kernel`, and clap does not ask for what is excluded.
 pub(super) fn check(line: CommandLine, matches: &ArgMatches) -> Result<(), clap::Error> {
-    const EXCLUDING: [&str; 4] = ["workload", "passes", "duration", "json"];
+    const EXCLUDING: [&str; 5] = ["workload", "passes", "duration", "json", "format"];
     let run = match matches.subcommand() {
         Some(("run", run)) => run,
         Some(("test", test)) if test.subcommand_name() == Some("startup") => {
@@ -235,6 +268,13 @@ mod tests {
         }
     }
 
+    /// What is said of a line that is wrong.
+    fn said(words: &[&str]) -> String {
+        let error = read_from(words).map(drop).expect_err("must be refused");
+        let words: Vec<String> = words[1..].iter().map(|word| (*word).to_owned()).collect();
+        one_line(LINE, &words, &error)
+    }
+
     #[test]
     fn errors_are_one_line() {
         for (line, remedy) in [
@@ -256,8 +296,7 @@ mod tests {
             (&["vellum", "run", "-m", "1g,hugepages=on"], "backing=hugetlb-2m"),
             (&["vellum", "run", "-k", "x", "--vsock", "3"], "PATH,cid=3"),
         ] {
-            let error = read_from(line).map(drop).expect_err("must be refused");
-            let message = one_line(LINE, &error);
+            let message = said(line);
             assert!(!message.contains('\n') && message.contains(remedy), "{message}");
         }
     }
@@ -266,7 +305,8 @@ mod tests {
     #[test]
     fn flags_of_a_guest_with_a_kernel_need_one() {
         let kernel = KernelArgs::augment_args(clap::Command::new("run"));
-        let boots = ["kernel", "firmware", "disk"];
+        // What a configuration must have is known without a kernel.
+        let boots = ["kernel", "firmware", "disk", "kconfig"];
         let flags = kernel.get_arguments().filter(|flag| !boots.contains(&flag.get_id().as_str()));
         let mut count = 0;
         for flag in flags {
@@ -293,7 +333,7 @@ mod tests {
             for more in built_in {
                 let words = words.iter().map(String::as_str);
                 let words = ["vellum", "run"].into_iter().chain(more.iter().copied()).chain(words);
-                let message = read_from(words).map(drop).map_err(|error| one_line(LINE, &error));
+                let message = read_from(words).map(drop).map_err(|error| one_line(LINE, &[], &error));
                 let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
                 assert!(message.contains("--kernel FILE or --disk IMAGE is missing"), "{message}");
             }
@@ -323,8 +363,7 @@ mod tests {
             &["bench", "rmap-fork", "3", "--lengths", "3"],
             &["exec", "a", "--request", r#"{"do":"facts"}"#, "--", "ls"],
         ] {
-            let error = read_from([&["vellum"], line].concat()).map(drop).expect_err("must be refused");
-            let message = one_line(LINE, &error);
+            let message = said(&[&["vellum"], line].concat());
             assert!(message.contains(" excludes ") && message.contains("leave out"), "{line:?}: {message}");
         }
     }

@@ -1,38 +1,93 @@
-//! Where a command's result goes: to the terminal as tables, and to a file as JSON where that was asked for.
+//! Where a command's result goes: to the terminal, to a file as JSON, or in a form for other programs.
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::failure::Failure;
+use super::line::word;
 use super::output::print;
 use vellum_report::output::{Kind, Writer};
+use vellum_report::terminal::{Extent, Form as Look};
 use vellum_report::view::View;
 use vellum_report::{Report, json, terminal};
 
-/// The argument, for every command that has a result.
+/// The arguments of every command that has a result.
 #[derive(Debug, Args)]
 pub struct ResultArgs {
+    /// Print all figures and details after the verdict
+    #[arg(long)]
+    verbose: bool,
+
     /// Write the result as JSON; `-` is standard output, which then carries nothing else
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+
+    /// Print the result in another form: markdown, to paste into a mail; ktap, as the kernel's tests print it; junit; kcidb, which
+    /// needs --origin; json, what --json writes
+    #[arg(long, value_name = "FORM", value_enum, hide_possible_values = true)]
+    format: Option<Form>,
+
+    /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
+    #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
+    origin: Option<String>,
 }
 
-/// Where a result goes, opened before there is one: a sandbox may be in force by then.
+/// The forms as typed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Form {
+    /// Everything, to paste into a mail
+    Markdown,
+    /// KTAP version 1, as the kernel's tests print it
+    Ktap,
+    /// JUnit's XML
+    Junit,
+    /// A submission to KCIDB; needs --origin
+    Kcidb,
+    /// What --json writes
+    Json,
+}
+
+impl Form {
+    /// The view. `origin` is for KCIDB.
+    pub fn view(self, origin: Option<&str>) -> View {
+        match self {
+            Self::Markdown => View::Markdown,
+            Self::Ktap => View::Ktap,
+            Self::Junit => View::Junit,
+            Self::Kcidb => View::Kcidb { origin: origin.unwrap_or_default().into() },
+            Self::Json => View::Json,
+        }
+    }
+}
+
+/// The name of who submits.
+pub fn origin(text: &str) -> Result<String, String> {
+    let right = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    match !text.is_empty() && text.chars().all(right) {
+        true => Ok(text.into()),
+        false => Err("a name of a-z, 0-9 and _, as in example_lab".into()),
+    }
+}
+
+/// Where a result goes. It is opened before there is a result: a sandbox may be in force by then.
 pub struct Place {
     writer: Option<Writer>,
+    /// The form that was asked for.
+    pub(super) view: Option<View>,
+    verbose: bool,
     width: usize,
 }
 
 impl ResultArgs {
-    /// Whether the JSON goes to standard output.
-    pub fn is_stdout(&self) -> bool {
-        self.json.as_deref() == Some(std::path::Path::new("-"))
-    }
-
     /// The same place as that of another process.
     pub fn at(path: Option<PathBuf>) -> Self {
-        Self { json: path }
+        Self { verbose: false, json: path, format: None, origin: None }
+    }
+
+    /// Whether everything is asked for.
+    pub fn is_verbose(&self) -> bool {
+        self.verbose
     }
 
     /// Where it is, wherever a process is.
@@ -43,24 +98,37 @@ impl ResultArgs {
 
     /// Opens what is to be written.
     pub fn open(&self) -> Result<Place, Failure> {
+        let view = self.format.map(|form| form.view(self.origin.as_deref()));
+        if view.is_some() && self.json.as_deref() == Some(std::path::Path::new("-")) {
+            return Err(Failure::usage(
+                "--json - excludes --format: both would go to standard output; --format json does the same as --json -",
+            ));
+        }
         let open = |path| Writer::open(path, Kind::Results);
         let writer = self.json.as_deref().map(open).transpose().map_err(Failure::usage)?;
-        Ok(Place { writer, width: super::report::width() })
+        Ok(Place { writer, view, verbose: self.verbose, width: super::report::width() })
     }
 }
 
 impl Place {
-    /// Delivers the result; on the terminal in this form, or as tables.
-    pub fn deliver(self, report: &Report, form: Option<&View>) -> Result<(), Failure> {
-        let Self { writer, width } = self;
+    /// Delivers the results.
+    pub fn deliver(self, reports: &[Report]) -> Result<(), Failure> {
+        let Self { writer, view, verbose, width } = self;
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            match form {
-                Some(form) => print(form.render(std::slice::from_ref(report)).map_err(Failure::host)?)?,
-                None => print(terminal::render(report, width))?,
+            // The selftests that the benchmarks follow have -v for vCPUs.
+            let more = if word(1).as_deref() == Some("bench") {
+                "More: --verbose, --json FILE"
+            } else {
+                "More: -v, --json FILE"
+            };
+            let extent = if verbose { Extent::Whole } else { Extent::Short(more) };
+            match view {
+                Some(view) => print(view.render(reports).map_err(Failure::host)?)?,
+                None => print(terminal::render(reports, Look::Text(width), extent))?,
             };
         }
         if let Some(writer) = writer {
-            let text = json::text(std::slice::from_ref(report)).map_err(Failure::host)?;
+            let text = json::text(reports).map_err(Failure::host)?;
             writer.write(&text).map_err(Failure::host)?;
         }
         Ok(())

@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 use super::args::Pin;
 use super::failure::Failure;
 use super::kernel::Ready;
+use super::output::print;
 use super::result::ResultArgs;
 use super::run_flags::{FLAGS, failure};
 use super::{args, image, kernel, launch, ssh};
@@ -24,7 +25,7 @@ use vellum_sandbox::user::User;
 use vellum_sys::host::allowed_cpus;
 use vellum_sys::keyvalue;
 
-/// Run a guest: without a kernel, the built-in workload that writes to memory
+/// Boot a kernel or a disk image, or run the built-in guest
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
@@ -53,7 +54,7 @@ pub struct RunArgs {
     #[arg(short, long, value_name = "NAME", value_parser = args::workload, default_value = "write")]
     workload: args::Workload,
 
-    /// How often the workload goes over its memory; 0 for no end
+    /// Passes of the workload over its memory; 0 for no end
     #[arg(
         long,
         value_name = "N",
@@ -79,7 +80,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "UID:GID")]
     user: Option<User>,
 
-    /// A name by which `vellum ctl`, `list` and `exec` find this machine
+    /// The machine's name; `vellum list`, `ctl` and `exec` find it by that
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
 
@@ -132,15 +133,23 @@ impl From<LogLevel> for tracing::Level {
 
 const EXAMPLES: &str = "\
 Examples:
-  vellum run                                            3 passes over 256 MiB
-  vellum run -c 4 -m 4g,backing=hugetlb-2m,prealloc     4 vCPUs, 2 MiB pages
-  vellum run -k vmlinuz -i initrd.gz -c 2 -m 1g         a Linux guest, its console on this terminal
-  vellum run -d debian-12.qcow2 --login me              the system in an image, and a user in it
-  vellum run --workload write,hot=10,rate=50000 --duration 30s --json result.json";
+  vellum run                                     3 passes over 256 MiB
+  vellum run -c 4 -m 4g,backing=hugetlb-2m       4 vCPUs, 2 MiB pages
+  vellum run -k vmlinuz -i initrd.gz -c 2        Linux on this terminal
+  vellum run -k ~/linux -- uname -r              a command in a kernel you built
+  vellum run -d debian-12.qcow2 --login me       the system in an image
+  vellum run -w write,hot=10,rate=50000 --duration 30s --json result.json";
 
 /// Does what was asked.
 pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
+    if args.kernel.launch.kconfig {
+        return print(vellum_launch::config::fragment(args.kernel.board())).map(|_| Exit::PowerOff);
+    }
     if args.kernel.boots() {
+        // A guest with a kernel has no figures: what Vellum says is all that there is more of.
+        if args.result.is_verbose() {
+            args.loglevel = LogLevel::Debug;
+        }
         log::start(args.loglevel.into(), Beside::Console);
         args.name = args.name.or_else(|| image::default_name(&args.kernel));
         let process = process(&args)?;
@@ -178,7 +187,7 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
     match run_workload(&args) {
         // It was delivered by the process that stood in for this one, to the same place.
         Ok(outcome) if outcome.succeeded => Ok(outcome.exit),
-        Ok(outcome) => place.deliver(&outcome.report, None).map(|()| outcome.exit),
+        Ok(outcome) => place.deliver(&[outcome.report]).map(|()| outcome.exit),
         Err(failure) => {
             place.discard();
             Err(failure)

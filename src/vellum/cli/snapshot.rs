@@ -25,7 +25,7 @@ use vellum_sys::keyvalue;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::signal;
 
-/// Write the memory and the state of a running machine into a directory, of which `vellum restore` makes a machine again
+/// Write a running machine's memory and state into a directory: `vellum restore` runs it again
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct SnapshotArgs {

@@ -121,7 +121,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
     let outcome = incoming::run(&process, Listen::Lent(link, serial), memory, config, lenience);
     match outcome.map_err(|error| Failure::of(&error, flags))? {
         Outcome::Succeeded(exit) => Ok(exit),
-        Outcome::BuiltIn(outcome) => result.deliver(&outcome.report, None).map(|()| outcome.exit),
+        Outcome::BuiltIn(outcome) => result.deliver(&[outcome.report]).map(|()| outcome.exit),
         Outcome::Kernel(outcome) => {
             kernel::tell(&outcome);
             Ok(outcome.exit)

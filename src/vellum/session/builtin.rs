@@ -89,6 +89,9 @@ impl Outcome {
             Cause::Stop => Some("ended by vellum ctl: these are the results so far".into()),
             Cause::Guest | Cause::Limit => None,
         };
+        if let Some(answer) = report.answer.as_mut().filter(|_| elsewhere && end.exit == Exit::Moved) {
+            answer.elsewhere = true;
+        }
         let exit = if right { end.exit } else { Exit::Error };
         Self { report, exit, succeeded: false, first_doorbell }
     }

@@ -2,15 +2,19 @@
 
 use std::path::Path;
 
+use vellum_report::terminal::{Extent, Form};
 use vellum_report::view::View;
 use vellum_report::{compare, html, json, terminal};
 
 /// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
 pub fn report(data: &[u8]) {
     let Ok(results) = json::parse(data, Path::new("fuzz")) else { return };
-    for result in &results {
-        let text = terminal::render(result, 80);
-        assert!(!text.contains('\u{1b}'), "a result moves the cursor");
+    for form in [Form::Text(80), Form::Markdown] {
+        for extent in [Extent::Short("More"), Extent::Whole] {
+            let text = terminal::render(&results, form, extent);
+            assert!(!text.contains('\u{1b}'), "a result moves the cursor");
+            assert!(form != Form::Markdown || !text.contains("<script"), "a result brings a script");
+        }
     }
     let page = html::render(&results);
     assert!(!page.contains("<script"), "a result brings a script");
@@ -23,7 +27,9 @@ pub fn report(data: &[u8]) {
     }
     let side = compare::Side { name: "fuzz", results: &results };
     if let Ok(comparison) = compare::compare(side, side) {
-        assert!(!comparison.text(80).contains('\u{1b}'), "a result moves the cursor");
+        for (form, extent) in [(Form::Text(80), Extent::Whole), (Form::Markdown, Extent::Short("More"))] {
+            assert!(!comparison.render(form, extent).contains('\u{1b}'), "a result moves the cursor");
+        }
         assert!(!html::comparison(&comparison).contains("<script"), "a result brings a script");
     }
     for result in &results {

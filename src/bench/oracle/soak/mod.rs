@@ -18,7 +18,8 @@ use vellum_host::{self as host, Facts};
 use vellum_kvm::dirty::{Error as DirtyError, Method};
 use vellum_kvm::memory::{self, Backing, short_size};
 use vellum_kvm::vm::{self, vcpu};
-use vellum_report::{Case, Label, Report, Status};
+use vellum_report::units::grouped;
+use vellum_report::{Answer, Case, Label, Report, Status};
 use vellum_sandbox as sandbox;
 
 use machine::SoakMachine;
@@ -483,7 +484,39 @@ pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
             report.notes.push(format!("{more} more of these with {}", tally.method.name()));
         }
     }
+    report.answer(answer(config, held, &report.cases));
     report
+}
+
+/// What the result says first.
+fn answer(config: &Config, held: &Outcome, cases: &[Case]) -> Answer {
+    let sum = |of: fn(&Tally) -> u64| held.tallies.iter().map(of).sum::<u64>();
+    let (events, lost) = (sum(|tally| tally.events), sum(|tally| tally.lost));
+    let wrong = sum(|tally| tally.unexplained + tally.misplaced);
+    let tested = cases.iter().filter(|case| matches!(case.status, Status::Pass | Status::Fail)).count();
+    let asked = cases.iter().filter(|case| case.status != Status::Skip).count();
+    let absent = cases.len() - asked;
+    let short = |count: u64| match count {
+        1_000_000.. => format!("{:.2} M", count as f64 / 1e6),
+        count => grouped(count.into()),
+    };
+    let mut text =
+        format!("dirty-log: {tested} of {asked} combinations, {} events, {lost} lost", short(events));
+    if wrong > 0 {
+        text = format!("{text}, {wrong} unexplained bits or misplaced stamps");
+    }
+    let seconds: f64 = cases.iter().filter_map(|case| case.seconds).sum();
+    let absent = (absent > 0).then(|| format!("{absent} combinations"));
+    // The rule of three: no loss in N events bounds the probability at 3/N.
+    let bound =
+        (lost + wrong == 0 && events > 0).then(|| format!("under 1 loss in {} events", short(events / 3)));
+    let answer = Answer::of_test(text)
+        .fact_if("95 % bound", bound)
+        .fact("time and seed", format!("{seconds:.0} s, seed {}", config.seed))
+        .fact_if("not on this host", absent);
+    let losing: Vec<_> =
+        held.tallies.iter().filter(|tally| tally.lost > 0).map(|t| t.method.name()).collect();
+    if losing.is_empty() { answer } else { answer.fact("lost with", losing.join(", ")) }
 }
 
 #[cfg(test)]

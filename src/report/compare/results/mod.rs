@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::repeated::{Repeated, boots};
-use super::{Compared, Policy, Unit, Weighed, weigh};
+use super::{Compared, FigureVerdict, Policy, Unit, Weighed, weigh};
 use crate::{Report, printable, terminal};
 
 /// Why two sets cannot be compared. Each message is one line.
@@ -53,6 +53,20 @@ pub struct Comparison {
     pub questions: Vec<Question>,
     /// Commands with parameters that only one side ran.
     pub alone: Vec<Alone>,
+}
+
+impl Comparison {
+    /// The figures of B that take more than `percent` longer than those of A, with by how many
+    /// percent. `None` if nothing could be compared for lack of results.
+    pub fn slower_than(&self, percent: f64) -> Option<Vec<(String, f64)>> {
+        let rows = || self.questions.iter().flat_map(|question| &question.rows);
+        let open = |row: &Weighed| matches!(row.verdict, FigureVerdict::TooFew | FigureVerdict::NoRatio);
+        if rows().all(open) {
+            return None;
+        }
+        let by = |row: &Weighed| Some((printable(&row.of.label.to_string()).into_owned(), row.slower_by()?));
+        Some(rows().filter_map(by).filter(|(_, by)| *by > percent).collect())
+    }
 }
 
 /// A command with parameters that only one side ran.

@@ -1,5 +1,6 @@
 use super::super::{FigureVerdict, Unit};
 use super::*;
+use crate::terminal::{Extent, Form};
 use crate::{Premise, Sample, json};
 
 fn example() -> Report {
@@ -162,7 +163,7 @@ fn what_is_invalid_or_cut_short_is_said_first() {
     bad.fail(None, Premise::OneCpu);
     bad.cut_short = Some("ended in round 3 of 500".into());
     let both = compare(Side { name: "a", results: &[example()] }, Side { name: "b", results: &[bad] });
-    let text = both.unwrap().text(100);
-    assert!(text.contains("INVALID, B, result 1: the host has one CPU"), "{text}");
-    assert!(text.contains("CUT OFF, B, result 1: ended in round 3 of 500"), "{text}");
+    let text = both.unwrap().render(Form::Text(100), Extent::Whole);
+    assert!(text.contains("INVALID  B, result 1: the host has one CPU"), "{text}");
+    assert!(text.contains("CUT OFF  B, result 1: ended in round 3 of 500"), "{text}");
 }

@@ -21,7 +21,7 @@ use vellum_sys::keyvalue;
 #[command(allow_negative_numbers = true)]
 #[command(after_help = EXAMPLES)]
 pub struct DirtyLogArgs {
-    /// Show in one table where the cost goes on 4 KiB, transparent and reserved huge pages, with manual-protect and with
+    /// Show in one table where the cost goes: on 4 KiB, transparent and reserved huge pages, with manual-protect and with
     /// initially-set, over 5 passes unless -i says otherwise
     #[arg(long, value_enum, conflicts_with_all = ["backing", "tracker", "no_manual_protect"])]
     preset: Option<Preset>,
@@ -102,7 +102,7 @@ pub struct DirtyLogArgs {
 const EXAMPLES: &str = "\
 Examples:
   vellum bench dirty-log -i 5 -v 2 -b 512M -s anonymous_thp
-  vellum bench dirty-log -v 4 -b 1G -s anonymous_hugetlb --hot 10% --collect continuous
+  vellum bench dirty-log -v 4 -b 1G --hot 10% --collect continuous
   vellum bench dirty-log --preset lazy -b 64M
   vellum bench dirty-log -i 5 -b 256M -g --repeat 5 --json with-g.json";
 

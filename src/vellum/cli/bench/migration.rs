@@ -22,9 +22,9 @@ use vellum_sys::keyvalue;
 /// Move a guest that writes from one process to another: how long it stands still, what it loses, and what that takes
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, after_long_help = format!("{FIGURES}\n\n{EXAMPLES}"))]
 pub struct MigrationArgs {
-    /// Show in one table what becomes of it all as the guest writes faster and faster, up to as fast as it can
+    /// Show all of it in one table, as the guest writes faster and faster, up to as fast as it can
     #[arg(long, value_enum, conflicts_with = "dirty_rate")]
     preset: Option<Preset>,
 
@@ -95,15 +95,16 @@ pub struct MigrationArgs {
     output: Output,
 }
 
-const EXAMPLES: &str = "\
+const FIGURES: &str = "\
 The downtime is the guest's own: from its last write here to its first there, by its clock. Beside it stand the parts that
 the two processes know of, and what `migrate` expected before the last pass and estimated after the first. The guest's
-progress before, during and after says what logging and sending take from it; `vellum report --html` shows it over time.
+progress before, during and after says what logging and sending take from it; `vellum report --html` shows it over time.";
 
+const EXAMPLES: &str = "\
 Examples:
   vellum bench migration
-  vellum bench migration -b 2g --dirty-rate 256m --bandwidth 1g --downtime 30ms --repeat 15 --json result.json
-  vellum bench migration --pattern shuffled,hot=10,share=90 --dirty-rate max --json hot.json
+  vellum bench migration -b 2g --dirty-rate 256m --downtime 30ms --repeat 15
+  vellum bench migration --pattern shuffled,hot=10 --dirty-rate max
   vellum bench migration --mode postcopy --repeat 15 --json postcopy.json
   vellum bench migration --preset sweep -b 256m --repeat 1";
 

@@ -200,7 +200,7 @@ impl Output {
             self.progress.enable_steady_tick(Duration::from_secs(1));
             let measured = measure();
             self.progress.finish_and_clear();
-            let report = measured.map_err(|error| match error.interrupted() {
+            let mut report = measured.map_err(|error| match error.interrupted() {
                 Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),
                 None => Failure::of(&error, flags),
             })?;
@@ -209,7 +209,12 @@ impl Output {
                 None if report.invalid.is_empty() => Exit::PowerOff,
                 None => Exit::Error,
             };
-            Ok((report, exit))
+            if let Some(answer) = &mut report.answer
+                && report.asked.get("repeat").is_some_and(|repeat| *repeat == 1)
+            {
+                answer.next.get_or_insert_with(|| "n=1: no intervals; --repeat 5 for a comparison".into());
+            }
+            Ok((vec![report], exit))
         })
     }
 }

@@ -22,7 +22,7 @@ pub struct LaunchArgs {
     pub status_file: Option<PathBuf>,
 
     /// Print what a kernel's configuration must have for this, as a fragment for its merge_config.sh, and end
-    #[arg(long, requires = "kernel")]
+    #[arg(long)]
     pub kconfig: bool,
 
     /// A command and its arguments, run in the guest with this process's standard streams; its exit status is vellum's. The guest's

@@ -39,9 +39,9 @@ use vellum_sys::open::{self, Kind};
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A guest with a kernel")]
 #[command(group = ArgGroup::new("guest").args(["kernel", "firmware", "disk"]).multiple(true)
-    .conflicts_with_all(["workload", "passes", "duration", "json"]))]
+    .conflicts_with_all(["workload", "passes", "duration", "json", "format"]))]
 pub(crate) struct KernelArgs {
-    /// Boot this: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
+    /// The kernel: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
     /// (O= too), of an unpacked linux-image package, or `host`, this host's own
     #[arg(short, long, value_name = "FILE|DIR|host")]
     pub kernel: Option<PathBuf>,

@@ -16,14 +16,15 @@ use super::failure::Failure;
 use super::output::{print, say};
 use vellum_control::client::Client;
 use vellum_control::{
-    Compression, Do, Event, Link, Loses, MachineState, MigrateRequest, Mode, Status, Then, Throttling, names,
+    Compression, Do, Event, Left, Link, Loses, MachineState, MigrateRequest, Mode, Phase, Status, Then,
+    Throttling, Waited, names,
 };
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
 use vellum_sys::{keyvalue, signal};
 
-/// Move a running machine to another process, on this host or another, where `vellum receive` waits
+/// Move a running machine to another process or host: `vellum receive` waits there
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct MigrateArgs {
@@ -260,6 +261,7 @@ fn follow(
     let style = indicatif::ProgressStyle::with_template("{bar:30} {msg}");
     bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
     let mut ended: Option<Exit> = None;
+    let mut judged = args.json || args.mode == Mode::Postcopy;
     loop {
         if signal::take().is_some() {
             // Before the hand-over it stays here; after it, the target is asked first. Either way the machine says what came of it.
@@ -280,8 +282,24 @@ fn follow(
         let Ok(event) = serde_json::from_value::<Event>(line) else { continue };
         match event {
             Event::Migrating {
-                pass, sent, left, expected_downtime_ms, bandwidth, throttle_percent, ..
+                pass,
+                sent,
+                left,
+                expected_downtime_ms,
+                dirty_rate,
+                bandwidth,
+                throttle_percent,
+                phase,
+                ..
             } => {
+                if phase == Phase::Copying
+                    && pass > PASSES_TO_JUDGE
+                    && !std::mem::replace(&mut judged, true)
+                    && let Some((written, carried)) = dirty_rate.zip(bandwidth)
+                {
+                    let outlook = outlook(args, written, carried, expected_downtime_ms);
+                    bar.suspend(|| say(&outlook));
+                }
                 bar.set_length(sent + left);
                 bar.set_position(sent);
                 bar.set_message(describe(
@@ -323,26 +341,7 @@ fn follow(
                     say(&format!("dirty pages were collected by {tracker}: {why}"));
                 }
                 if !args.json {
-                    let ms = us as f64 / 1000.0;
-                    let pages = compared.map(|pages| format!("; {pages} pages were compared, all alike"));
-                    let saved = args.compress.map(|_| {
-                        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-                        let (saved, all) = (mib(left.spared), mib(left.bytes + left.spared));
-                        format!("; compression saved {saved:.1} of {all:.1} MiB")
-                    });
-                    let (name, pages) = (&args.machine, pages.unwrap_or_default());
-                    let saved = saved.unwrap_or_default();
-                    let waited = waited.map(|waited| {
-                        let most = waited.vcpus_us.iter().max().copied().unwrap_or(0) as f64 / 1000.0;
-                        format!(
-                            "; it waited {} times for pages there, no vCPU for more than {most:.1} ms",
-                            waited.faults
-                        )
-                    });
-                    let waited = waited.unwrap_or_default();
-                    print(format_args!(
-                        "{name} has moved; it stood still for {ms:.1} ms{waited}{saved}{pages}\n"
-                    ))?;
+                    print(moved(args, us, compared, waited.as_ref(), &left))?;
                 }
                 ended = Some(Exit::PowerOff);
             }
@@ -355,6 +354,71 @@ fn follow(
     }
 }
 
+/// A migration is judged after so many passes: the first sends all memory, and the third is the first
+/// that shows whether passes get shorter.
+const PASSES_TO_JUDGE: u32 = 3;
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+/// Whether the migration can end within its limits, and what would help if it cannot.
+fn outlook(args: &MigrateArgs, written: u64, carried: u64, expected_ms: Option<u64>) -> String {
+    let limit = args.downtime.as_millis() as u64;
+    let rates =
+        format!("the guest writes {:.0} MiB/s, the link carries {:.0} MiB/s", mib(written), mib(carried));
+    let seen = format!("after {PASSES_TO_JUDGE} passes: {rates}");
+    if expected_ms.is_some_and(|expected| expected <= limit) || written < carried {
+        return format!("{seen}: it converges");
+    }
+    let name = &args.machine;
+    let mut helps = Vec::new();
+    if let Some(cap) = args.bandwidth.filter(|cap| carried >= cap / 10 * 9) {
+        let cap = mib(cap);
+        helps.push(format!("vellum ctl {name} migrate-set --bandwidth SIZE (now {cap:.0} MiB/s)"));
+    }
+    let expected = expected_ms.map_or(String::new(), |ms| format!(" (it would stand still for {ms} ms now)"));
+    helps.push(format!("vellum ctl {name} migrate-set --downtime TIME{expected}"));
+    let again =
+        format!("or vellum ctl {name} migrate-cancel, and again with --throttle steps or --mode hybrid");
+    helps.push(if args.mode == Mode::Precopy {
+        again
+    } else {
+        format!("or vellum ctl {name} migrate-cancel")
+    });
+    let ends = match args.timeout {
+        Some((time, Then::Cancel)) => format!("it will be given up after {} s", time.as_secs()),
+        Some((time, _)) => format!("--timeout ends that after {} s", time.as_secs()),
+        None => "nothing ends it, for want of a --timeout".into(),
+    };
+    format!("{seen}: it does not converge, and {ends}. What helps: {}", helps.join(", "))
+}
+
+/// The last line of a migration.
+fn moved(args: &MigrateArgs, us: u64, compared: Option<u64>, waited: Option<&Waited>, left: &Left) -> String {
+    let took = left.sent.max(left.saved).saturating_sub(left.began);
+    let (took, still, limit) = (took as f64 / 1e6, us as f64 / 1e3, args.downtime.as_millis());
+    let total = if took < 10.0 { format!("{:.0} ms", took * 1e3) } else { format!("{took:.1} s") };
+    let passes = if left.passes == 1 { "1 pass".into() } else { format!("{} passes", left.passes) };
+    let (sent, rate) = (mib(left.bytes), mib(left.bytes) / took.max(1e-6));
+    let mut text = format!(
+        "MIGRATED  {total}, still for {still:.1} ms (limit {limit}), {passes}, {sent:.0} MiB at {rate:.0} MiB/s\n"
+    );
+    if let Some(waited) = waited {
+        let most = waited.vcpus_us.iter().max().copied().unwrap_or(0) as f64 / 1e3;
+        let faults = waited.faults;
+        text += &format!("  waited for pages there   {faults} times, no vCPU for more than {most:.1} ms\n");
+    }
+    if args.compress.is_some() {
+        let all = mib(left.bytes + left.spared);
+        text += &format!("  saved by compression     {:.1} of {all:.1} MiB\n", mib(left.spared));
+    }
+    if let Some(pages) = compared {
+        text += &format!("  compared                 {pages} pages, all alike\n");
+    }
+    text
+}
+
 fn describe(
     pass: u32,
     sent: u64,
@@ -362,7 +426,6 @@ fn describe(
     bandwidth: Option<u64>,
     (downtime, taken): (Option<u64>, u32),
 ) -> String {
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let mut text = format!("pass {pass}, {:.0} MiB sent, {:.0} left", mib(sent), mib(left));
     if let Some(bandwidth) = bandwidth {
         text = format!("{text}, {:.0} MiB/s", mib(bandwidth));
@@ -413,5 +476,44 @@ fn again(args: &MigrateArgs, machine: &mut Client) -> Result<Connection, Failure
             }
             Err(_) => std::thread::sleep(AGAIN),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::FromArgMatches as _;
+
+    fn args(line: &str) -> MigrateArgs {
+        let command = MigrateArgs::augment_args(clap::Command::new("migrate"));
+        let words = format!("migrate web --to unix:x {line}");
+        MigrateArgs::from_arg_matches(&command.get_matches_from(words.split_whitespace())).unwrap()
+    }
+
+    #[test]
+    fn a_guest_that_writes_faster_than_the_link_carries_is_told_what_helps() {
+        let line = outlook(&args("--bandwidth 50m"), 78 << 20, 50 << 20, Some(1700));
+        for part in [
+            "after 3 passes: the guest writes 78 MiB/s, the link carries 50 MiB/s: it does not converge",
+            "nothing ends it",
+            "vellum ctl web migrate-set --bandwidth SIZE (now 50 MiB/s)",
+            "migrate-set --downtime TIME (it would stand still for 1700 ms now)",
+            "--throttle steps or --mode hybrid",
+        ] {
+            assert!(line.contains(part), "{part} is missing in {line}");
+        }
+        let ends = outlook(&args("--timeout 5m,then=force"), 78 << 20, 50 << 20, None);
+        assert!(ends.contains("--timeout ends that after 300 s") && !ends.contains("--bandwidth"), "{ends}");
+        assert!(outlook(&args(""), 10 << 20, 50 << 20, Some(1700)).ends_with("it converges"));
+    }
+
+    #[test]
+    fn the_last_line_begins_with_the_verdict() {
+        let left =
+            Left { began: 0, saved: 649_000, sent: 656_000, passes: 4, bytes: 540 << 20, ..Left::default() };
+        let text = moved(&args("--verify"), 6_800, Some(131_072), None, &left);
+        let first = "MIGRATED  656 ms, still for 6.8 ms (limit 300), 4 passes, 540 MiB at 823 MiB/s";
+        assert_eq!(text.lines().next(), Some(first));
+        assert!(text.contains("131072 pages, all alike"), "{text}");
     }
 }

@@ -14,6 +14,7 @@ use vellum_guests::guest;
 use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::{Backing, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
+use vellum_report::Report;
 use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
@@ -80,6 +81,14 @@ Examples:
 
 /// Does what was asked.
 pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
+    let config = config(args)?;
+    args.result.deliver("test dirty-edges", &ProgressBar::hidden(), || {
+        let (report, exit) = examine(&config)?;
+        Ok((vec![report], exit))
+    })?
+}
+
+pub(super) fn config(args: &DirtyEdgesArgs) -> Result<edges::Config, Failure> {
     if host_page() != PAGE_SIZE {
         let page = short_size(host_page());
         return Err(Failure::usage(format!(
@@ -123,32 +132,34 @@ pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
         let most = (soak::MAX_MEMORY - slot_base) >> 20;
         return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
     }
-    let config = edges::Config {
+    Ok(edges::Config {
         method,
         backing: args.backing,
         size: args.memory,
         base: slot_base,
         mind,
         sandbox: args.sandbox,
+    })
+}
+
+/// The result, and how the command ends.
+pub(super) fn examine(config: &edges::Config) -> Result<(Report, Result<Exit, Failure>), Failure> {
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    let interrupted = |error: &soak::Error| match error {
+        soak::Error::Run(guest::Error::Interrupted(signal)) => Some(Exit::Signal(*signal)),
+        _ => None,
     };
-    args.result.deliver("test dirty-edges", &ProgressBar::hidden(), || {
-        signal::remember(&signal::ENDING).map_err(Failure::host)?;
-        let interrupted = |error: &soak::Error| match error {
-            soak::Error::Run(guest::Error::Interrupted(signal)) => Some(Exit::Signal(*signal)),
-            _ => None,
-        };
-        let (report, lost) = edges::run(&config).map_err(|error| match interrupted(&error) {
-            Some(exit) => Failure::ended(exit, error.to_string()),
-            None => Failure::of(&error, FLAGS),
-        })?;
-        let exit = match (lost.len(), signal::last()) {
-            (0, Some(signal)) => Ok(Exit::Signal(signal)),
-            (0, None) if report.invalid.is_empty() => Ok(Exit::PowerOff),
-            (0, None) => Ok(Exit::Error),
-            (lost, _) => Err(Failure::ended(Exit::Error, failure(lost))),
-        };
-        Ok((report, exit))
-    })?
+    let (report, lost) = edges::run(config).map_err(|error| match interrupted(&error) {
+        Some(exit) => Failure::ended(exit, error.to_string()),
+        None => Failure::of(&error, FLAGS),
+    })?;
+    let exit = match (lost.len(), signal::last()) {
+        (0, Some(signal)) => Ok(Exit::Signal(signal)),
+        (0, None) if report.invalid.is_empty() => Ok(Exit::PowerOff),
+        (0, None) => Ok(Exit::Error),
+        (lost, _) => Err(Failure::ended(Exit::Error, failure(lost))),
+    };
+    Ok((report, exit))
 }
 
 /// How a test ends that found something.

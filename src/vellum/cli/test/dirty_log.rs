@@ -56,12 +56,12 @@ pub(super) struct DirtyLogArgs {
 
     /// Go on for so long, as in 30s or 1h, shared out among the trackers
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
-    duration: Option<Duration>,
+    pub(super) duration: Option<Duration>,
 
     /// The seed of all that is random. It repeats the choices and not the timing: the same seed may lose other pages, or none
     /// [default: drawn, and printed]
     #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
-    seed: Option<u64>,
+    pub(super) seed: Option<u64>,
 
     /// Collect only while the guest runs, or only with its vCPUs out of the guest: running or quiesced [default: both]
     #[arg(long, value_name = "MODE", value_parser = mode)]
@@ -102,11 +102,11 @@ pub(super) const FLAGS: Flags = &[&[
 
 const EXAMPLES: &str = "\
 Examples:
-  vellum test dirty-log                                  a million events with each tracker
-  vellum test dirty-log --duration 1h -s thp             an hour, with transparent huge pages
-  vellum test dirty-log --inject lose=10                 does the test notice?
-  vellum test dirty-log --tracker initially-set -s thp --slot-base 0x40001000 --clear-chunk 64
-                                                         a huge page that a clear forgets (eager_page_split=N)";
+  vellum test dirty-log                         a million events with each tracker
+  vellum test dirty-log --duration 1h -s thp    an hour, transparent huge pages
+  vellum test dirty-log --inject lose=10        does the test notice?
+  vellum test dirty-log --tracker initially-set -s thp --slot-base 0x40001000 \\
+    --clear-chunk 64                            a huge page that a clear forgets";
 
 fn events(text: &str) -> Result<u64, String> {
     let lower = text.to_ascii_lowercase();
@@ -143,11 +143,17 @@ pub(super) fn address(text: &str) -> Result<u64, String> {
 /// Does what was asked.
 pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
     let progress = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)");
-    args.result.deliver("test dirty-log", &progress, || soak(&config(args)?, &progress))?
+    args.result.deliver("test dirty-log", &progress, || {
+        let (report, exit) = soak(&config(args)?, &progress)?;
+        Ok((vec![report], exit))
+    })?
 }
 
 /// The result, and how the command ends.
-fn soak(config: &soak::Config, progress: &ProgressBar) -> Result<(Report, Result<Exit, Failure>), Failure> {
+pub(super) fn soak(
+    config: &soak::Config,
+    progress: &ProgressBar,
+) -> Result<(Report, Result<Exit, Failure>), Failure> {
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
     let result = soak::run(config, &mut |tally| {
         progress.set_message(format!(
@@ -197,7 +203,7 @@ fn soak(config: &soak::Config, progress: &ProgressBar) -> Result<(Report, Result
     Ok((report, exit))
 }
 
-fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
+pub(super) fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
     let mut left_out = Vec::new();
     let methods = match args.tracker.as_slice() {
         [] => {

@@ -1,5 +1,6 @@
 //! `vellum test`: what proves or provokes something, and has no place under `run`.
 
+mod both;
 mod dirty_edges;
 mod dirty_log;
 
@@ -17,12 +18,22 @@ use vellum_kvm::vm::lifecycle::Exit;
 pub(super) const TABLES: [(&str, super::flags::Flags); 2] =
     [("test dirty-edges", dirty_edges::FLAGS), ("test dirty-log", dirty_log::FLAGS)];
 
-/// Test this host's KVM, or Vellum itself
+/// Test this host's KVM: both tests of the dirty log, or the one that is named
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, after_help = EXAMPLES)]
 pub struct TestArgs {
     #[command(subcommand)]
-    what: TestCommand,
+    what: Option<TestCommand>,
+
+    #[command(flatten)]
+    both: both::BothArgs,
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum test                                 both tests, and one verdict
+  vellum test --duration 1h --json lost.json  for an hour
+  vellum test dirty-edges                     only at the ends of cleared chunks, which takes a second";
 
 #[derive(Debug, Subcommand)]
 enum TestCommand {
@@ -36,9 +47,10 @@ enum TestCommand {
 /// Does what was asked.
 pub fn run(args: TestArgs) -> Result<Exit, Failure> {
     match args.what {
-        TestCommand::DirtyLog(args) => dirty_log::run(&args),
-        TestCommand::DirtyEdges(args) => dirty_edges::run(&args),
-        TestCommand::Startup(args) => {
+        None => both::run(&args.both),
+        Some(TestCommand::DirtyLog(args)) => dirty_log::run(&args),
+        Some(TestCommand::DirtyEdges(args)) => dirty_edges::run(&args),
+        Some(TestCommand::Startup(args)) => {
             let outcome = run::run_workload(&args)?;
             let rang = outcome.first_doorbell.as_ref().map_or(0, Duration::as_nanos);
             print(format_args!("{rang}\n")).map(|_| outcome.exit)

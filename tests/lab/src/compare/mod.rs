@@ -353,14 +353,15 @@ fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Option<Sample>>; 2]) -> Vec<Ro
 /// The table, a block a command: A is the kernel before, B the one after.
 pub fn table(comparison: &Comparison) -> String {
     let Comparison { series, before, after, rows } = comparison;
-    let mut out = format!("{series}: B {after} against A {before}\n");
+    let mut out = weighing::Tables::new(terminal::WIDTH);
+    out.text(&format!("{series}: B {after} against A {before}"));
     for block in rows.chunk_by(|one, other| (&one.bench, &one.bed) == (&other.bench, &other.bed)) {
         let idle = block.iter().map(|row| row.idle).fold(0.0, f64::max);
-        out += &format!("\n{} ({}, idle {:.2} %)\n", block[0].bench, block[0].bed, idle * 100.0);
+        out.text(&format!("{} ({}, idle {:.2} %)", block[0].bench, block[0].bed, idle * 100.0));
         let figures: Vec<Weighed> = block.iter().map(|row| row.figure.clone()).collect();
-        weighing::table(&mut out, &figures, terminal::WIDTH);
+        out.table(&figures);
     }
-    out + "\n" + &weighing::method(terminal::WIDTH)
+    out.finish()
 }
 
 #[cfg(test)]

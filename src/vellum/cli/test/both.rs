@@ -1,0 +1,81 @@
+//! `vellum test` alone: both tests of the dirty log, and one verdict.
+
+use std::time::Duration;
+
+use clap::{Args, FromArgMatches};
+
+use super::dirty_edges::{self, DirtyEdgesArgs};
+use super::dirty_log::{self, DirtyLogArgs};
+use crate::cli::failure::Failure;
+use crate::cli::judged::JudgedArgs;
+use crate::session::progress::bar;
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_report::Report;
+use vellum_sys::keyvalue;
+
+/// The arguments of both tests together. Each alone has more.
+#[derive(Debug, Args)]
+pub(super) struct BothArgs {
+    /// Go on for so long, as in 30s or 1h [default: a million events with each tracker]
+    #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
+    duration: Option<Duration>,
+
+    /// The seed of all that is random [default: drawn, and printed]
+    #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
+    seed: Option<u64>,
+
+    #[command(flatten)]
+    result: JudgedArgs,
+}
+
+/// The arguments of a test as if nothing was typed.
+fn defaults<T: Args + FromArgMatches>() -> Result<T, Failure> {
+    let command = T::augment_args(clap::Command::new("defaults").no_binary_name(true));
+    let matches = command.try_get_matches_from(std::iter::empty::<&str>()).map_err(Failure::host)?;
+    T::from_arg_matches(&matches).map_err(Failure::host)
+}
+
+/// Runs both tests. One that this host cannot run does not keep the other from running.
+pub(super) fn run(args: &BothArgs) -> Result<Exit, Failure> {
+    let edges: DirtyEdgesArgs = defaults()?;
+    let mut log: DirtyLogArgs = defaults()?;
+    (log.duration, log.seed) = (args.duration, args.seed);
+    let progress = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)");
+    args.result.deliver("test", &progress, || {
+        let at_edges = dirty_edges::config(&edges).and_then(|config| dirty_edges::examine(&config));
+        let first = told("test dirty-edges", at_edges)?;
+        if let Exit::Signal(_) = first.1 {
+            return Ok((vec![first.0], first.1));
+        }
+        let at_random = dirty_log::config(&log).and_then(|config| dirty_log::soak(&config, &progress));
+        let second = told("test dirty-log", at_random)?;
+        let exit = [first.1, second.1].into_iter().max_by_key(|exit| severity(*exit)).unwrap_or(first.1);
+        Ok((vec![first.0, second.0], exit))
+    })
+}
+
+/// How bad it is that a test ended like this.
+fn severity(exit: Exit) -> u8 {
+    match exit {
+        Exit::PowerOff => 0,
+        Exit::NotRun => 1,
+        Exit::Signal(_) => 2,
+        _ => 3,
+    }
+}
+
+/// A test's result and how it ended. The verdict says what the line of a failure would say.
+fn told(
+    name: &str,
+    done: Result<(Report, Result<Exit, Failure>), Failure>,
+) -> Result<(Report, Exit), Failure> {
+    match done {
+        Ok((report, exit)) => Ok((report, exit.unwrap_or_else(|failure| failure.exit))),
+        // Nothing was typed that could be wrong, so this host cannot run the test.
+        Err(failure) if failure.lacking || failure.exit == Exit::Usage => {
+            let failure = Failure { lacking: true, ..failure };
+            Ok((failure.report(name), Exit::NotRun))
+        }
+        Err(failure) => Err(failure),
+    }
+}
