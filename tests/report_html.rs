@@ -27,7 +27,8 @@ fn main() -> ExitCode {
 
 /// Leaves its findings as JSON in the outer page's title, which `--dump-dom` prints.
 const PROBE: &str = r#"<script>
-const css = (e, p) => getComputedStyle(e).getPropertyValue(p);
+// A comparison has its own colours in the legend, or none.
+const css = (e, p) => e && getComputedStyle(e).getPropertyValue(p);
 const light = c => { const v = c.match(/[\d.]+/g).map(Number); return (v[0] * 299 + v[1] * 587 + v[2] * 114) / 255000; };
 const cut = [];
 for (const svg of document.querySelectorAll('svg')) {

@@ -12,6 +12,7 @@ use crate::{plot, terminal};
 pub fn comparison(comparison: &Comparison) -> String {
     let title = comparison.questions.first().map_or("comparison", |question| &question.name);
     let mut out = head_of_page(&format!("{title}, compared"));
+    out.push_str("<main>\n");
     for question in &comparison.questions {
         article(&mut out, question);
     }
@@ -20,7 +21,7 @@ pub fn comparison(comparison: &Comparison) -> String {
         let (side, name) = (escape(&alone.side), escape(&alone.name));
         let _ = writeln!(out, "<p class=\"note\">only in {side}: {name} <code>$ {command}</code></p>");
     }
-    let _ = writeln!(out, "<p class=\"note\">{}</p>\n</body>\n</html>", escape(METHOD));
+    let _ = writeln!(out, "<p class=\"note\">{}</p>\n</main>\n</body>\n</html>", escape(METHOD));
     out
 }
 
@@ -42,8 +43,15 @@ fn article(out: &mut String, question: &Question) {
         figure(out, &picture);
     }
     out.push_str("</section>\n<section class=\"tables\">\n");
-    head(out, &HEAD);
-    in_order(&question.rows).for_each(|weighed| row(out, &cells(weighed)));
+    // The verdict stands first: a phone shows the first columns.
+    let mut columns = HEAD;
+    columns.rotate_right(1);
+    head(out, "Figures, the headline first (*), then what is slower", &columns);
+    for weighed in in_order(&question.rows) {
+        let mut cells = cells(weighed);
+        cells.rotate_right(1);
+        row(out, &cells);
+    }
     out.push_str(END);
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
         if !side.alone.is_empty() {
@@ -53,7 +61,7 @@ fn article(out: &mut String, question: &Question) {
     }
     out.push_str("</section>\n");
     if !question.differs.is_empty() {
-        head(out, &["differs", "A", "B"]);
+        head(out, "What differs between the sides", &["differs", "A", "B"]);
         for differs in &question.differs {
             row(out, &[differs.key.clone(), differs.a.clone(), differs.b.clone()]);
         }

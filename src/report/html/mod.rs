@@ -40,10 +40,11 @@ pub fn render(results: &[Report]) -> String {
         }
         out.push_str("</ol></nav>\n");
     }
+    out.push_str("<main>\n");
     for (i, result) in results.iter().enumerate() {
         article(&mut out, i, result);
     }
-    out.push_str("</body>\n</html>\n");
+    out.push_str("</main>\n</body>\n</html>\n");
     out
 }
 
@@ -179,8 +180,14 @@ fn figure(out: &mut String, picture: &Plot) {
     out.push_str("</figure>\n");
 }
 
-fn head(out: &mut String, cells: &[&str]) {
-    out.push_str("<div class=\"scroll\"><table><thead><tr>");
+/// The start of a table. A table that is wider than the page scrolls, by the keyboard too.
+fn head(out: &mut String, caption: &str, cells: &[&str]) {
+    let caption = escape(caption);
+    let _ = write!(
+        out,
+        "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"{caption}\"><table>\
+         <caption>{caption}</caption><thead><tr>"
+    );
     for cell in cells {
         let _ = write!(out, "<th>{}</th>", escape(cell));
     }
@@ -199,7 +206,7 @@ fn row(out: &mut String, cells: &[String]) {
 const END: &str = "</tbody></table></div>\n";
 
 fn plain(out: &mut String, kinds: &[Kind]) {
-    head(out, &["figure", "value or median", "min", "max", "spread", "n"]);
+    head(out, "Figures", &["figure", "value or median", "min", "max", "spread", "n"]);
     for figure in kinds.iter().flat_map(|kind| &kind.figures) {
         let scale = Scale::of(&figure.unit, figure.value());
         let mut cells = vec![figure.label.to_string(), scale.with_unit(figure.value())];
@@ -224,7 +231,7 @@ fn indexed(out: &mut String, group: &Group) {
         });
         columns.push(cells(&scale, &kind.figures));
     }
-    head(out, &names.iter().map(String::as_str).collect::<Vec<_>>());
+    head(out, "Figures by part", &names.iter().map(String::as_str).collect::<Vec<_>>());
     for (i, index) in group.indices.iter().enumerate() {
         let cells = columns.iter().map(|column| column[i].clone());
         row(out, &std::iter::once(index.unwrap_or("").to_owned()).chain(cells).collect::<Vec<_>>());
@@ -236,7 +243,7 @@ fn histograms(out: &mut String, histograms: &[Histogram]) {
     if histograms.is_empty() {
         return;
     }
-    head(out, &["distribution", "samples", "p50", "p90", "p99", "p99.9", "max"]);
+    head(out, "Distributions", &["distribution", "samples", "p50", "p90", "p99", "p99.9", "max"]);
     for histogram in histograms {
         let mut cells = vec![histogram.label().to_string(), grouped(histogram.count().into())];
         cells.extend(percentiles(histogram));
@@ -252,7 +259,7 @@ fn counters(out: &mut String, counters: &[Counter]) {
     let moved = counters.iter().filter(|c| c.before != c.after).count();
     let _ =
         writeln!(out, "<details><summary>KVM's counters: {moved} of {} changed</summary>", counters.len());
-    head(out, &["counter", "before", "after", "difference"]);
+    head(out, "KVM's counters", &["counter", "before", "after", "difference"]);
     for counter in counters {
         let numbers = [counter.before.into(), counter.after.into(), counter.grown()].map(grouped);
         row(out, &std::iter::once(counter.label().to_string()).chain(numbers).collect::<Vec<_>>());

@@ -5,10 +5,12 @@ use plotters::style::text_anchor::{HPos, VPos};
 
 use super::{Axis, CHARACTER, Plot, Side, TEXT, chart, colour, name_at, placeable, svg};
 use crate::compare::text::in_order;
-use crate::compare::{FigureVerdict, Weighed};
+use crate::compare::{Change, FigureVerdict, Weighed};
 
 /// The most figures in one plot.
 const MAX_ROWS: usize = 60;
+/// How far an interval is drawn from its ratio.
+const FAR: f64 = 1e3;
 /// The most characters shown of a name.
 const NAME: usize = 26;
 
@@ -17,9 +19,9 @@ const NAME: usize = 26;
 pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     let span = |row: &Weighed| {
         let ratio = row.ratio.filter(|ratio| placeable(*ratio))?;
+        // What cannot be drawn is as good as open.
         let (low, high) = row.interval.unwrap_or((ratio, ratio));
-        // Intervals are cut, because one of several orders of magnitude would squeeze all others.
-        Some((low.max(ratio / 4.0), ratio, high.min(ratio * 4.0)))
+        Some((low.max(ratio / FAR), ratio, high.min(ratio * FAR)))
     };
     let moved = in_order(rows).filter(|row| row.verdict != FigureVerdict::Equal);
     let shown: Vec<_> = moved.filter_map(|row| Some((row, span(row)?))).take(MAX_ROWS).collect();
@@ -41,12 +43,18 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         let height = |i: usize| (shown.len() - 1 - i) as f64 + 0.5;
         chart.draw_series([PathElement::new([(1.0, y.from), (1.0, y.to)], TEXT)])?;
         for (i, (row, (low, ratio, high))) in shown.iter().enumerate() {
-            let colour = colour(if row.verdict == FigureVerdict::Differs { 1 } else { 0 });
+            let (nth, _) = look(row);
+            let (colour, at) = (colour(nth), (*ratio, height(i)));
             chart.draw_series([PathElement::new(
                 [(*low, height(i)), (*high, height(i))],
                 colour.stroke_width(2),
             )])?;
-            chart.draw_series([Circle::new((*ratio, height(i)), 4, colour.filled())])?;
+            // Shapes tell them apart without colours.
+            match row.change() {
+                Some(Change::Slower) => chart.draw_series([TriangleMarker::new(at, 6, colour.filled())])?,
+                None => chart.draw_series([Cross::new(at, 4, colour.stroke_width(2))])?,
+                Some(_) => chart.draw_series([Circle::new(at, 4, colour.filled())])?,
+            };
         }
         for (i, name) in names.iter().enumerate() {
             let (left, at) = chart.plotting_area().map_coordinate(&(x.from, height(i)));
@@ -54,12 +62,25 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         }
         Ok(())
     })?;
-    let legend = vec![
-        ("c1".to_owned(), "differs".to_owned()),
-        ("c0".to_owned(), "noise, or too few to say".to_owned()),
-    ];
+    let mut legend: Vec<(String, String)> = Vec::new();
+    for (nth, text) in shown.iter().map(|(row, _)| look(row)) {
+        let entry = (format!("c{nth}"), text.to_owned());
+        if !legend.contains(&entry) {
+            legend.push(entry);
+        }
+    }
     let title = if wide { "B/A with its interval, logarithmic" } else { "B/A with its interval" };
     Some(Plot { title: title.into(), svg, legend })
+}
+
+/// The colour of a row, and what the legend says of it.
+fn look(row: &Weighed) -> (usize, &'static str) {
+    match row.change() {
+        Some(Change::Slower) => (1, "▲ slower"),
+        Some(Change::Faster) => (2, "● faster"),
+        Some(Change::Higher | Change::Lower) => (0, "● differs, neither a time nor a rate"),
+        None => (6, "× noise, or too few to say"),
+    }
 }
 
 fn shortened(row: &Weighed) -> String {
@@ -67,5 +88,31 @@ fn shortened(row: &Weighed) -> String {
     match name.chars().count() {
         ..=NAME => name,
         _ => name.chars().take(NAME - 1).chain(['…']).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::{Compared, Policy, Replicate, weigh};
+
+    fn row(name: &str, unit: &str, a: &[f64], b: &[f64]) -> Compared {
+        let side = |values: &[f64]| values.iter().map(|&value| Replicate { value, pair: None }).collect();
+        Compared { label: name.into(), unit: unit.into(), resolution: 0.0, a: side(a), b: side(b) }
+    }
+
+    #[test]
+    fn slower_faster_and_noise_differ_in_colour_and_shape() {
+        let (one, ten) = ([1.0, 1.01, 0.99, 1.0], [10.0, 10.1, 9.9, 10.2]);
+        let rows = vec![
+            row("t", "s", &one, &ten),
+            row("r", "pages/s", &one, &ten),
+            row("n", "s", &one, &[1.0, 0.98, 1.03, 1.0]),
+        ];
+        let plot = ratios(&weigh(rows, None, 3, Policy::REAL)).unwrap();
+        let legend: Vec<_> =
+            plot.legend.iter().map(|(class, text)| (class.as_str(), text.as_str())).collect();
+        assert_eq!(legend, [("c1", "▲ slower"), ("c2", "● faster"), ("c6", "× noise, or too few to say")]);
+        assert!(plot.svg.contains("<polygon") && plot.svg.contains("<circle"), "{}", plot.svg);
     }
 }
