@@ -288,6 +288,11 @@ mod tests {
             "vellum ctl pause web",
             "vellum ctl status web",
             "vellum ctl sysrq web t",
+            // Vellum's own spelling, where the selftests have another
+            "vellum bench dirty-log --memory 16m --cpus 2",
+            "vellum bench migration --memory 16m",
+            "vellum test dirty-log -m 16m -c 2",
+            "vellum test dirty-edges -m 8m",
         ] {
             assert_eq!(answered(line, &tree), Ok(()), "{line}");
         }

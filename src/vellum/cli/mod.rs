@@ -19,7 +19,6 @@ mod habits;
 mod help;
 mod host;
 pub mod image;
-mod judge;
 mod judged;
 pub mod kernel;
 mod launch;
@@ -91,7 +90,6 @@ enum Command {
     Exec(control::ExecArgs),
     Ssh(ssh::SshArgs),
     Report(report::ReportArgs),
-    Judge(judge::JudgeArgs),
     Test(test::TestArgs),
     /// What serves a shared directory: started by `vellum run --share`
     #[command(name = process::WORD, hide = true)]
@@ -159,13 +157,12 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => control::exec(args),
         Command::Ssh(args) => ssh::run(&args),
         Command::Report(args) => report::run(&args),
-        Command::Judge(args) => judge::run(&args),
         Command::Test(args) => test::run(args),
         Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut self::command(), "vellum", &mut script);
-            print(String::from_utf8_lossy(&script)).map(|_| Exit::PowerOff)
+            print(with_machines(&String::from_utf8_lossy(&script))).map(|_| Exit::PowerOff)
         }
     };
     if let Err(failure) = &result {
@@ -174,6 +171,30 @@ pub fn main() -> ExitCode {
     let status = exits.status(&result);
     crate::session::supervisor::report(status);
     ExitCode::from(status)
+}
+
+/// The script for bash with the names of running machines among the words of commands that take one;
+/// another shell's script as it is.
+fn with_machines(script: &str) -> String {
+    const NAMES: &str = " $(vellum list 2>/dev/null | awk 'NR > 2 { print $1 }')\"";
+    let definition = command();
+    let takes = |command: &&clap::Command| command.get_positionals().any(|arg| arg.get_id() == "machine");
+    let commands = definition.get_subcommands().filter(takes);
+    let labels: Vec<String> =
+        commands.map(|command| format!("vellum__subcmd__{})", command.get_name())).collect();
+    let mut inside = false;
+    let mut out = String::new();
+    for line in script.lines() {
+        let word = line.trim_start();
+        if word.ends_with(')') && word.starts_with("vellum__subcmd__") {
+            inside = labels.iter().any(|label| label == word);
+        }
+        match line.strip_suffix('"').filter(|_| inside && word.starts_with("opts=\"")) {
+            Some(options) => out += &format!("{options}{NAMES}\n"),
+            None => out += &format!("{line}\n"),
+        }
+    }
+    out
 }
 
 /// Plants the mistake that the environment names, where this program can make any: for the command, and for test programs.
@@ -252,6 +273,19 @@ mod tests {
                     .starts_with(&format!("COMPREPLY=($(compgen -W \"{words}\""))),
                 "{flag}"
             );
+        }
+    }
+
+    /// A machine's name is completed by those that there are, and `ctl` by its verbs.
+    #[test]
+    fn completions_offer_machines_and_verbs() {
+        let mut script = Vec::new();
+        clap_complete::generate(clap_complete::Shell::Bash, &mut command(), "vellum", &mut script);
+        let script = with_machines(&String::from_utf8(script).unwrap());
+        for (command, word) in [("pause", ""), ("exec", ""), ("migrate", "--to"), ("ctl", " balloon ")] {
+            let (_, case) = script.split_once(&format!("        vellum__subcmd__{command})\n")).unwrap();
+            let options = case.lines().find(|line| line.trim_start().starts_with("opts=")).unwrap();
+            assert!(options.contains("vellum list") && options.contains(word), "{command}: {options}");
         }
     }
 

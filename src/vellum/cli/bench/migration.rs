@@ -34,7 +34,7 @@ pub struct MigrationArgs {
     vcpus: usize,
 
     /// Memory of each vCPU, which both processes need; sizes take k, m, g, t
-    #[arg(short, long, value_name = "SIZE", default_value = "512m", value_parser = |text: &str| keyvalue::size(text, 1))]
+    #[arg(short, long, alias = "memory", value_name = "SIZE", default_value = "512m", value_parser = |text: &str| keyvalue::size(text, 1))]
     bytes: u64,
 
     /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them (anonymous_thp)

@@ -95,7 +95,7 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
 #[derive(Debug, Args)]
 struct RegionArgs {
     /// Memory of each vCPU; sizes take k, m, g, t
-    #[arg(short, long, value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
+    #[arg(short, long, alias = "memory", value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
     bytes: u64,
 
     /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them (anonymous_thp)
@@ -103,7 +103,7 @@ struct RegionArgs {
     backing: Backing,
 
     /// vCPUs [default: 1]
-    #[arg(short, long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
+    #[arg(short, long, alias = "cpus", value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
     vcpus: Option<usize>,
 
     /// CPUs to pin to, as in 1,2,3,0: one for each vCPU, and one more for the main thread if given

@@ -35,7 +35,7 @@ pub(super) struct DirtyEdgesArgs {
     backing: Backing,
 
     /// The memslot's size
-    #[arg(short = 'b', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "8m")]
+    #[arg(short = 'b', short_alias = 'm', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "8m")]
     memory: u64,
 
     /// Where it starts, guest-physical; host addresses are congruent modulo 2 MiB [default: 0x40001000]

@@ -42,7 +42,7 @@ pub(super) struct DirtyLogArgs {
     backing: Vec<Backing>,
 
     /// Memory that the guest writes to
-    #[arg(short = 'b', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "128m")]
+    #[arg(short = 'b', short_alias = 'm', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "128m")]
     memory: u64,
 
     /// Virtual CPUs that write
