@@ -18,6 +18,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("dump", fuzz_targets::dump),
     #[cfg(target_arch = "x86_64")]
     ("gdb", fuzz_targets::gdb),
+    ("judge", fuzz_targets::judge),
     #[cfg(target_arch = "x86_64")]
     ("keyvalue", fuzz_targets::keyvalue),
     ("migration", fuzz_targets::migration),

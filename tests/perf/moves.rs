@@ -2,12 +2,14 @@
 //!
 //! - A guest with 128 GiB of which it has touched 1 GiB moves beside one that has 1 GiB and has touched all of it. Both are paused
 //!   first, so that both send the same pages, once.
+//! - A guest of 1 GiB moves over a Unix socket and over loopback TCP.
 //! - A guest whose memory is handed over as a descriptor stands still for how long: one of 8 GiB beside one of 256 MiB, both of which have
 //!   touched 256 MiB.
 //! - The target of a migration that is under way is killed: how long until the source says that its guest runs on.
 //!
 //! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
 
+use std::net::TcpListener;
 use std::time::Instant;
 
 use serde_json::Value;
@@ -23,6 +25,13 @@ const ROUNDS: usize = 15;
 /// What the guests have touched that are moved, and those that are handed over.
 const TOUCHED: u64 = 1 << 30;
 const HANDED: u64 = 256 << 20;
+
+/// What connects the two sides.
+#[derive(Clone, Copy)]
+enum Kind {
+    Unix,
+    Tcp,
+}
 
 /// A median and its quartiles.
 fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
@@ -70,15 +79,19 @@ fn handed(memory: u64) -> Result<f64, Failed> {
     Ok(stood.ok_or("nobody said for how long")? as f64 / 1e3)
 }
 
-/// Milliseconds that a paused guest of `memory` takes to move, once it has written to [`TOUCHED`] bytes.
-fn moves(memory: u64) -> Result<f64, Failed> {
+/// Milliseconds that a paused guest of `memory` takes to move over a socket of `kind`, once it has written to [`TOUCHED`] bytes.
+fn moves(memory: u64, kind: Kind) -> Result<f64, Failed> {
     let env = TestEnv::new()?;
     let here = written(&env, TOUCHED, memory, "", "")?;
     env.ctl("here pause")?;
-    let there = receive(&env)?;
+    let to = match kind {
+        Kind::Unix => format!("unix:{}", env.path("there.in").display()),
+        // The port is free again, and hardly anybody takes it until the target listens.
+        Kind::Tcp => format!("tcp:{}", TcpListener::bind("127.0.0.1:0")?.local_addr()?),
+    };
+    let there = env.start("there", &mut env.command(&format!("receive --listen {to}")))?;
     let start = Instant::now();
-    let to = env.path("there.in");
-    let moved = env.vellum(&format!("migrate here --to unix:{}", to.display()))?;
+    let moved = env.vellum(&format!("migrate here --to {to}"))?;
     let took = start.elapsed().as_secs_f64() * 1e3;
     ensure(moved.status.success(), || format!("{moved:?}"))?;
     here.end()?;
@@ -112,7 +125,7 @@ fn closed() -> Result<f64, Failed> {
     Ok(took)
 }
 
-/// The large one and the small one by turns: the medians and quartiles of each, and of each round's ratio.
+/// The two rivals by turns, the one of `true` first in the results: the medians and quartiles of each, and of each round's ratio.
 fn in_turn(measure: impl Fn(bool) -> Result<f64, Failed>) -> Result<[[f64; 3]; 3], Failed> {
     let [mut larges, mut smalls, mut ratios] = [const { Vec::new() }; 3];
     for round in 0..ROUNDS {
@@ -144,10 +157,16 @@ fn main() -> Result<(), Failed> {
          {ratio:.3} (quartiles {low:.3} to {high:.3}, {ROUNDS} rounds), goal 1.3 at most"
     );
     let [[large, ..], [small, ..], [ratio, low, high]] =
-        in_turn(|large| moves(if large { 128 << 30 } else { TOUCHED }))?;
+        in_turn(|large| moves(if large { 128 << 30 } else { TOUCHED }, Kind::Unix))?;
     println!(
         "128 GiB of which 1 GiB is touched: {large:.0} ms; 1 GiB: {small:.0} ms; ratio {ratio:.3} (quartiles {low:.3} to {high:.3}, \
          {ROUNDS} rounds); goal 1.5 at most"
+    );
+    let [[unix, ..], [tcp, ..], [ratio, low, high]] =
+        in_turn(|unix| moves(TOUCHED, if unix { Kind::Unix } else { Kind::Tcp }))?;
+    println!(
+        "1 GiB over a Unix socket: {unix:.0} ms; over loopback TCP: {tcp:.0} ms; ratio {ratio:.3} (quartiles {low:.3} to {high:.3}, \
+         {ROUNDS} rounds); goal 1 at most"
     );
     let all = (0..ROUNDS).map(|_| closed()).collect::<Result<Vec<_>, _>>()?;
     let [median, low, high] = quartiles(all);

@@ -119,6 +119,8 @@ mod tests {
         files.retain(|file| !file.starts_with(root.join("vellum/cli")));
         // GRUB's commands have flags of their own.
         files.retain(|file| !file.ends_with("osimage/grub/run.rs"));
+        // VMMs that are driven, and the compiler, have command lines of their own.
+        files.retain(|file| !file.starts_with(root.join("judge/drive")) && !file.ends_with("judge/build.rs"));
         assert!(files.len() > 50, "only {} files were found", files.len());
         let mut wrong = Vec::new();
         for file in files {

@@ -8,7 +8,7 @@ use clap::{Arg, Command};
 const COMMANDS: [(&str, &[&str]); 4] = [
     ("Guests", &["run", "list", "exec", "ssh", "stop", "pause", "resume", "status", "ctl"]),
     ("Move and save", &["migrate", "receive", "snapshot", "restore", "dump"]),
-    ("Test and measure", &["doctor", "test", "bench", "report", "fleet"]),
+    ("Test and measure", &["doctor", "test", "bench", "judge", "report", "fleet"]),
     ("Files", &["disk", "completions"]),
 ];
 
@@ -16,7 +16,7 @@ const COMMANDS: [(&str, &[&str]); 4] = [
 type Group = (Option<&'static str>, &'static [&'static str]);
 
 /// What `-h` shows of commands that have more options than a screen has lines.
-const SHOWN: [(&str, &[Group]); 10] = [
+const SHOWN: [(&str, &[Group]); 11] = [
     (
         "run",
         &[
@@ -97,6 +97,13 @@ const SHOWN: [(&str, &[Group]); 10] = [
         ],
     ),
     ("test startup", &[(None, &["cpus", "memory", "workload"])]),
+    (
+        "judge run",
+        &[
+            (None, &["vmm", "scenario", "times", "cpus", "memory", "cmdline", "limit", "logs"]),
+            (Some("Result"), &["verbose", "json", "format", "_exit"]),
+        ],
+    ),
 ];
 
 /// Examples of commands whose arguments have none beside them.
@@ -142,6 +149,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("bench memslot", "vellum bench memslot --json memslot.json"),
     ("bench page-table", "vellum bench page-table -b 64m\n  vellum bench page-table --preset seed"),
     ("test startup", "vellum test startup"),
+    ("judge", "vellum judge run --vmm qemu"),
 ];
 
 /// The command line with its help in order.

@@ -61,7 +61,7 @@ impl Exits {
 
 /// Whose exit statuses `words` ask for, the program's name first; whether the rest of them makes sense or not.
 pub(super) fn exits_as(words: &[String]) -> Exits {
-    let judged = words.get(1).is_some_and(|word| word == "test" || word == "bench");
+    let judged = words.get(1).is_some_and(|word| ["test", "bench", "judge"].contains(&word.as_str()));
     let asked = words.iter().any(|word| word == "--exit=kselftest")
         || words.windows(2).any(|two| two[0] == "--exit" && two[1] == "kselftest");
     if judged && asked { Exits::Kselftest } else { Exits::Vellum }

@@ -19,6 +19,7 @@ mod habits;
 mod help;
 mod host;
 pub mod image;
+mod judge;
 mod judged;
 pub mod kernel;
 mod launch;
@@ -90,6 +91,7 @@ enum Command {
     Exec(control::ExecArgs),
     Ssh(ssh::SshArgs),
     Report(report::ReportArgs),
+    Judge(judge::JudgeArgs),
     Test(test::TestArgs),
     /// What serves a shared directory: started by `vellum run --share`
     #[command(name = process::WORD, hide = true)]
@@ -157,6 +159,7 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => control::exec(args),
         Command::Ssh(args) => ssh::run(&args),
         Command::Report(args) => report::run(&args),
+        Command::Judge(args) => judge::run(&args),
         Command::Test(args) => test::run(args),
         Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),
         Command::Completions { shell } => {

@@ -7,6 +7,7 @@ mod dump;
 mod fleet;
 #[cfg(target_arch = "x86_64")]
 mod gdb;
+mod judge;
 #[cfg(target_arch = "x86_64")]
 mod keyvalue;
 #[cfg(target_arch = "x86_64")]
@@ -29,6 +30,7 @@ pub use dump::dump;
 pub use fleet::fleet;
 #[cfg(target_arch = "x86_64")]
 pub use gdb::gdb;
+pub use judge::judge;
 #[cfg(target_arch = "x86_64")]
 pub use keyvalue::keyvalue;
 #[cfg(target_arch = "x86_64")]

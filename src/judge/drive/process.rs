@@ -1,0 +1,75 @@
+//! A process that does not outlive its driver.
+
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::Trouble;
+use vellum_sys::signal::{end_with_parent, last};
+
+const POLL: Duration = Duration::from_millis(20);
+
+/// A VMM that runs.
+pub(super) struct Process {
+    child: Child,
+    name: String,
+}
+
+impl Process {
+    /// Starts `command`, without standard streams but standard error, which goes into a file that `said` reads.
+    pub(super) fn start(command: &mut Command, error: std::fs::File) -> Result<Self, Trouble> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        end_with_parent(command);
+        let streams = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(error);
+        let child = streams.spawn().map_err(Trouble::io(&name))?;
+        Ok(Self { child, name })
+    }
+
+    /// Asks `done` until it has an answer. Fails if the process ends first, or when the time is over.
+    pub(super) fn until<T>(
+        &mut self,
+        limit: Duration,
+        what: &str,
+        mut done: impl FnMut() -> Result<Option<T>, Trouble>,
+    ) -> Result<T, Trouble> {
+        let begun = Instant::now();
+        loop {
+            if let Some(answer) = done()? {
+                return Ok(answer);
+            }
+            if let Some(status) = self.child.try_wait().map_err(Trouble::io(&self.name))? {
+                return Err(Trouble::failed(format!("{} ended ({status}) before {what}", self.name)));
+            }
+            wait(begun, limit, what)?;
+        }
+    }
+
+    /// Waits for its end.
+    pub(super) fn ended(&mut self, limit: Duration) -> Result<(), Trouble> {
+        let begun = Instant::now();
+        while self.child.try_wait().map_err(Trouble::io(&self.name))?.is_none() {
+            wait(begun, limit, "the machine's end")?;
+        }
+        Ok(())
+    }
+}
+
+/// Waits a little, unless the time is over or a signal has come.
+pub(super) fn wait(begun: Instant, limit: Duration, what: &str) -> Result<(), Trouble> {
+    if last().is_some() {
+        return Err(Trouble::failed(format!("interrupted before {what}")));
+    }
+    if begun.elapsed() > limit {
+        return Err(Trouble::failed(format!("nothing for {} s: {what} did not come", limit.as_secs())));
+    }
+    thread::sleep(POLL);
+    Ok(())
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,184 @@
+//! QEMU, driven by QMP (docs/interop/qmp-spec.rst in QEMU).
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::process::{Process, wait};
+use super::{Round, Scenario, Trouble};
+
+const PROGRAM: &str = "qemu-system-x86_64";
+/// Bytes of an answer.
+const MAX_ANSWER: u64 = 1 << 20;
+
+pub(super) fn version() -> Result<String, Trouble> {
+    let output = Command::new(PROGRAM).arg("--version").output().map_err(|error| {
+        Trouble::Missing(
+            format!("{PROGRAM} does not start: {error}"),
+            "apt-get install qemu-system-x86".into(),
+        )
+    })?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok(text.lines().next().unwrap_or_default().chars().take(200).collect())
+}
+
+/// A QEMU with its QMP connection.
+struct Qemu {
+    process: Process,
+    qmp: BufReader<UnixStream>,
+    limit: Duration,
+}
+
+impl Qemu {
+    fn start(round: &Round, name: &str, incoming: Option<&str>) -> Result<Self, Trouble> {
+        let setup = round.setup;
+        let socket = round.path(&format!("{name}.qmp"));
+        let mut command = Command::new(PROGRAM);
+        // A processor without KVM's bit of arch-capabilities: not every KVM can set it.
+        let kvm = File::options().read(true).write(true).open("/dev/kvm").is_ok();
+        match kvm {
+            true => command.args(["-accel", "kvm", "-cpu", "host,-arch-capabilities"]),
+            false => command.args(["-accel", "tcg", "-cpu", "max"]),
+        };
+        command.args(["-M", "pc", "-nodefaults", "-display", "none", "-no-reboot"]);
+        command.args(["-smp", &setup.cpus.to_string(), "-m", &format!("{}M", setup.memory)]);
+        command.arg("-kernel").arg(&round.kernel).args(["-append", &setup.cmdline]);
+        command.args(["-serial", &format!("file:{}", round.path(&format!("{name}.log")).display())]);
+        command.args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
+        if let Some(incoming) = incoming {
+            command.args(["-incoming", incoming]);
+        }
+        let error = File::create(round.path(&format!("{name}.err"))).map_err(Trouble::io("its messages"))?;
+        let mut process = Process::start(&mut command, error)?;
+        let stream =
+            process.until(setup.limit, "its QMP socket", || Ok(UnixStream::connect(&socket).ok()))?;
+        stream.set_read_timeout(Some(setup.limit)).map_err(Trouble::io("QMP"))?;
+        let mut qemu = Self { process, qmp: BufReader::new(stream), limit: setup.limit };
+        qemu.ask("qmp_capabilities", &json!({}))?;
+        Ok(qemu)
+    }
+
+    /// One command and what it returns; events are passed over.
+    fn ask(&mut self, command: &str, arguments: &Value) -> Result<Value, Trouble> {
+        let line = json!({ "execute": command, "arguments": arguments }).to_string() + "\n";
+        self.qmp.get_mut().write_all(line.as_bytes()).map_err(Trouble::io(command))?;
+        loop {
+            let mut line = String::new();
+            let read = (&mut self.qmp).take(MAX_ANSWER).read_line(&mut line).map_err(Trouble::io(command))?;
+            if read == 0 {
+                return Err(Trouble::failed(format!("QEMU closed QMP during {command}")));
+            }
+            let answer: Value = serde_json::from_str(&line)
+                .map_err(|error| Trouble::failed(format!("QEMU answered nonsense to {command}: {error}")))?;
+            if let Some(error) = answer.get("error") {
+                let why = error["desc"].as_str().unwrap_or("no reason").to_owned();
+                return Err(Trouble::failed(format!("{command}: {why}")));
+            }
+            if let Some(value) = answer.get("return") {
+                return Ok(value.clone());
+            }
+        }
+    }
+
+    fn do_(&mut self, command: &str) -> Result<(), Trouble> {
+        self.ask(command, &json!({})).map(drop)
+    }
+
+    /// Sends all of the machine's state to `to`. With `postcopy`, the machine moves first.
+    fn migrate(&mut self, to: &str, postcopy: bool) -> Result<(), Trouble> {
+        self.ask("migrate", &json!({ "uri": to }))?;
+        if postcopy {
+            self.do_("migrate-start-postcopy")?;
+        }
+        let begun = Instant::now();
+        loop {
+            let status =
+                self.ask("query-migrate", &json!({}))?["status"].as_str().unwrap_or_default().to_owned();
+            match status.as_str() {
+                "completed" => return Ok(()),
+                "failed" | "cancelled" => return Err(Trouble::failed(format!("the migration has {status}"))),
+                _ => wait(begun, self.limit, "the end of the migration")?,
+            }
+        }
+    }
+
+    fn wants_postcopy(&mut self) -> Result<(), Trouble> {
+        let on = json!({ "capabilities": [{ "capability": "postcopy-ram", "state": true }] });
+        self.ask("migrate-set-capabilities", &on).map(drop).map_err(|trouble| match trouble {
+            Trouble::Failed(why) => {
+                Trouble::Missing(why, "allow userfaultfd: sysctl vm.unprivileged_userfaultfd=1".into())
+            }
+            missing => missing,
+        })
+    }
+}
+
+fn uri(path: &Path) -> String {
+    format!("unix:{}", path.display())
+}
+
+pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
+    let limit = round.setup.limit;
+    let mut first = Qemu::start(round, "first", None)?;
+    if scenario == Scenario::Boot {
+        return first.process.ended(limit);
+    }
+    round.has_begun(&mut first.process)?;
+    match scenario {
+        Scenario::Boot => {}
+        Scenario::Pause => {
+            first.do_("stop")?;
+            is_silent(round)?;
+            first.do_("cont")?;
+            first.process.ended(limit)?;
+        }
+        Scenario::Snapshot => {
+            let file = round.path("saved");
+            first.do_("stop")?;
+            first.migrate(&format!("exec:cat > '{}'", file.display()), false)?;
+            is_silent(round)?;
+            drop(first);
+            let mut second = Qemu::start(round, "second", Some(&format!("exec:cat '{}'", file.display())))?;
+            // It stands still, because it was saved so; and there is nothing to continue before all of it is read.
+            let begun = Instant::now();
+            while second.ask("query-status", &json!({}))?["status"] == "inmigrate" {
+                wait(begun, limit, "the end of the restore")?;
+            }
+            second.do_("cont")?;
+            second.process.ended(limit)?;
+        }
+        Scenario::Migrate | Scenario::MigratePostcopy => {
+            let (socket, postcopy) = (round.path("socket"), scenario == Scenario::MigratePostcopy);
+            let mut second = match postcopy {
+                false => Qemu::start(round, "second", Some(&uri(&socket)))?,
+                true => {
+                    let mut second = Qemu::start(round, "second", Some("defer"))?;
+                    second.wants_postcopy()?;
+                    first.wants_postcopy()?;
+                    second.ask("migrate-incoming", &json!({ "uri": uri(&socket) }))?;
+                    second
+                }
+            };
+            first.migrate(&uri(&socket), postcopy)?;
+            second.process.ended(limit)?;
+            // Until the other one's end: both must not have run.
+            is_silent(round)?;
+        }
+    }
+    Ok(())
+}
+
+/// The first machine stands still: its console does not grow while it could report ten times.
+fn is_silent(round: &Round) -> Result<(), Trouble> {
+    let before = round.first_length();
+    std::thread::sleep(Duration::from_millis(500));
+    match round.first_length() == before {
+        true => Ok(()),
+        false => Err(Trouble::failed("the first copy goes on after it was stopped or moved")),
+    }
+}

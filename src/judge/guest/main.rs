@@ -1,0 +1,402 @@
+//! The image: a kernel without an operating system. build.rs compiles it for each architecture.
+//!
+//! [`judge_main`] runs on every processor, in ring 3. The first one reads what the boot protocol passes, starts the others
+//! and divides memory. Then all run the loop of `x86_64/run.s`, which calls the `judge_*` functions below where something
+//! is wrong.
+
+#![no_std]
+#![no_main]
+
+#[path = "x86_64/mod.rs"]
+mod arch;
+mod console;
+mod options;
+mod report;
+#[path = "../schedule.rs"]
+#[allow(dead_code)] // The reader has the rest.
+mod schedule;
+#[path = "../words.rs"]
+mod words;
+
+use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use console::{Item, line};
+use options::Options;
+use schedule::{Division, MAX_RANGES, MAX_SEGMENTS, MAX_VCPUS, PAGE, Range, Schedule, Segment};
+
+/// What one processor writes before the others read it.
+pub(crate) struct Shared<T>(UnsafeCell<T>);
+
+// SAFETY: `release` and `GO` order the accesses.
+unsafe impl<T> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(UnsafeCell::new(value))
+    }
+
+    pub(crate) fn get(&self) -> *mut T {
+        self.0.get()
+    }
+}
+
+/// The parameters of a processor, as the loop reads them.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Cpu {
+    pub(crate) number: u64,
+    vcpus: u64,
+    passes: u64,
+    seed: u64,
+    own: u64,
+    own_count: u64,
+    other: u64,
+    other_count: u64,
+    flags: u64,
+    cold: u64,
+    hot: u64,
+    hot_set: u64,
+    interval: u64,
+    neighbour: u64,
+    active: u64,
+    regions: u64,
+    region_count: u64,
+    stack: u64,
+    clock: u64,
+    odd1: u64,
+    odd2: u64,
+    pub(crate) position: u64,
+    pub(crate) checksum: u64,
+}
+
+/// Nothing of this changes while the loop runs, and the loop checks that.
+#[repr(C, align(16))]
+struct Sealed {
+    cpus: [Cpu; MAX_VCPUS],
+    segments: [[Segment; MAX_SEGMENTS]; MAX_VCPUS],
+    regions: [[u64; 2]; 8],
+    schedule: Schedule,
+    clock_fails: bool,
+    passes: u64,
+    report: u64,
+}
+
+const NO_CPU: Cpu = Cpu {
+    number: 0,
+    vcpus: 0,
+    passes: 0,
+    seed: 0,
+    own: 0,
+    own_count: 0,
+    other: 0,
+    other_count: 0,
+    flags: 0,
+    cold: 0,
+    hot: 0,
+    hot_set: 0,
+    interval: 0,
+    neighbour: 0,
+    active: 0,
+    regions: 0,
+    region_count: 0,
+    stack: 0,
+    clock: 0,
+    odd1: 0,
+    odd2: 0,
+    position: 0,
+    checksum: 0,
+};
+const NO_SCHEDULE: Schedule = Schedule { seed: 0, vcpus: 0, shuffled: false, hot_set: 0, hot: 0, cold: 0 };
+const NO_SEGMENT: Segment = Segment { base: 0, count: 0, stride: 0, mask: 0, shift: 0, shared: 0 };
+
+static SEALED: Shared<Sealed> = Shared::new(Sealed {
+    cpus: [NO_CPU; MAX_VCPUS],
+    segments: [[NO_SEGMENT; MAX_SEGMENTS]; MAX_VCPUS],
+    regions: [[0; 2]; 8],
+    schedule: NO_SCHEDULE,
+    clock_fails: false,
+    passes: 0,
+    report: 0,
+});
+
+/// How many processors run.
+static STARTED: AtomicU32 = AtomicU32::new(0);
+/// Set when the parameters are complete.
+static GO: AtomicU32 = AtomicU32::new(0);
+/// How many have finished.
+static DONE: AtomicU64 = AtomicU64::new(0);
+
+const FLAG_FSGSBASE: u64 = 1;
+const FLAG_SPARSE: u64 = 2;
+const FLAG_EACH: u64 = 4;
+const FLAG_RATE: u64 = 8;
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo) -> ! {
+    line(&[Item::Text(words::REFUSED), Item::Text("the image panicked")]);
+    arch::power_off()
+}
+
+/// Ends with a reason why nothing was judged.
+pub(crate) fn refuse(reason: &str) -> ! {
+    line(&[Item::Text(words::REFUSED), Item::Text(reason)]);
+    arch::power_off()
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn judge_main(number: u64) -> ! {
+    if number == 0 {
+        prepare();
+    } else {
+        STARTED.fetch_add(1, Ordering::SeqCst);
+    }
+    while GO.load(Ordering::SeqCst) == 0 {
+        core::hint::spin_loop();
+    }
+    // One that came too late was not counted.
+    if number >= unsafe { (*SEALED.get()).schedule.vcpus } {
+        arch::halt();
+    }
+    // SAFETY: complete since GO; each processor changes its own alone, at its end.
+    let cpu = unsafe { &raw mut (*SEALED.get()).cpus[number as usize & 7] };
+    unsafe { arch::judge_run(cpu) };
+    DONE.fetch_add(1, Ordering::SeqCst);
+    if number != 0 {
+        arch::halt();
+    }
+    // SAFETY: as above.
+    let sealed = unsafe { &*SEALED.get() };
+    while DONE.load(Ordering::SeqCst) < sealed.schedule.vcpus {
+        core::hint::spin_loop();
+    }
+    report::end(&sealed.cpus[..sealed.schedule.vcpus as usize & 15]);
+    arch::power_off()
+}
+
+/// All that the first processor does before the loop.
+fn prepare() {
+    arch::start();
+    console::open();
+    line(&[Item::Text("KTAP version 1")]);
+    let boot = arch::boot();
+    // Before anything can be refused: this reads how the machine powers off.
+    let started = arch::start_processors(&STARTED);
+    let options = Options::read(boot.command_line());
+    let ticks = arch::ticks_per_second();
+    let vcpus = started.running.min(MAX_VCPUS as u64);
+    let mut schedule =
+        Schedule { seed: schedule::mix(options.seed), vcpus, shuffled: options.shuffled, ..NO_SCHEDULE };
+    schedule.thresholds(options.write, options.hot);
+    line(&[
+        Item::Text(words::START),
+        Item::Text(arch::NAME),
+        Item::Name(" seed="),
+        Item::Number(options.seed),
+        Item::Name(" passes="),
+        Item::Number(options.passes),
+        Item::Name(" order="),
+        Item::Text(if options.shuffled { "shuffled" } else { "sequential" }),
+        Item::Name(" write="),
+        Item::Number(options.write),
+        Item::Name(" hot="),
+        Item::Number(options.hot.unwrap_or_default().0),
+        Item::Name(":"),
+        Item::Number(options.hot.unwrap_or_default().1),
+        Item::Name(" verify="),
+        Item::Text(if options.each { "each" } else { "end" }),
+        Item::Name(" vcpus="),
+        Item::Number(vcpus),
+        Item::Name(" given="),
+        Item::Number(started.given),
+        Item::Name(" ticks="),
+        Item::Number(ticks),
+        Item::Name(" boot="),
+        Item::Text(boot.protocol()),
+    ]);
+    for (start, end, why) in boot.left_out() {
+        line(&[
+            Item::Text(words::LEFT_OUT),
+            Item::Address(start),
+            Item::Name(" "),
+            Item::Address(end),
+            Item::Name(" "),
+            Item::Text(why),
+        ]);
+    }
+    let mut ranges = [Range { start: 0, end: 0 }; MAX_RANGES];
+    let ranges = boot.ranges(&mut ranges);
+    for range in ranges {
+        line(&[
+            Item::Text(words::RAM),
+            Item::Address(range.start),
+            Item::Name(" "),
+            Item::Address(range.end),
+        ]);
+    }
+    let Ok(division) = schedule.divide(ranges) else {
+        refuse("too little memory: 80 pages for each processor are needed");
+    };
+    fill_in(&options, schedule, &division, ticks);
+    report::set_next_tick(arch::now() + options.report * ticks / 1000);
+    GO.store(1, Ordering::SeqCst);
+}
+
+fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u64) {
+    // SAFETY: the others wait for GO.
+    let sealed = unsafe { &mut *SEALED.get() };
+    sealed.segments = division.segments;
+    sealed.schedule = schedule;
+    sealed.passes = options.passes;
+    sealed.clock_fails = options.clock.is_some();
+    sealed.report = options.report * ticks / 1000;
+    let regions = arch::constant_regions();
+    sealed.regions[..regions.len()].copy_from_slice(&regions);
+    let count = regions.len();
+    let start = sealed.segments.as_ptr() as u64;
+    // From the segments to the end; the processors' results are before them.
+    sealed.regions[count] = [start, &raw const *sealed as u64 + size_of::<Sealed>() as u64];
+    let passes = if options.passes == 0 { options::MAX_PASSES } else { options.passes };
+    for vcpu in 0..schedule.vcpus as usize {
+        let other = (vcpu + 1) % schedule.vcpus as usize;
+        let flag = |on: bool, flag: u64| if on { flag } else { 0 };
+        sealed.cpus[vcpu & 7] = Cpu {
+            number: vcpu as u64,
+            vcpus: schedule.vcpus,
+            passes,
+            seed: schedule.seed,
+            own: sealed.segments[vcpu & 7].as_ptr() as u64,
+            own_count: division.counts[vcpu & 7] as u64,
+            other: sealed.segments[other & 7].as_ptr() as u64,
+            other_count: division.counts[other & 7] as u64,
+            flags: flag(arch::has_fsgsbase(), FLAG_FSGSBASE)
+                | flag(schedule.is_sparse(), FLAG_SPARSE)
+                | flag(options.each, FLAG_EACH)
+                | flag(options.rate != 0, FLAG_RATE),
+            cold: schedule.cold,
+            hot: schedule.hot,
+            hot_set: schedule.hot_set,
+            interval: if options.rate == 0 { 0 } else { 64 * ticks / options.rate },
+            neighbour: other as u64,
+            active: (1 << schedule.vcpus) - 1,
+            regions: sealed.regions.as_ptr() as u64,
+            region_count: count as u64 + 1,
+            stack: arch::stack_top(vcpu as u64),
+            // Half of all numbers: what went back.
+            clock: options.clock.map_or(u64::MAX / 2, |limit| limit * (ticks / 1000)),
+            odd1: schedule::ODD[0],
+            odd2: schedule::ODD[1],
+            position: 0,
+            checksum: 0,
+        };
+    }
+}
+
+/// The functions that the loop calls.
+mod called {
+    use super::*;
+    use report::{Kind, fault};
+
+    fn sealed() -> &'static Sealed {
+        // SAFETY: nothing changes it while the loop runs.
+        unsafe { &*SEALED.get() }
+    }
+
+    /// The page at `address` is not as `expected` says; `found` was its second word.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_page_wrong(cpu: &Cpu, address: u64, expected: u64, found: u64) {
+        let schedule = &sealed().schedule;
+        // SAFETY: a page under test.
+        let word = |offset: u64| unsafe { core::ptr::read_volatile((address + offset) as *const u64) };
+        let (first, last) = (word(0), word(PAGE - 8));
+        let kind = if first == address && found == expected {
+            Kind::Torn
+        } else if first | found | last == 0 {
+            Kind::Zeroes
+        } else if last != schedule.tail(first, found) {
+            if first == address { Kind::Torn } else { Kind::Foreign }
+        } else if first != address {
+            Kind::OtherAddress
+        } else if found < expected {
+            Kind::LostWrite
+        } else {
+            Kind::Future
+        };
+        match kind {
+            Kind::OtherAddress => fault(kind, cpu.number, address, address, first),
+            Kind::Torn | Kind::Foreign => {
+                fault(kind, cpu.number, address + PAGE - 8, schedule.tail(address, expected), last);
+            }
+            _ => fault(kind, cpu.number, address, expected, found),
+        }
+    }
+
+    /// The copies of a position differ.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_copies_differ(cpu: &Cpu, expected: u64, xmm: u64, fs: u64, _gs: u64, published: u64) {
+        let low = (1 << 46) - 1;
+        let [gpr, vector, base, memory] = [expected & low, xmm & low, fs, published];
+        if vector != gpr {
+            // Two agree against one; where all differ, the vector register is named.
+            let kind = if base == vector { Kind::GeneralRegisters } else { Kind::VectorRegisters };
+            let [right, wrong] = if base == vector { [vector, gpr] } else { [gpr, vector] };
+            fault(kind, cpu.number, 0, right, wrong);
+        } else if base != gpr {
+            fault(Kind::Msrs, cpu.number, 0, gpr, base);
+        } else if memory != (expected >> 6) & 0xffff_ffff {
+            fault(
+                Kind::Position,
+                cpu.number,
+                arch::published_address(cpu.number),
+                (expected >> 6) & 0xffff_ffff,
+                memory,
+            );
+        } else {
+            fault(Kind::Msrs, cpu.number, 0, expected >> 46, _gs);
+        }
+    }
+
+    /// Another processor's position went back (`back`), or is too far ahead.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_position_wrong(cpu: &Cpu, back: u64, ahead: u64, seen0: u64, seen2: u64, seen4: u64) {
+        let other = u64::from((back | ahead).trailing_zeros()) & 7;
+        let pair = match other / 2 {
+            0 => seen0,
+            1 => seen2,
+            2 => seen4,
+            _ => 0,
+        };
+        let expected = if other % 2 == 0 { pair & 0xffff_ffff } else { pair >> 32 };
+        let address = arch::published_address(other);
+        // SAFETY: the image's own.
+        let found = unsafe { core::ptr::read_volatile(address as *const u32) };
+        fault(Kind::Position, cpu.number, address, expected, found.into());
+    }
+
+    /// The sum of code, tables and stack is another.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_image_changed(cpu: &Cpu, expected: u64, found: u64) {
+        fault(Kind::Image, cpu.number, arch::image_start_address(), expected, found);
+    }
+
+    /// The time went back, or further than `clock=` allows. Returns whether that is a fault.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_time_jumped(cpu: &Cpu, before: u64, now: u64) -> u64 {
+        fault(if now < before { Kind::ClockBack } else { Kind::ClockJump }, cpu.number, 0, before, now);
+        1
+    }
+
+    /// It is time to report progress.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_tick(_: &Cpu, position: u64, now: u64) {
+        report::progress(position, sealed().passes);
+        report::set_next_tick(now + sealed().report.max(1));
+    }
+
+    /// A processor's exception.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_exception(vector: u64, error: u64, address: u64, cr2: u64) -> ! {
+        report::exception(vector, error, address, cr2);
+        arch::power_off()
+    }
+}

@@ -1,0 +1,125 @@
+//! Faults, progress and the verdict.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use crate::Cpu;
+use crate::arch;
+use crate::console::{Item, line};
+use crate::schedule::{PHASE, POISON};
+use crate::words;
+
+/// The kinds of fault: indices of [`words::KINDS`].
+#[derive(Clone, Copy)]
+pub(crate) enum Kind {
+    LostWrite,
+    OtherAddress,
+    Future,
+    Torn,
+    Zeroes,
+    Foreign,
+    GeneralRegisters,
+    VectorRegisters,
+    Msrs,
+    Position,
+    Image,
+    ClockBack,
+    ClockJump,
+    Processors,
+}
+
+/// How many of each kind are printed one by one.
+const PRINTED: u64 = 16;
+
+static COUNTS: [AtomicU64; 14] = [const { AtomicU64::new(0) }; 14];
+
+/// Counts a fault, and prints the first ones.
+pub(crate) fn fault(kind: Kind, vcpu: u64, address: u64, expected: u64, found: u64) {
+    if COUNTS[kind as usize].fetch_add(1, Ordering::Relaxed) < PRINTED {
+        line(&[
+            Item::Text(words::FAULT),
+            Item::Text(words::KINDS[kind as usize]),
+            Item::Name(" vcpu="),
+            Item::Number(vcpu),
+            Item::Name(" address="),
+            Item::Address(address),
+            Item::Name(" expected="),
+            Item::Address(expected),
+            Item::Name(" found="),
+            Item::Address(found),
+        ]);
+    }
+}
+
+/// Says how far the first processor is.
+pub(crate) fn progress(position: u64, passes: u64) {
+    let accesses = position & ((1 << PHASE) - 1);
+    let pass = (position & ((1 << POISON) - 1)) >> (PHASE + 2);
+    line(&[
+        Item::Text(words::PASS),
+        Item::Number(pass),
+        Item::Name(" of "),
+        Item::Number(passes),
+        Item::Name(" accesses="),
+        Item::Number(accesses),
+        Item::Name(" faults="),
+        Item::Number(total()),
+    ]);
+}
+
+fn total() -> u64 {
+    COUNTS.iter().map(|count| count.load(Ordering::Relaxed)).sum()
+}
+
+/// The time of the next progress report.
+pub(crate) fn set_next_tick(at: u64) {
+    arch::set_next_tick(at);
+}
+
+/// The cases, the sums and the last line.
+pub(crate) fn end(cpus: &[Cpu]) {
+    line(&[Item::Name("1.."), Item::Number(words::KINDS.len() as u64)]);
+    for (at, kind) in words::KINDS.iter().enumerate() {
+        let count = COUNTS[at].load(Ordering::Relaxed);
+        let verdict = if count == 0 { "ok " } else { "not ok " };
+        let items = [
+            Item::Text(verdict),
+            Item::Number(at as u64 + 1),
+            Item::Name(" "),
+            Item::Text(kind),
+            Item::Name(" # "),
+            Item::Number(count),
+            Item::Name(" found"),
+        ];
+        line(if count == 0 { &items[..4] } else { &items });
+    }
+    let mut poisoned = false;
+    for cpu in cpus {
+        poisoned |= cpu.position >> POISON & 1 == 1;
+        line(&[
+            Item::Text(words::SUM),
+            Item::Name("vcpu="),
+            Item::Number(cpu.number),
+            Item::Name(" position="),
+            Item::Address(cpu.position),
+            Item::Name(" checksum="),
+            Item::Address(cpu.checksum),
+        ]);
+    }
+    let lost = poisoned || total() != 0;
+    line(&[Item::Text(words::END), Item::Text(if lost { "LOST" } else { "WHOLE" })]);
+}
+
+/// A processor's exception, which is the end.
+pub(crate) fn exception(vector: u64, error: u64, address: u64, cr2: u64) {
+    line(&[
+        Item::Text(words::REFUSED),
+        Item::Name("exception "),
+        Item::Number(vector),
+        Item::Name(" error "),
+        Item::Address(error),
+        Item::Name(" at "),
+        Item::Address(address),
+        Item::Name(", CR2 "),
+        Item::Address(cr2),
+    ]);
+}

@@ -1,0 +1,127 @@
+//! The tables of ACPI, and the MP table where there are none: processors, and how to power off.
+
+use super::read;
+
+/// How ACPI powers off.
+#[derive(Clone, Copy)]
+pub(crate) struct Power {
+    /// Ports of PM1 control and what to write.
+    pub(crate) ports: [(u16, u16); 2],
+    /// The port of the sleep control register, or 0.
+    pub(crate) sleep: u16,
+}
+
+const MAX_TABLE: u64 = 1 << 20;
+
+/// Calls `found` with the APIC ID of each processor, and returns how to power off. Returns `None` without ACPI.
+pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power> {
+    let rsdp = if rsdp != 0 && rsdp < 1 << 32 { rsdp } else { scan(0xe_0000, 0x10_0000, b"RSD PTR ")? };
+    if &read::<[u8; 8]>(rsdp) != b"RSD PTR " {
+        return None;
+    }
+    let xsdt = if read::<u8>(rsdp + 15) >= 2 { read::<u64>(rsdp + 24) } else { 0 };
+    let (root, size) = if xsdt != 0 { (xsdt, 8) } else { (u64::from(read::<u32>(rsdp + 16)), 4) };
+    let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
+    for at in (36..length(root)).step_by(size) {
+        let table = if size == 8 { read::<u64>(root + at) } else { read::<u32>(root + at).into() };
+        if table == 0 || table >= 1 << 32 {
+            continue;
+        }
+        match &read::<[u8; 4]>(table) {
+            b"APIC" => madt(table, &mut found),
+            b"FACP" => power = fadt(table),
+            _ => {}
+        }
+    }
+    Some(power)
+}
+
+fn length(table: u64) -> u64 {
+    u64::from(read::<u32>(table + 4)).min(MAX_TABLE)
+}
+
+fn scan(from: u64, to: u64, signature: &[u8]) -> Option<u64> {
+    (from..to)
+        .step_by(16)
+        .find(|at| signature.iter().enumerate().all(|(i, byte)| read::<u8>(at + i as u64) == *byte))
+}
+
+fn madt(table: u64, found: &mut impl FnMut(u32)) {
+    let (mut at, end) = (table + 44, table + length(table));
+    while at + 8 <= end {
+        // Enabled, which is bit 0 of the flags.
+        match read::<u8>(at) {
+            0 if read::<u32>(at + 4) & 1 == 1 => found(read::<u8>(at + 3).into()),
+            9 if read::<u32>(at + 8) & 1 == 1 => found(read::<u32>(at + 4)),
+            _ => {}
+        }
+        at += u64::from(read::<u8>(at + 1)).max(2);
+    }
+}
+
+fn fadt(table: u64) -> Power {
+    let size = length(table);
+    let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
+    // HW_REDUCED_ACPI: there is a sleep control register instead of PM1. I/O ports only.
+    if size >= 256 && read::<u32>(table + 112) >> 20 & 1 == 1 {
+        if read::<u8>(table + 244) == 1 {
+            power.sleep = read::<u64>(table + 248) as u16;
+        }
+        return power;
+    }
+    let long = if size >= 148 { read::<u64>(table + 140) } else { 0 };
+    let dsdt = if long != 0 { long } else { read::<u32>(table + 40).into() };
+    let Some(sleep) = s5(dsdt) else { return power };
+    for (at, which) in [(64, 0), (68, 1)] {
+        let port = read::<u32>(table + at) as u16;
+        power.ports[which] = (port, u16::from(sleep[which]) << 10 | 1 << 13);
+    }
+    power
+}
+
+/// SLP_TYPa and SLP_TYPb of `_S5_`: a package of small constants, which is found without an interpreter.
+fn s5(dsdt: u64) -> Option<[u8; 2]> {
+    if dsdt == 0 || dsdt >= 1 << 32 {
+        return None;
+    }
+    let end = dsdt + length(dsdt).saturating_sub(16);
+    let mut at =
+        (dsdt + 36..end).find(|at| &read::<[u8; 4]>(*at) == b"_S5_" && read::<u8>(at + 4) == 0x12)? + 5;
+    // PkgLength of one to four bytes, and the number of elements.
+    at += u64::from(read::<u8>(at) >> 6) + 2;
+    let mut types = [0; 2];
+    for value in &mut types {
+        match read::<u8>(at) {
+            // BytePrefix.
+            0x0a => (*value, at) = (read(at + 1), at + 2),
+            // ZeroOp, OneOp.
+            small @ 0..=1 => (*value, at) = (small, at + 1),
+            _ => return Some(types),
+        }
+    }
+    Some(types)
+}
+
+/// The same of the MP table (MultiProcessor Specification 1.4), whose processors it returns how many of.
+pub(crate) fn mp_processors(mut found: impl FnMut(u32)) {
+    let ebda = u64::from(read::<u16>(0x40e)) << 4;
+    let areas = [(ebda, ebda + 1024), (0x9_fc00, 0xa_0000), (0xf_0000, 0x10_0000)];
+    let areas = areas.into_iter().filter(|(from, to)| *from >= 0x8_0000 && *to <= 0x10_0000);
+    let Some(pointer) = areas.filter_map(|(from, to)| scan(from, to, b"_MP_")).next() else { return };
+    let table = u64::from(read::<u32>(pointer + 4));
+    if table == 0 || &read::<[u8; 4]>(table) != b"PCMP" {
+        return;
+    }
+    let mut at = table + 44;
+    for _ in 0..read::<u16>(table + 34).min(1024) {
+        if read::<u8>(at) == 0 {
+            // Usable.
+            if read::<u8>(at + 3) & 1 == 1 {
+                found(read::<u8>(at + 1).into());
+            }
+            at += 20;
+        } else {
+            at += 8;
+        }
+    }
+}

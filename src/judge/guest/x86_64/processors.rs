@@ -1,0 +1,122 @@
+//! Starting the other processors: INIT and SIPI, one after the other.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use super::boot::boot_of;
+use super::{POWER, TRAMPOLINE, acpi, address, now, read, read_msr, write, write_msr};
+use crate::report::{Kind, fault};
+use crate::schedule::MAX_VCPUS;
+
+/// How many processors there are.
+pub(crate) struct Started {
+    pub(crate) running: u64,
+    pub(crate) given: u64,
+}
+
+const MAX_GIVEN: usize = 256;
+const APIC_BASE: u32 = 0x1b;
+const X2APIC_ID: u32 = 0x802;
+const X2APIC_SVR: u32 = 0x80f;
+/// The spurious interrupt vector register: enabled, vector 255.
+const SVR_ENABLED: u32 = 0x1ff;
+const X2APIC_ICR: u32 = 0x830;
+
+/// Local APICs' IDs, each once.
+struct Ids {
+    ids: [u32; MAX_GIVEN],
+    count: usize,
+}
+
+impl Ids {
+    fn add(&mut self, id: u32) {
+        if self.count < MAX_GIVEN && !self.ids[..self.count].contains(&id) {
+            self.ids[self.count] = id;
+            self.count += 1;
+        }
+    }
+}
+
+/// Starts all processors that the tables name, up to [`MAX_VCPUS`]. Each adds itself to `started`.
+pub(crate) fn start(started: &AtomicU32) -> Started {
+    let mut ids = Ids { ids: [0; MAX_GIVEN], count: 0 };
+    let boot = boot_of();
+    if let Some(power) = acpi::processors(boot.rsdp, |id| ids.add(id)) {
+        // SAFETY: only this processor runs.
+        unsafe { *POWER.get() = power }
+    }
+    if ids.count == 0 {
+        acpi::mp_processors(|id| ids.add(id));
+    }
+    let given = ids.count;
+    let own = own_id();
+    let others = ids.ids[..given].iter().filter(|id| **id != own);
+    let mut running = 1;
+    for id in others.take(MAX_VCPUS - 1) {
+        if running == 1 && !boot.has_trampoline() {
+            fault(Kind::Processors, 0, TRAMPOLINE, 1, 0);
+            break;
+        }
+        let [from, to] = [address!(trampoline), address!(trampoline_end)];
+        for at in 0..to - from {
+            write(TRAMPOLINE + at, read::<u8>(from + at));
+        }
+        write(address!(ap_index), running as u32);
+        if !start_one(*id, started, running as u32) {
+            fault(Kind::Processors, 0, (*id).into(), running + 1, running);
+            break;
+        }
+        running += 1;
+    }
+    Started { running, given: given.max(1) as u64 }
+}
+
+/// This processor's ID, as its local APIC has it.
+fn own_id() -> u32 {
+    let base = read_msr(APIC_BASE);
+    match base >> 10 & 1 == 1 {
+        true => read_msr(X2APIC_ID) as u32,
+        false => read::<u32>((base & 0xf_ffff_f000) + 0x20) >> 24,
+    }
+}
+
+fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
+    let base = read_msr(APIC_BASE);
+    let page = base & 0xf_ffff_f000;
+    let is_x2apic = base >> 10 & 1 == 1;
+    // Enabled, or it need not deliver.
+    if is_x2apic {
+        write_msr(X2APIC_SVR, SVR_ENABLED.into());
+    } else {
+        write(page + 0xf0, SVR_ENABLED);
+    }
+    let send = |command: u32| {
+        if is_x2apic {
+            write_msr(X2APIC_ICR, u64::from(id) << 32 | u64::from(command));
+        } else {
+            write(page + 0x310, id << 24);
+            write(page + 0x300, command);
+        }
+    };
+    // INIT, asserted; SIPI with the page's number, twice, as the MultiProcessor Specification has it.
+    send(0x4500);
+    wait(20_000_000, || false);
+    for _ in 0..2 {
+        send(0x4600 | (TRAMPOLINE >> 12) as u32);
+        if wait(10_000_000_000, || started.load(Ordering::SeqCst) == count) {
+            return true;
+        }
+    }
+    false
+}
+
+/// Waits for `done`, at most so many ticks.
+fn wait(ticks: u64, done: impl Fn() -> bool) -> bool {
+    let begun = now();
+    while !done() {
+        if now() - begun > ticks {
+            return false;
+        }
+        core::hint::spin_loop();
+    }
+    true
+}

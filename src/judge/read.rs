@@ -1,0 +1,313 @@
+//! A console log as a verdict.
+//!
+//! The log is hostile: it went through a VMM, a serial port and a firmware that prints, too. Lines that are not the image's
+//! are skipped. A log is WHOLE only if it has everything that the image prints, in order and once, and if the checksums are
+//! those that [`crate::schedule`] gives.
+
+use crate::schedule::{MAX_RANGES, MAX_VCPUS, PAGE, PHASE, POISON, Range, Schedule, mix};
+use crate::words::{END, FAULT, KINDS, LEFT_OUT, PASS, RAM, REFUSED, START, SUM};
+
+/// What a log may have, so that a hostile one costs bounded memory and time.
+const MAX_FAULTS: usize = 10_000;
+const MAX_LEFT_OUT: usize = 64;
+/// RAM that a machine may have.
+const MAX_RAM: u64 = 1 << 40;
+/// Steps for the checksums: about a minute.
+const MAX_STEPS: u64 = 1 << 33;
+
+/// The first line.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Start {
+    /// The architecture.
+    pub arch: String,
+    /// The seed.
+    pub seed: u64,
+    /// Passes; 0 for no end.
+    pub passes: u64,
+    /// Whether the order is shuffled.
+    pub shuffled: bool,
+    /// Percent of the pages that a pass writes.
+    pub write: u64,
+    /// The hot set, percent of the pages and of the writes.
+    pub hot: Option<(u64, u64)>,
+    /// Whether each pass compares the neighbour's pages, or only the last one.
+    pub each: bool,
+    /// vCPUs that took part.
+    pub vcpus: u64,
+    /// vCPUs that the machine has.
+    pub given: u64,
+    /// How it was booted.
+    pub boot: String,
+}
+
+/// One fault.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The kind, one of the image's words.
+    pub kind: &'static str,
+    /// The vCPU that found it.
+    pub vcpu: u64,
+    /// The physical address; 0 for what has none.
+    pub address: u64,
+    /// What should be there.
+    pub expected: u64,
+    /// What was there.
+    pub found: u64,
+}
+
+/// What a log has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Log {
+    /// The first line, if there is one.
+    pub start: Option<Start>,
+    /// How often the image started.
+    pub starts: u64,
+    /// RAM that was judged.
+    pub ranges: Vec<Range>,
+    /// Memory that was not judged, and why, as the image says it.
+    pub left_out: Vec<String>,
+    /// The last pass that was reported.
+    pub pass: Option<u64>,
+    /// The faults that were printed one by one.
+    pub faults: Vec<Fault>,
+    /// The count of each kind at the end, in the order of [`kinds`].
+    pub counts: Vec<Option<u64>>,
+    sums: Vec<(u64, u64, u64)>,
+    end: Option<bool>,
+    refused: Option<String>,
+    /// The image's lines that make no sense, or come after the end.
+    nonsense: u64,
+}
+
+/// How it ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nothing was lost.
+    Whole,
+    /// Something was lost.
+    Lost,
+    /// The image did not judge, and said why.
+    Refused(String),
+    /// The log ends without a verdict, or has one that cannot be true.
+    Crashed(String),
+}
+
+/// The kinds of fault.
+pub fn kinds() -> &'static [&'static str] {
+    &KINDS
+}
+
+/// Reads a log.
+pub fn read(log: &[u8]) -> Log {
+    let mut read = Log { counts: vec![None; KINDS.len()], ..Log::default() };
+    for line in log.split(|byte| *byte == b'\n') {
+        let line = printable(line);
+        if read.line(line.trim_end()).is_none() {
+            read.nonsense += 1;
+        }
+    }
+    read
+}
+
+/// A line without what a terminal obeys: firmware prints escape sequences, and they may precede the image's first line.
+fn printable(line: &[u8]) -> String {
+    let mut text = String::new();
+    let mut bytes = line.iter().copied().peekable();
+    while let Some(byte) = bytes.next() {
+        if byte == 0x1b {
+            if bytes.next_if_eq(&b'[').is_some() {
+                while bytes.next_if(|byte| !(0x40..0x7f).contains(byte)).is_some() {}
+            }
+            bytes.next();
+        } else if (0x20..0x7f).contains(&byte) {
+            text.push(byte.into());
+        }
+    }
+    text
+}
+
+/// A number as the image prints it.
+fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// The value of `key=value` among words.
+fn value<'a>(words: &'a str, key: &str) -> Option<&'a str> {
+    words.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='))
+}
+
+impl Log {
+    /// One line. Returns `None` if it is one of the image's and makes no sense.
+    fn line(&mut self, line: &str) -> Option<()> {
+        let known = [START, RAM, LEFT_OUT, PASS, FAULT, SUM, END, REFUSED, "ok ", "not ok "];
+        if !known.iter().any(|start| line.starts_with(start)) {
+            return Some(());
+        }
+        if let Some(rest) = line.strip_prefix(START) {
+            self.starts += 1;
+            let start = Self::start(rest)?;
+            self.start.get_or_insert(start);
+            return Some(());
+        }
+        if let Some(reason) = line.strip_prefix(REFUSED) {
+            self.refused.get_or_insert(reason.chars().take(200).collect());
+            return Some(());
+        }
+        if self.start.is_none() || self.end.is_some() {
+            return None;
+        }
+        if let Some(rest) = line.strip_prefix(RAM) {
+            let (start, end) = rest.split_once(' ')?;
+            let range = Range { start: number(start)?, end: number(end)? };
+            let above = self.ranges.last().is_none_or(|last| last.end <= range.start);
+            let whole = range.start.is_multiple_of(PAGE) && range.end.is_multiple_of(PAGE);
+            let fits = range.start < range.end && range.end <= MAX_RAM && self.ranges.len() < MAX_RANGES;
+            (above && whole && fits).then(|| self.ranges.push(range))
+        } else if let Some(rest) = line.strip_prefix(LEFT_OUT) {
+            (self.left_out.len() < MAX_LEFT_OUT).then(|| self.left_out.push(rest.chars().take(200).collect()))
+        } else if let Some(rest) = line.strip_prefix(PASS) {
+            let pass = number(rest.split(' ').next()?)?;
+            self.pass = self.pass.max(Some(pass));
+            Some(())
+        } else if let Some(rest) = line.strip_prefix(FAULT) {
+            let kind = KINDS.iter().find(|kind| rest.split(' ').next() == Some(**kind))?;
+            let of = |key| number(value(rest, key)?);
+            let fault = Fault {
+                kind,
+                vcpu: of("vcpu")?,
+                address: of("address")?,
+                expected: of("expected")?,
+                found: of("found")?,
+            };
+            (self.faults.len() < MAX_FAULTS).then(|| self.faults.push(fault))
+        } else if let Some(rest) = line.strip_prefix(SUM) {
+            let of = |key| number(value(rest, key)?);
+            let sum = (of("vcpu")?, of("position")?, of("checksum")?);
+            (self.sums.len() < MAX_VCPUS).then(|| self.sums.push(sum))
+        } else if let Some(rest) = line.strip_prefix(END) {
+            self.end = Some(match rest {
+                "WHOLE" => true,
+                "LOST" => false,
+                _ => return None,
+            });
+            Some(())
+        } else {
+            let rest = line.strip_prefix("not ").unwrap_or(line).strip_prefix("ok ")?;
+            let mut words = rest.split(' ');
+            let (at, kind) = (number(words.next()?)?, words.next()?);
+            let at = usize::try_from(at).ok()?.checked_sub(1)?;
+            if KINDS.get(at) != Some(&kind) || self.counts[at].is_some() {
+                return None;
+            }
+            let count = if line.starts_with("not ") { number(words.nth(1)?)?.max(1) } else { 0 };
+            self.counts[at] = Some(count);
+            Some(())
+        }
+    }
+
+    fn start(words: &str) -> Option<Start> {
+        let of = |key| number(value(words, key)?);
+        let hot = value(words, "hot")?.split_once(':')?;
+        let start = Start {
+            arch: words.split(' ').next()?.into(),
+            seed: of("seed")?,
+            passes: of("passes")?,
+            shuffled: match value(words, "order")? {
+                "shuffled" => true,
+                "sequential" => false,
+                _ => return None,
+            },
+            write: of("write")?,
+            hot: Some((number(hot.0)?, number(hot.1)?)).filter(|hot| *hot != (0, 0)),
+            each: match value(words, "verify")? {
+                "each" => true,
+                "end" => false,
+                _ => return None,
+            },
+            vcpus: of("vcpus")?,
+            given: of("given")?,
+            boot: value(words, "boot")?.chars().take(20).collect(),
+        };
+        let percent = |percent: u64| (1..100).contains(&percent);
+        let hot = start.hot.is_none_or(|(pages, share)| percent(pages) && percent(share));
+        (hot && start.write <= 100 && (1..=MAX_VCPUS as u64).contains(&start.vcpus)).then_some(start)
+    }
+
+    /// The verdict, and why.
+    pub fn verdict(&self) -> Verdict {
+        let crashed = |reason: &str| Verdict::Crashed(reason.into());
+        if let Some(reason) = &self.refused {
+            return match reason.starts_with("exception") || reason.contains("panicked") {
+                true => crashed(&format!("the image stopped: {reason}")),
+                false => Verdict::Refused(reason.clone()),
+            };
+        }
+        let lost = !self.faults.is_empty() || self.counts.iter().flatten().any(|count| *count > 0);
+        match (&self.start, self.end) {
+            (None, _) => crashed("the image's first line is missing"),
+            _ if self.starts > 1 => crashed("the image started more than once"),
+            // What was found counts, however the log ends.
+            (_, Some(false)) => Verdict::Lost,
+            _ if lost => Verdict::Lost,
+            (_, None) => crashed("the log ends without a verdict"),
+            _ if self.nonsense > 0 => crashed("lines of the image make no sense"),
+            _ if self.counts.iter().any(Option::is_none) => crashed("cases are missing"),
+            (Some(start), Some(true)) => match self.check(start) {
+                Ok(()) => Verdict::Whole,
+                Err(reason) => crashed(reason),
+            },
+        }
+    }
+
+    /// Compares positions and checksums with what they must be.
+    fn check(&self, start: &Start) -> Result<(), &'static str> {
+        let mut schedule = Schedule {
+            seed: mix(start.seed),
+            vcpus: start.vcpus,
+            shuffled: start.shuffled,
+            ..Schedule::default()
+        };
+        schedule.thresholds(start.write, start.hot);
+        let division = schedule.divide(&self.ranges).map_err(|_| "the RAM that it lists is too little")?;
+        let pass = start.passes;
+        let vcpus: Vec<u64> = self.sums.iter().map(|sum| sum.0).collect();
+        if vcpus != (0..start.vcpus).collect::<Vec<_>>() {
+            return Err("sums of vCPUs are missing");
+        }
+        let mut steps = 0;
+        for (vcpu, position, checksum) in &self.sums {
+            if position >> POISON != 0 || *position != ((4 * u128::from(pass) + 3) << PHASE) as u64 {
+                return Err("a position is not the last one");
+            }
+            let mut sum = schedule.checksum(*vcpu, pass);
+            let mut add = |who: u64, is_write: bool| {
+                for segment in division.of(who as usize) {
+                    for index in 0..segment.count {
+                        let address = schedule.address(segment, who, pass, index);
+                        let was = if pass == 0 {
+                            0
+                        } else if is_write && schedule.writes(address, pass) {
+                            schedule.last_within(address, pass - 1, &mut steps, MAX_STEPS)?
+                        } else {
+                            schedule.last_within(address, pass, &mut steps, MAX_STEPS)?
+                        };
+                        sum = sum.rotate_left(7).wrapping_add(schedule.tail(address, was));
+                    }
+                }
+                Some(())
+            };
+            let other = (vcpu + 1) % start.vcpus;
+            let added = add(*vcpu, true).and_then(|()| if pass == 0 { Some(()) } else { add(other, false) });
+            if added.is_none() {
+                return Err("its checksums are too long to compute");
+            }
+            if sum != *checksum {
+                return Err("a checksum is wrong");
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,224 @@
+//! What is written when: the same functions for the image and for the host. The image's loop has them once more, in
+//! assembly (`guest/x86_64/run.s`).
+//!
+//! No function depends on anything but its arguments: the seed, the memory map, and a pass. No `std`, because the image
+//! is built of this file, too.
+
+/// Bytes of a page.
+pub const PAGE: u64 = 4096;
+/// The largest number of vCPUs that take part: their positions must fit into two XMM registers.
+pub const MAX_VCPUS: usize = 8;
+/// The largest number of RAM ranges.
+pub const MAX_RANGES: usize = 8;
+/// The largest number of segments of a vCPU: ranges, and the shared pages.
+pub const MAX_SEGMENTS: usize = MAX_RANGES + 1;
+/// The bit of a position that says that something was wrong.
+pub const POISON: u32 = 61;
+/// The lowest bit of the phase in a position. Below it is the number of accesses.
+pub const PHASE: u32 = 26;
+/// Odd numbers that [`Schedule::tail`] multiplies by.
+pub const ODD: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xd134_2543_de82_ef95];
+/// 100 percent, as thresholds have it.
+pub const ALL: u64 = 1 << 32;
+
+/// One step of splitmix64.
+pub fn mix(n: u64) -> u64 {
+    let z = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A range of RAM, from its first address to behind its last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Range {
+    /// The first address.
+    pub start: u64,
+    /// The address behind the last byte.
+    pub end: u64,
+}
+
+/// Pages that a vCPU visits one after the other, or in shuffled order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Segment {
+    /// The first page's address.
+    pub base: u64,
+    /// The number of pages visited in a pass.
+    pub count: u64,
+    /// Bytes from one to the next.
+    pub stride: u64,
+    /// The smallest power of two that is not below `count`, minus 1; 0 for the order of addresses.
+    pub mask: u64,
+    /// A shift for numbers up to `mask`.
+    pub shift: u64,
+    /// 1 where these pages are shared, and a vCPU visits another one of each group in each pass.
+    pub shared: u64,
+}
+
+/// How pages are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Schedule {
+    /// The seed, mixed.
+    pub seed: u64,
+    /// How many vCPUs take part.
+    pub vcpus: u64,
+    /// Whether the order is shuffled.
+    pub shuffled: bool,
+    /// A page is hot if its hash is below this, of [`ALL`].
+    pub hot_set: u64,
+    /// A hot page is written in a pass if their hash is below this.
+    pub hot: u64,
+    /// The same for the others.
+    pub cold: u64,
+}
+
+/// Why memory cannot be divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooLittle;
+
+/// The segments of each vCPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Division {
+    /// Each vCPU's segments.
+    pub segments: [[Segment; MAX_SEGMENTS]; MAX_VCPUS],
+    /// How many each has.
+    pub counts: [usize; MAX_VCPUS],
+}
+
+impl Schedule {
+    /// Sets the thresholds: `write` percent of the pages are written in a pass. Where there is a hot set, it is `hot.0`
+    /// percent of the pages, and gets `hot.1` percent of the writes.
+    pub fn thresholds(&mut self, write: u64, hot: Option<(u64, u64)>) {
+        let of = |part: u64, whole: u64| (ALL / whole.max(1)).saturating_mul(part).min(ALL);
+        match hot {
+            None => {
+                (self.hot_set, self.hot, self.cold) = (0, 0, if write == 100 { ALL } else { of(write, 100) })
+            }
+            Some((pages, share)) => {
+                self.hot_set = of(pages, 100);
+                self.hot = of(write * share, pages * 100);
+                self.cold = of(write * (100 - share), (100 - pages) * 100);
+            }
+        }
+    }
+
+    /// Whether a pass may leave pages out.
+    pub fn is_sparse(&self) -> bool {
+        self.hot_set != 0 || self.cold != ALL
+    }
+
+    /// Whether `pass` writes the page at `address`. The first pass, 0, writes all.
+    pub fn writes(&self, address: u64, pass: u64) -> bool {
+        let is_hot = mix(address ^ self.seed) >> 32 < self.hot_set;
+        let below = if is_hot { self.hot } else { self.cold };
+        pass == 0
+            || mix(pass.wrapping_mul(ODD[0]).wrapping_add(address) ^ self.seed) >> 32 < below
+            || !self.is_sparse()
+    }
+
+    /// The last pass up to `pass` that wrote the page at `address`. Returns `None` once `steps` has reached `limit`.
+    pub fn last_within(&self, address: u64, mut pass: u64, steps: &mut u64, limit: u64) -> Option<u64> {
+        loop {
+            *steps += 1;
+            if *steps > limit {
+                return None;
+            }
+            if self.writes(address, pass) {
+                return Some(pass);
+            }
+            pass -= 1;
+        }
+    }
+
+    /// The last word of the page at `address` when `pass` has written it. Its first word is the address, its second the pass.
+    pub fn tail(&self, address: u64, pass: u64) -> u64 {
+        let sum = (pass.wrapping_mul(ODD[0]) ^ address).wrapping_add(self.seed);
+        sum.wrapping_mul(ODD[1]).rotate_left(29)
+    }
+
+    /// The checksum at the start of a pass.
+    pub fn checksum(&self, vcpu: u64, pass: u64) -> u64 {
+        mix(mix((vcpu << 40) ^ pass) ^ self.seed)
+    }
+
+    /// The address that `vcpu` visits at `index` of `segment` in `pass`.
+    pub fn address(&self, segment: &Segment, vcpu: u64, pass: u64, index: u64) -> u64 {
+        let mut base = segment.base;
+        if segment.shared == 1 {
+            base += (vcpu + self.vcpus - pass % self.vcpus) % self.vcpus * PAGE;
+        }
+        let multiplier = mix(pass ^ self.seed) | 1;
+        let mut at = index;
+        if segment.mask == 0 {
+            return base + at * segment.stride;
+        }
+        loop {
+            at = at.wrapping_mul(multiplier).wrapping_add(multiplier >> 32) & segment.mask;
+            at ^= at >> segment.shift;
+            at = at.wrapping_mul(multiplier) & segment.mask;
+            if at < segment.count {
+                return base + at * segment.stride;
+            }
+        }
+    }
+
+    /// Divides RAM: each vCPU has pages of its own, and the end of the largest range is shared.
+    ///
+    /// # Errors
+    /// Where a vCPU would have fewer than 64 pages.
+    pub fn divide(&self, ranges: &[Range]) -> Result<Division, TooLittle> {
+        let vcpus = self.vcpus;
+        let pages = |range: &Range| range.end.saturating_sub(range.start) / PAGE;
+        let total: u64 = ranges.iter().map(pages).sum();
+        let mut largest = 0;
+        for (at, range) in ranges.iter().enumerate() {
+            if pages(range) > pages(&ranges[largest]) {
+                largest = at;
+            }
+        }
+        let groups = total / (16 * vcpus);
+        if ranges.is_empty() || total < 80 * vcpus || pages(&ranges[largest]) < groups * vcpus {
+            return Err(TooLittle);
+        }
+        let own = (total - groups * vcpus) / vcpus;
+        let mut division =
+            Division { segments: [[Segment::default(); MAX_SEGMENTS]; MAX_VCPUS], counts: [0; MAX_VCPUS] };
+        let (mut vcpu, mut missing) = (0, own);
+        for (at, range) in ranges.iter().enumerate() {
+            let mut left = pages(range) - if at == largest { groups * vcpus } else { 0 };
+            let mut base = range.start;
+            while left > 0 && vcpu < vcpus as usize {
+                let count = left.min(missing);
+                division.add(vcpu, self.segment(base, count, PAGE, 0));
+                (base, left, missing) = (base + count * PAGE, left - count, missing - count);
+                if missing == 0 {
+                    (vcpu, missing) = (vcpu + 1, own);
+                }
+            }
+        }
+        let shared = ranges[largest].start + (pages(&ranges[largest]) - groups * vcpus) * PAGE;
+        for vcpu in 0..vcpus as usize {
+            division.add(vcpu, self.segment(shared, groups, vcpus * PAGE, 1));
+        }
+        Ok(division)
+    }
+
+    fn segment(&self, base: u64, count: u64, stride: u64, shared: u64) -> Segment {
+        let mask = if self.shuffled { count.next_power_of_two() - 1 } else { 0 };
+        let shift = u64::from((64 - mask.leading_zeros()) / 2).max(1);
+        Segment { base, count, stride, mask, shift, shared }
+    }
+}
+
+impl Division {
+    fn add(&mut self, vcpu: usize, segment: Segment) {
+        self.segments[vcpu][self.counts[vcpu]] = segment;
+        self.counts[vcpu] += 1;
+    }
+
+    /// The segments of a vCPU.
+    pub fn of(&self, vcpu: usize) -> &[Segment] {
+        &self.segments[vcpu][..self.counts[vcpu]]
+    }
+}

@@ -1,0 +1,36 @@
+//! The beginnings of the lines that the image prints and that [`crate::read`] understands. All but the verdicts are
+//! comments of KTAP.
+
+/// Before anything else, with all options.
+pub const START: &str = "# judge 1 ";
+/// A range of RAM that is judged.
+pub const RAM: &str = "# ram ";
+/// A range of RAM that is not.
+pub const LEFT_OUT: &str = "# left out ";
+/// Progress.
+pub const PASS: &str = "# pass ";
+/// One fault.
+pub const FAULT: &str = "# fault ";
+/// A processor's position and checksum at the end.
+pub const SUM: &str = "# sum ";
+/// The last line.
+pub const END: &str = "# end ";
+/// Nothing was judged.
+pub const REFUSED: &str = "Bail out! ";
+/// The kinds of fault, in the order of the cases.
+pub const KINDS: [&str; 14] = [
+    "lost-write",
+    "other-address",
+    "future",
+    "torn",
+    "zeroes",
+    "foreign",
+    "general-registers",
+    "vector-registers",
+    "msrs",
+    "position",
+    "image",
+    "clock-back",
+    "clock-jump",
+    "processors",
+];

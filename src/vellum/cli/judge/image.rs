@@ -1,0 +1,62 @@
+//! `vellum judge image`.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use crate::cli::failure::Failure;
+use vellum_judge::image::{self, Format};
+use vellum_kvm::vm::lifecycle::Exit;
+use vellum_sys::keyvalue;
+
+/// Write the image, for x86-64: any VMM boots it as a kernel
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(super) struct ImageArgs {
+    /// The new file; `-` is standard output
+    #[arg(short, long, value_name = "FILE")]
+    out: PathBuf,
+
+    /// The format: elf, with a PVH note and a 64-bit entry; bzimage; or flat, memory from 1 MiB on
+    #[arg(long, value_name = "FORMAT", default_value = "elf", value_parser = |text: &str| keyvalue::one_of("format", text, &Format::NAMES))]
+    format: Format,
+}
+
+const EXAMPLES: &str = "\
+The image's kernel command line, with its defaults:
+  seed=1 passes=10 order=shuffled write=100 verify=each report=1s
+  passes=0          no end
+  order=sequential  page after page
+  write=PERCENT     pages that a pass writes; it reads the others
+  hot=PAGES:SHARE   percent of the pages, and of the writes that they get
+  rate=PAGES        at most so many a second, on each vCPU
+  verify=end        compare a neighbour's pages after the last pass only
+  report=TIME       between two lines of progress
+  clock=TIME        a longer step of the TSC is a fault
+
+Examples:
+  vellum judge image --out judge.elf
+  vellum run -k judge.elf -p passes=10 > log
+  vellum judge read log";
+
+/// Does what was asked.
+pub(super) fn run(args: &ImageArgs) -> Result<Exit, Failure> {
+    let image = image::image(args.format);
+    let out = &args.out;
+    let failed = |error: io::Error| match error.kind() {
+        io::ErrorKind::AlreadyExists => {
+            Failure::usage(format!("--out {}: exists; remove it, or name another file", out.display()))
+        }
+        _ => Failure::usage(format!("--out {}: cannot write: {error}", out.display())),
+    };
+    if out == Path::new("-") {
+        let mut stdout = io::stdout().lock();
+        stdout.write_all(&image).and_then(|()| stdout.flush()).map_err(failed)?;
+    } else {
+        let mut file = File::create_new(out).map_err(failed)?;
+        file.write_all(&image).map_err(failed)?;
+    }
+    Ok(Exit::PowerOff)
+}

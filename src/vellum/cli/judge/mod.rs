@@ -1,0 +1,33 @@
+//! `vellum judge`: the image that judges its own machine, and what its console says. What they do is in [`vellum_judge`].
+
+mod image;
+mod read;
+mod run;
+
+use clap::{Args, Subcommand};
+
+use super::failure::Failure;
+use vellum_kvm::vm::lifecycle::Exit;
+
+/// Find memory and state that a VMM loses: a guest for any VMM that judges its own migration, snapshot or restore
+#[derive(Debug, Args)]
+pub(super) struct JudgeArgs {
+    #[command(subcommand)]
+    what: JudgeCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum JudgeCommand {
+    Image(image::ImageArgs),
+    Read(Box<read::ReadArgs>),
+    Run(Box<run::RunArgs>),
+}
+
+/// Does what was asked.
+pub(super) fn run(args: &JudgeArgs) -> Result<Exit, Failure> {
+    match &args.what {
+        JudgeCommand::Image(args) => image::run(args),
+        JudgeCommand::Read(args) => read::run(args),
+        JudgeCommand::Run(args) => run::run(args),
+    }
+}

@@ -1,0 +1,530 @@
+//! `vellum judge`: the image boots and judges, under Vellum and QEMU; it survives each kind of move, beside the built-in
+//! guest; what a planted fault loses is named; and no log passes that is not whole.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Output};
+
+use support::env::{Machine, TestEnv};
+use support::hosts::{kvm, real};
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
+use vellum_judge::image::{Format, image};
+use vellum_judge::read::{Log, Verdict, read};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
+
+support::vellum!();
+
+fn main() -> ExitCode {
+    let mut tests = Tests::from_args();
+    // Each is one machine that fills its memory.
+    for (cpus, memory, protocol) in
+        [(1, "64m", "pvh"), (2, "64m", "linux64"), (4, "64m", "pvh"), (2, "2g", "pvh")]
+    {
+        // An emulated host takes minutes to fill as much.
+        let need = if memory == "2g" { boots().and(real()) } else { boots() };
+        tests.add(format!("{cpus}_vcpus_and_{memory}_by_{protocol}_are_whole"), need, move || {
+            boots_under_vellum(cpus, memory, protocol)
+        });
+    }
+    for machine in ["microvm", "pc"] {
+        tests.add(format!("qemu_s_{machine}_is_whole"), emulator(), move || boots_under_qemu(machine));
+    }
+    for (name, more) in [
+        ("pages_left_out", "write=30"),
+        ("a_hot_set", "hot=10:90"),
+        ("the_order_of_addresses", "order=sequential"),
+        ("a_rate", "rate=500000"),
+        ("reads_alone", "write=0"),
+        ("a_look_at_the_neighbour_at_the_end", "verify=end"),
+    ] {
+        tests.add(format!("{name}_make_the_checksums_that_the_reader_computes"), boots(), move || {
+            let env = TestEnv::new()?;
+            let log = runs(&env, 2, "64m", &format!("passes=2 seed=3 {more}"), "")?;
+            whole(&log)
+        });
+    }
+    tests.run()
+}
+
+/// The image is for x86-64 alone.
+fn boots() -> Need {
+    kvm()?;
+    match cfg!(target_arch = "x86_64") {
+        true => Ok(()),
+        false => Err("the image is for x86-64".into()),
+    }
+}
+
+fn emulator() -> Need {
+    tools::program("qemu-system-x86_64")
+}
+
+/// The image in a file.
+fn elf(env: &TestEnv) -> Result<PathBuf, Failed> {
+    let path = env.path("judge.elf");
+    if !path.exists() {
+        fs::write(&path, image(Format::Elf))?;
+    }
+    Ok(path)
+}
+
+/// The arguments of a machine that the image runs, whose console is a file called `console`.
+fn line(env: &TestEnv, cpus: u32, memory: &str, cmdline: &str, console: &str) -> Result<Command, Failed> {
+    let mut command = env.command(&format!("run --kernel {} --cpus {cpus}", elf(env)?.display()));
+    command.args(["--memory", memory, "--cmdline", cmdline]);
+    command.args(["--serial", &format!("file={}", env.path(console).display())]);
+    Ok(command)
+}
+
+fn runs(env: &TestEnv, cpus: u32, memory: &str, cmdline: &str, more: &str) -> Result<Log, Failed> {
+    let output = line(env, cpus, memory, cmdline, "console")?.args(more.split_whitespace()).output()?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    Ok(read(&fs::read(env.path("console"))?))
+}
+
+fn whole(log: &Log) -> Result<(), Failed> {
+    let verdict = log.verdict();
+    ensure(verdict == Verdict::Whole, || format!("{verdict:?}: {log:?}"))
+}
+
+fn boots_under_vellum(cpus: u32, memory: &str, protocol: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let log = runs(&env, cpus, memory, "passes=2 seed=7", &format!("--protocol {protocol}"))?;
+    whole(&log)?;
+    let start = log.start.as_ref().ok_or("no first line")?;
+    ensure((start.vcpus, start.given) == (cpus.into(), cpus.into()), || format!("{start:?}"))
+}
+
+fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    // On `microvm` a bzImage was not seen to start.
+    let formats = if machine == "pc" { &[Format::Elf, Format::BzImage][..] } else { &[Format::Elf] };
+    for format in formats {
+        let path = env.path("image");
+        fs::write(&path, image(*format))?;
+        let mut qemu = Command::new("qemu-system-x86_64");
+        qemu.args(["-M", machine, "-accel", "tcg", "-cpu", "max", "-smp", "2", "-m", "64", "-no-reboot"]);
+        qemu.args(["-nodefaults", "-display", "none", "-serial", "stdio", "-append", "passes=2 seed=7"]);
+        let output = qemu.arg("-kernel").arg(&path).output()?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        whole(&read(&output.stdout))?;
+    }
+    Ok(())
+}
+
+/// The options of an image that moves: it takes some seconds, and says twenty times a second how far it is.
+const MOVING: &str = "passes=16 rate=30000 seed=5 report=50ms";
+
+/// Waits until the image has reported a pass that began in the console of this name.
+fn has_passed(env: &TestEnv, console: &str) -> Result<(), Failed> {
+    let path = env.path(console);
+    eventually(LIMIT, "the image has begun a pass", || {
+        let log = read(&fs::read(&path).unwrap_or_default());
+        Ok((log.pass > Some(0)).then_some(()))
+    })
+}
+
+fn ends(machine: Machine, status: i32) -> Result<(), Failed> {
+    let output = machine.end()?;
+    ensure(output.status.code() == Some(status), || format!("not status {status}: {output:?}"))
+}
+
+fn succeeds(output: Output) -> Result<(), Failed> {
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// The log of a machine that printed into each of these files in turn.
+fn logged(env: &TestEnv, consoles: &[&str]) -> Result<Log, Failed> {
+    let mut text = Vec::new();
+    for console in consoles {
+        text.extend(fs::read(env.path(console))?);
+    }
+    Ok(read(&text))
+}
+
+/// Starts the image as `here`, with memory that may be handed over.
+fn starts(env: &TestEnv) -> Result<Machine, Failed> {
+    let machine = env.start("here", &mut line(env, 2, "64m,backing=memfd", MOVING, "here.log")?)?;
+    has_passed(env, "here.log")?;
+    Ok(machine)
+}
+
+/// Moves the image to `there`, where it ends.
+fn migrates(planted: Option<&'static str>, mode: &str) -> Result<Log, Failed> {
+    let env = TestEnv::planted(planted)?;
+    let here = starts(&env)?;
+    let there = env.receive("there", &format!("--serial file={}", env.path("there.log").display()))?;
+    succeeds(env.migrate("here", "there", mode)?)?;
+    ends(here, 15)?;
+    ends(there, 0)?;
+    logged(&env, &["here.log", "there.log"])
+}
+
+/// The built-in guest moves in the same way; every page is right.
+fn built_in_migrates(mode: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+    let here = env.run("here", &format!("run --cpus 2 --memory 16m {workload}"))?;
+    env.has_written("here", 10_000)?;
+    let json = env.path("json");
+    let there = env.receive("there", &format!("--json {}", json.display()))?;
+    succeeds(env.migrate("here", "there", mode)?)?;
+    ends(here, 15)?;
+    succeeds(env.vellum("ctl there stop")?)?;
+    ends(there, 0)?;
+    right(&json)
+}
+
+fn right(json: &PathBuf) -> Result<(), Failed> {
+    let result: serde_json::Value = serde_json::from_slice(&fs::read(json)?)?;
+    let figures = result["figures"].as_array().ok_or("no figures")?;
+    let wrong =
+        figures.iter().find(|figure| figure["name"] == "wrong_stamps").ok_or("nothing was checked")?;
+    ensure(wrong["value"].as_f64() == Some(0.0), || format!("{wrong}"))
+}
+
+#[test(boots())]
+fn a_migration_is_whole() -> Result<(), Failed> {
+    whole(&migrates(None, "--downtime 1s --timeout 10s,then=force")?)?;
+    built_in_migrates("--downtime 1s --timeout 10s,then=force")
+}
+
+#[test(boots())]
+fn a_postcopy_migration_is_whole() -> Result<(), Failed> {
+    whole(&migrates(None, "--mode postcopy")?)?;
+    built_in_migrates("--mode postcopy")
+}
+
+/// A snapshot while the image runs, which goes on; and each way to restore it, whose console begins in the middle.
+#[test(boots())]
+fn a_snapshot_and_each_restore_are_whole() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = starts(&env)?;
+    let dir = env.path("snap");
+    succeeds(env.vellum(&format!("snapshot here {} --downtime 1s --timeout 10s", dir.display()))?)?;
+    let before = fs::read(env.path("here.log"))?;
+    for memory in ["eager", "map", "demand"] {
+        let console = env.path("restored.log");
+        let line = format!("{} --memory {memory} --serial file={}", dir.display(), console.display());
+        let restored = env.restore("restored", &line)?;
+        ends(restored, 0)?;
+        whole(&read(&[before.clone(), fs::read(&console)?].concat()))?;
+        fs::remove_file(&console)?;
+    }
+    ends(here, 0)?;
+    whole(&logged(&env, &["here.log"])?)?;
+    built_in_is_restored()
+}
+
+fn built_in_is_restored() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+    let here = env.run("here", &format!("run --cpus 2 --memory 16m {workload}"))?;
+    env.has_written("here", 10_000)?;
+    let dir = env.path("snap");
+    succeeds(env.vellum(&format!("snapshot here {} --downtime 1s --timeout 10s", dir.display()))?)?;
+    for memory in ["eager", "map", "demand"] {
+        let json = env.path(&format!("{memory}.json"));
+        let line = format!("{} --memory {memory} --json {}", dir.display(), json.display());
+        let restored = env.restore("restored", &line)?;
+        succeeds(env.vellum("ctl restored stop")?)?;
+        ends(restored, 0)?;
+        right(&json)?;
+    }
+    succeeds(env.vellum("ctl here stop")?)?;
+    ends(here, 0)
+}
+
+#[test(boots())]
+fn an_upgrade_is_whole() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = starts(&env)?;
+    let build = env.path("other-build");
+    std::os::unix::fs::symlink(VELLUM, &build)?;
+    succeeds(env.vellum(&format!("ctl here upgrade --downtime 1m {}", build.display()))?)?;
+    ends(here, 0)?;
+    whole(&logged(&env, &["here.log"])?)
+}
+
+/// Faults that a debug build makes: the log is LOST, and what is older than it should be is named with its address.
+#[test(boots())]
+fn pages_that_a_migration_loses_are_named() -> Result<Completion, Failed> {
+    if !POSSIBLE {
+        return Ok(Completion::ignored_with(IMPOSSIBLE));
+    }
+    let log = migrates(Some("no-last-harvest"), "--downtime 1s --timeout 10s,then=force")?;
+    // Which pages are lost depends on the moment: some of a vCPU's own, or the array of positions alone.
+    let named = log.faults.iter().any(|fault| {
+        let is_kind = ["lost-write", "position"].contains(&fault.kind);
+        is_kind && fault.address >= 1 << 20 && fault.found < fault.expected
+    });
+    ensure(log.verdict() == Verdict::Lost && named, || format!("{log:?}"))?;
+    Ok(Completion::Completed)
+}
+
+/// A snapshot's files, which a restore that maps them does not compare with their sums.
+struct Files {
+    env: TestEnv,
+    before: Vec<u8>,
+}
+
+const PAGE: usize = 4096;
+
+impl Files {
+    /// Of two points that the image has been saved at, the second one, and in the directory `old` the first.
+    fn new() -> Result<Self, Failed> {
+        let env = TestEnv::new()?;
+        let cmdline = "passes=40 rate=8000 seed=5 report=50ms";
+        let here = env.start("here", &mut line(&env, 2, "16m", cmdline, "here.log")?)?;
+        has_passed(&env, "here.log")?;
+        let save = |dir: &str, more: &str| {
+            let dir = env.path(dir);
+            succeeds(env.vellum(&format!("snapshot here {} --paused {more}", dir.display()))?)
+        };
+        save("old", "")?;
+        let pass = logged(&env, &["here.log"])?.pass;
+        succeeds(env.vellum("ctl here resume")?)?;
+        // Two passes further, so that every part has changed.
+        eventually(LIMIT, "two passes are over", || {
+            Ok((logged(&env, &["here.log"])?.pass > pass.map(|pass| pass + 2)).then_some(()))
+        })?;
+        save("new", "--stop")?;
+        ends(here, 0)?;
+        let before = fs::read(env.path("here.log"))?;
+        Ok(Self { env, before })
+    }
+
+    fn ram(&self, dir: &str) -> Result<Vec<u8>, Failed> {
+        Ok(fs::read(self.env.path(dir).join("ram-0"))?)
+    }
+
+    /// What the image says that is restored from the second point with this RAM, until it has found all of these: a kind,
+    /// and the address of the page, if there is one. Of nothing to be found, until it ends.
+    fn restored(&self, ram: &[u8], wanted: &[(&str, Option<usize>)]) -> Result<Log, Failed> {
+        let dir = self.env.path("new");
+        fs::write(dir.join("ram-0"), ram)?;
+        let console = self.env.path("restored.log");
+        let line = format!("{} --memory map --serial file={}", dir.display(), console.display());
+        let mut restored = self.env.restore("restored", &line)?;
+        // It was saved as it stood still.
+        succeeds(self.env.vellum("ctl restored resume")?)?;
+        let log = || Ok::<Log, Failed>(read(&[self.before.clone(), fs::read(&console)?].concat()));
+        let finds = |log: &Log, kind: &str, at: Option<usize>| {
+            let is_at = |address: u64| at.is_none_or(|at| address as usize & !(PAGE - 1) == at);
+            log.faults.iter().any(|fault| fault.kind == kind && is_at(fault.address))
+        };
+        eventually(LIMIT, "it finds what is wrong", || {
+            let ended = restored.child.try_wait()?.is_some();
+            let log = log()?;
+            let found = !wanted.is_empty() && wanted.iter().all(|(kind, at)| finds(&log, kind, *at));
+            Ok((ended || found).then_some(()))
+        })?;
+        if !wanted.is_empty() {
+            succeeds(self.env.vellum("ctl restored stop")?)?;
+        }
+        ends(restored, 0)?;
+        let log = log()?;
+        fs::remove_file(&console)?;
+        let right = match wanted {
+            [] => log.verdict() == Verdict::Whole,
+            _ => log.verdict() == Verdict::Lost && wanted.iter().all(|(kind, at)| finds(&log, kind, *at)),
+        };
+        ensure(right, || format!("{wanted:x?}: {:?}, {:x?}", log.verdict(), log.faults))?;
+        Ok(log)
+    }
+}
+
+/// One page, or part of it, is not what it was: the first fault has the kind, and each page is named.
+#[test(boots())]
+fn what_is_wrong_with_a_page_is_named() -> Result<(), Failed> {
+    let files = Files::new()?;
+    let (new, old) = (files.ram("new")?, files.ram("old")?);
+    files.restored(&new, &[])?;
+    // Pages of vCPU 0's, in the middle of its own ones.
+    let (a, b) = (4 << 20, (4 << 20) + 5 * PAGE);
+    let page = |ram: &[u8], at: usize| ram[at..at + PAGE].to_vec();
+    ensure(page(&new, a) != page(&old, a), || "the page has not changed".into())?;
+    let half = |ram: &[u8]| ram[a..a + PAGE / 2].to_vec();
+    let shifted = vec![(a + PAGE, new[a..b].to_vec())];
+    let changes = [
+        ("lost-write", vec![(a, page(&old, a))], vec![a]),
+        ("other-address", vec![(a, page(&new, b)), (b, page(&new, a))], vec![a, b]),
+        ("other-address", shifted, (1..=5).map(|page| a + page * PAGE).collect()),
+        ("torn", vec![(a, half(&old))], vec![a]),
+        ("zeroes", vec![(a, vec![0; PAGE])], vec![a]),
+        ("foreign", vec![(a, vec![0x5a; PAGE])], vec![a]),
+    ];
+    for (kind, writes, named) in changes {
+        let mut ram = new.clone();
+        for (at, bytes) in writes {
+            ram[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        let wanted: Vec<_> = named.iter().map(|at| (kind, Some(*at))).collect();
+        let log = files.restored(&ram, &wanted)?;
+        ensure(log.faults.iter().all(|fault| fault.kind == kind), || format!("{kind}: {:x?}", log.faults))?;
+    }
+    Ok(())
+}
+
+/// All of memory is older than the registers, and the other way around.
+#[test(boots())]
+fn registers_and_memory_of_two_times_are_named() -> Result<(), Failed> {
+    let files = Files::new()?;
+    let (new, old) = (files.ram("new")?, files.ram("old")?);
+    files.restored(&old, &[("lost-write", None), ("position", None)])?;
+    // The state of the first point with the memory of the second.
+    fs::remove_dir_all(files.env.path("new"))?;
+    fs::rename(files.env.path("old"), files.env.path("new"))?;
+    files.restored(&new, &[("future", None), ("position", None)])?;
+    Ok(())
+}
+
+/// A log of the image that is whole.
+fn log() -> Result<Vec<u8>, Failed> {
+    Ok(fs::read("tests/fuzz/corpus/judge/whole.log")?)
+}
+
+fn judged(env: &TestEnv, log: &[u8], more: &str) -> Result<Output, Failed> {
+    let path = env.path("log");
+    fs::write(&path, log)?;
+    env.vellum(&format!("judge read {} {more}", path.display()))
+}
+
+#[test]
+fn a_log_passes_only_if_it_is_whole() -> Result<(), Failed> {
+    let log = log()?;
+    ensure(read(&log).verdict() == Verdict::Whole, || format!("{:?}", read(&log)))?;
+    // Without any of its lines, and cut anywhere.
+    let lines: Vec<&[u8]> = log.split_inclusive(|byte| *byte == b'\n').collect();
+    for without in 0..lines.len() {
+        let rest = [&lines[..without], &lines[without + 1..]].concat().concat();
+        let needed = !["KTAP", "# left", "1..", "# pass"]
+            .iter()
+            .any(|start| lines[without].starts_with(start.as_bytes()));
+        let passes = read(&rest).verdict() == Verdict::Whole;
+        ensure(passes != needed, || format!("without {}", String::from_utf8_lossy(lines[without])))?;
+    }
+    let end = log.len() - lines.last().map_or(0, |line| line.len());
+    for cut in 0..end + "# end WHOL".len() {
+        ensure(read(&log[..cut]).verdict() != Verdict::Whole, || format!("cut at {cut}"))?;
+    }
+    // Twice: the machine was started again.
+    let twice = read(&[log.clone(), log.clone()].concat()).verdict();
+    ensure(matches!(twice, Verdict::Crashed(_)), || format!("{twice:?}"))?;
+    // With another digit of a checksum, or of the seed.
+    let text = String::from_utf8(log)?;
+    for (from, to) in [("checksum=0x", "checksum=0x1"), ("seed=", "seed=1"), ("# ram 0x1", "# ram 0x2")] {
+        let changed = read(text.replacen(from, to, 1).as_bytes()).verdict();
+        ensure(matches!(changed, Verdict::Crashed(_)), || format!("{to}: {changed:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn noise_around_the_lines_does_not_matter() -> Result<(), Failed> {
+    let noise = b"\x1b[2J\x1b[01;01HSeaBIOS (version 1.16)\r\n\xff\xfe\x00\x07\r\n\x1b[0m";
+    let log = [&noise[..], &log()?, b"\x1bc[ 1.0] reboot: Power down\n"].concat();
+    ensure(read(&log).verdict() == Verdict::Whole, || format!("{:?}", read(&log)))
+}
+
+#[test]
+fn a_verdict_is_an_exit_status_and_one_line() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let whole = String::from_utf8(log()?)?;
+    let fault = "# fault lost-write vcpu=1 address=0x200000 expected=0x3 found=0x2\r\n1..";
+    for (log, status, says) in [
+        (whole.clone(), 0, ""),
+        (
+            whole.replacen("1..", fault, 1),
+            1,
+            "LOST: 1 faults; the first is lost-write at 0x200000, seen by vCPU 1",
+        ),
+        (whole.replace("# end WHOLE", ""), 1, "no verdict: the log ends without a verdict"),
+        ("Bail out! too little memory".into(), 1, "the image judged nothing: too little memory"),
+        (String::new(), 1, "no verdict: the image's first line is missing"),
+    ] {
+        let output = judged(&env, log.as_bytes(), "--format ktap")?;
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(status) && error.contains(says);
+        ensure(right && error.lines().count() == usize::from(status != 0), || format!("{output:?}"))?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure(text.contains("not ok") == (status != 0), || text)?;
+    }
+    let missing = env.vellum("judge read /nonexistent")?;
+    ensure(missing.status.code() == Some(2), || format!("{missing:?}"))
+}
+
+#[test]
+fn an_image_is_a_new_file_in_each_format() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for (name, format) in Format::NAMES {
+        let path = env.path(name);
+        succeeds(env.vellum(&format!("judge image --out {} --format {name}", path.display()))?)?;
+        ensure(fs::read(&path)? == image(format), || name.into())?;
+        let again = env.vellum(&format!("judge image --out {}", path.display()))?;
+        let said = String::from_utf8_lossy(&again.stderr).into_owned();
+        ensure(again.status.code() == Some(2) && said.contains("exists"), || format!("{again:?}"))?;
+    }
+    Ok(())
+}
+
+/// A driver and what it says of each scenario, as KTAP.
+fn driven(vmm: &str, scenarios: &[&str]) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let mut command = env.command(&format!("judge run --vmm {vmm} --memory 16m --format ktap"));
+    for scenario in scenarios {
+        command.args(["--scenario", scenario]);
+    }
+    let output = command.output()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let right = output.status.success() && scenarios.iter().all(|name| text.contains(&format!(" {name}\n")));
+    ensure(right && !text.contains("not ok"), || format!("{output:?}"))
+}
+
+#[test(boots())]
+fn a_driven_vellum_is_whole_in_each_scenario() -> Result<(), Failed> {
+    driven("vellum", &["boot", "pause", "snapshot", "migrate", "migrate-postcopy"])
+}
+
+#[test(emulator())]
+fn a_driven_qemu_is_whole_in_each_scenario() -> Result<(), Failed> {
+    driven("qemu", &["boot", "pause", "snapshot", "migrate"])
+}
+
+#[test]
+fn what_a_driver_cannot_do_is_one_line() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for (arguments, path, status, says) in [
+        ("--vmm nonsense", None, 2, "nonsense"),
+        ("--vmm qemu --scenario fork", None, 2, "fork"),
+        ("--vmm qemu", Some("/nonexistent"), 4, "apt-get install qemu-system-x86"),
+    ] {
+        let mut command = env.command(&format!("judge run {arguments}"));
+        if let Some(path) = path {
+            command.env("PATH", path);
+        }
+        let output = command.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(status) && said.contains(says) && said.lines().count() == 1;
+        ensure(right, || format!("{arguments}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// The image's own bad input: one line, and no verdict.
+#[test(boots())]
+fn what_the_image_is_asked_wrongly_it_refuses() -> Result<(), Failed> {
+    for (memory, cmdline, says) in [
+        ("16m", "passes=many", "passes= is not a number"),
+        ("16m", "hot=50", "hot= is not PAGES:SHARE"),
+        ("16m", "order=random", "order= is neither"),
+        ("2m", "", "too little memory"),
+    ] {
+        let env = TestEnv::new()?;
+        let log = runs(&env, 4, memory, cmdline, "")?;
+        let verdict = log.verdict();
+        let refused = matches!(&verdict, Verdict::Refused(why) if why.contains(says));
+        ensure(refused, || format!("{cmdline}: {verdict:?}"))?;
+    }
+    Ok(())
+}
