@@ -4,6 +4,7 @@
 //! The device that a guest sees is `vellum_devices::virtio::blk`. It opens and locks the files.
 
 pub mod copy;
+mod extents;
 pub mod format;
 pub mod overlay;
 #[cfg(test)]

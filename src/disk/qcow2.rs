@@ -11,6 +11,7 @@
 //! than any disk needs, and encryption. A backing file or an external data file is opened only if the user names it, because an
 //! image could name any file of the host.
 
+use std::cell::RefCell;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, ErrorKind, Seek, SeekFrom};
@@ -26,6 +27,7 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use vellum_kvm::memory::slices::Slices;
 
+use crate::extents::Extents;
 #[cfg(test)]
 use crate::power::{self, Act};
 use crate::unpacked::Unpacked;
@@ -229,7 +231,7 @@ fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io::Result<()
 
 /// A file of an image, for imago. It opens no others.
 struct ImageFile {
-    file: File,
+    file: Arc<File>,
     helper: CommonStorageHelper,
     /// Whether something was written that may not be on the medium, and whether a table was.
     unsynced: AtomicBool,
@@ -242,7 +244,7 @@ struct ImageFile {
 impl ImageFile {
     fn new(file: File) -> Self {
         Self {
-            file,
+            file: Arc::new(file),
             helper: CommonStorageHelper::default(),
             unsynced: AtomicBool::new(false),
             unsynced_table: AtomicBool::new(false),
@@ -379,6 +381,8 @@ pub struct Qcow2 {
     /// Bytes of a cluster.
     cluster: u64,
     unpacked: Unpacked,
+    /// The file with the data and where it has which, if no other has some.
+    extents: Option<(Arc<File>, RefCell<Extents>)>,
     #[cfg(test)]
     trace: power::Trace,
 }
@@ -425,7 +429,12 @@ impl Qcow2 {
     pub fn open(file: File, writable: bool, named: Named) -> Result<Self, Error> {
         let header = Header::read(&file)?;
         let image = ImageFile::new(file);
+        let data = match &named.data {
+            Some(data) => Arc::new(data.try_clone()?),
+            None => image.file.clone(),
+        };
         Ok(Self {
+            extents: header.backing.is_none().then(|| (data, RefCell::new(Extents::new(header.cluster)))),
             #[cfg(test)]
             trace: image.trace.clone(),
             access: access(image, &header, writable, named)?,
@@ -449,7 +458,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image cannot grow, as one with snapshots in version 2.
     pub fn grow(&mut self, size: u64) -> io::Result<()> {
-        self.unpacked.forget(0, u64::MAX);
+        self.forget(0, u64::MAX);
         self.access.resize_grow(size, PreallocateMode::None)?;
         self.flush()
     }
@@ -469,14 +478,26 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn read(&self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
-        let (mapping, len) = self.access.get_mapping(at, data.left().min(max) as u64)?;
+        let read = |data: &mut Slices<'_>, file: &File, offset, len| match data.preadv(file, offset, len)? {
+            // The file ends before the cluster does.
+            0 => Ok(data.zero(len)),
+            count => Ok(count),
+        };
+        let len = data.left().min(max);
+        if let Some((file, extents)) = &self.extents
+            && let Some(offset) = extents.borrow().find(at, len)
+        {
+            return read(data, file, offset, len);
+        }
+        let (mapping, len) = self.access.get_mapping(at, len as u64)?;
         let len = len as usize;
         match mapping {
-            Mapping::Raw { storage, offset, .. } => match data.preadv(&storage.file, offset, len)? {
-                // The file ends before the cluster does.
-                0 => Ok(data.zero(len)),
-                count => Ok(count),
-            },
+            Mapping::Raw { storage, offset, .. } => {
+                if let Some((_, extents)) = &self.extents {
+                    extents.borrow_mut().note(at, len as u64, offset);
+                }
+                read(data, &storage.file, offset, len)
+            }
             Mapping::Zero { .. } => Ok(data.zero(len)),
             Mapping::Eof { .. } => Ok(0),
             _ => self.compressed(at, |bytes| data.write(&bytes[..len.min(bytes.len())])),
@@ -530,12 +551,20 @@ impl Qcow2 {
         Ok((matches!(mapping, Mapping::Zero { .. }), len))
     }
 
+    /// `len` bytes from `at` on are about to change.
+    fn forget(&mut self, at: u64, len: u64) {
+        self.unpacked.forget(at, len);
+        if let Some((_, extents)) = &mut self.extents {
+            extents.get_mut().forget(at, len);
+        }
+    }
+
     /// Writes the next bytes of `data` from `at` on: how many.
     ///
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
-        self.unpacked.forget(at, data.left() as u64);
+        self.forget(at, data.left() as u64);
         let mapping = self.access.prepare_data_mapping(at, data.left() as u64, true)?;
         let (storage, offset, len) = (mapping.storage(), mapping.offset(), mapping.length() as usize);
         storage.before_data()?;
@@ -550,6 +579,9 @@ impl Qcow2 {
         }
         storage.note(offset, len as u64);
         self.access.commit_data_mapping(mapping)?;
+        if let Some((_, extents)) = &mut self.extents {
+            extents.get_mut().note(at, len as u64, offset);
+        }
         Ok(len)
     }
 
@@ -558,7 +590,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn write_all_at(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {
-        self.unpacked.forget(at, bytes.len() as u64);
+        self.forget(at, bytes.len() as u64);
         self.access.write(bytes, at)
     }
 
@@ -567,7 +599,7 @@ impl Qcow2 {
     /// # Errors
     /// What the kernel says, or that the image is damaged there.
     pub fn zero(&mut self, at: u64, len: u64, discard: bool) -> io::Result<()> {
-        self.unpacked.forget(at, len);
+        self.forget(at, len);
         let end = at + len;
         // Version 2 has no clusters that are zero, and imago 0.2.6 fails at parts of a disk's only cluster.
         let (first, last) = match self.version {

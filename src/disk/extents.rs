@@ -1,0 +1,80 @@
+//! Where clusters of a qcow2 image lie in its file, of those that were read or written last. The tables know
+//! it, too, but a look at them takes as long as the read of 4 KiB that follows.
+
+use std::ops::Range;
+
+/// Clusters that are remembered: those of 1 GiB where each has 64 KiB.
+const SLOTS: usize = 1 << 14;
+
+/// A direct-mapped cache.
+pub(crate) struct Extents {
+    /// Bytes of a cluster.
+    cluster: u64,
+    /// The cluster's number on the disk plus one, and where it lies. Zeroes, so that the kernel gives memory
+    /// only for what is used.
+    slots: Vec<(u64, u64)>,
+}
+
+impl Extents {
+    /// Nothing is remembered yet.
+    pub(crate) fn new(cluster: u64) -> Self {
+        Self { cluster, slots: vec![(0, 0); SLOTS] }
+    }
+
+    /// Where `len` bytes from `at` of the disk on lie, if they are in one cluster that is remembered.
+    pub(crate) fn find(&self, at: u64, len: usize) -> Option<u64> {
+        let (number, within) = (at / self.cluster, at % self.cluster);
+        let (key, offset) = self.slots[number as usize % SLOTS];
+        (key == number + 1 && len as u64 <= self.cluster - within).then_some(offset + within)
+    }
+
+    /// `len` bytes from `at` of the disk on lie at `offset`, and so does the rest of their clusters.
+    pub(crate) fn note(&mut self, at: u64, len: u64, offset: u64) {
+        let begin = offset - at % self.cluster;
+        for (number, offset) in self.numbers(at, len).zip((begin..).step_by(self.cluster as usize)) {
+            self.slots[number as usize % SLOTS] = (number + 1, offset);
+        }
+    }
+
+    /// `len` bytes from `at` on may lie elsewhere now.
+    pub(crate) fn forget(&mut self, at: u64, len: u64) {
+        let numbers = self.numbers(at, len);
+        if numbers.end - numbers.start >= SLOTS as u64 {
+            self.slots.fill((0, 0));
+            return;
+        }
+        for number in numbers {
+            let slot = &mut self.slots[number as usize % SLOTS];
+            if slot.0 == number + 1 {
+                *slot = (0, 0);
+            }
+        }
+    }
+
+    /// The clusters in which `len` bytes from `at` on are.
+    fn numbers(&self, at: u64, len: u64) -> Range<u64> {
+        at / self.cluster..at.saturating_add(len).div_ceil(self.cluster)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_noted_is_found_until_it_may_lie_elsewhere() {
+        let mut extents = Extents::new(512);
+        // From the middle of cluster 2 to the first byte of cluster 4.
+        extents.note(2 * 512 + 100, 512 + 413, 8292);
+        assert_eq!(extents.find(2 * 512, 512), Some(8192));
+        assert_eq!(extents.find(4 * 512 + 7, 505), Some(8192 + 1024 + 7));
+        assert_eq!((extents.find(2 * 512, 513), extents.find(5 * 512, 1)), (None, None));
+        // Another cluster has the same slot.
+        assert_eq!(extents.find((2 + SLOTS as u64) * 512, 1), None);
+        extents.forget((3 + SLOTS as u64) * 512, 1);
+        extents.forget(3 * 512 + 511, 1);
+        assert_eq!((extents.find(3 * 512, 1), extents.find(2 * 512, 1)), (None, Some(8192)));
+        extents.forget(0, u64::MAX);
+        assert_eq!(extents.find(2 * 512, 1), None);
+    }
+}
