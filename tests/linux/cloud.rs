@@ -13,7 +13,7 @@ use vellum_sys::terminal::open_pty;
 use crate::VELLUM;
 use crate::all_on_a_root;
 use crate::guest::{for_this_bed, host};
-use crate::typed::until;
+use crate::typed::{until, until_any};
 
 /// The images, in the laboratory's order (tests/lab/src/hosts/cloud.rs): the disk, what is in it, and what its kernel is found by.
 const IMAGES: [(&str, &str, &str); 4] = [
@@ -70,10 +70,7 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     ensure(said.ends_with(&format!("{name} login: ")), || said.clone())?;
     let password = said.split_once("with the password ").and_then(|(_, rest)| rest.split_whitespace().next());
     let password = password.ok_or_else(|| said.clone())?.to_owned();
-    master.write_all(format!("{USER}\r").as_bytes())?;
-    until(&mut master, "Password: ")?;
-    master.write_all(format!("{password}\r").as_bytes())?;
-    until(&mut master, "$ ")?;
+    log_in(&mut master, &password)?;
     // What is echoed has another form than what is printed.
     master.write_all(
         b"echo x > ~/made && sync && echo \"$(id -un) and $(sudo id -un) on $(findmnt -no FSTYPE /)$(cat ~/made).\"\r",
@@ -88,6 +85,19 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     master.write_all(b"\x01x")?;
     let status = child.wait()?;
     ensure(status.code() == Some(0), || format!("{status:?}"))
+}
+
+/// Logs in at the prompt. A host without time for its guest may let a login time out, which then prompts anew.
+fn log_in(master: &mut File, password: &str) -> Result<(), Failed> {
+    for _ in 0..10 {
+        master.write_all(format!("{USER}\r").as_bytes())?;
+        until(master, "Password: ")?;
+        master.write_all(format!("{password}\r").as_bytes())?;
+        if until_any(master, &["$ ", " login: "])?.ends_with("$ ") {
+            return Ok(());
+        }
+    }
+    Err("no login in ten tries".into())
 }
 
 /// What a guest that mounts its root and writes changes first: partition table, superblock, and where its journal may be.

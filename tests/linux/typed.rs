@@ -136,12 +136,17 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
 
 /// Reads from `file` until it has said `word`.
 pub fn until(file: &mut impl Read, word: &str) -> Result<String, Failed> {
+    until_any(file, &[word])
+}
+
+/// Reads from `file` until it has said one of `words`, with which the result ends.
+pub fn until_any(file: &mut impl Read, words: &[&str]) -> Result<String, Failed> {
     let mut said = String::new();
     let mut byte = [0];
-    while !said.contains(word) {
+    while !words.iter().any(|word| said.ends_with(word)) {
         // A terminal whose other end is closed is an error, and the end of a file is the end.
         let count = file.read(&mut byte).map_err(|error| format!("{error} after: {said}"))?;
-        ensure(count == 1, || format!("{word:?} never came: {said}"))?;
+        ensure(count == 1, || format!("none of {words:?} came: {said}"))?;
         said.push(byte[0].into());
     }
     Ok(said)
