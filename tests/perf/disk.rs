@@ -5,13 +5,14 @@
 //! same 256 MiB and are in the page cache. Clusters are of 64 KiB and none is compressed.
 //!
 //! The rivals take turns. Printed are medians of nanoseconds a read, and the median of the ratios of each
-//! round with its quartiles. On an emulated host that counts instructions (`cargo lab run svm`) a
-//! nanosecond is an instruction.
+//! round with its quartiles. On an emulated host whose clock counts instructions (`cargo lab run svm`)
+//! the ratios are of instructions.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
+use support::perf::floor::quartiles;
 use support::{Failed, Random, Scratch, ensure};
 use vellum_disk::Image;
 use vellum_disk::qcow2::{Named, Qcow2};
@@ -38,11 +39,6 @@ fn reads(image: &Image, memory: &Memory, len: usize, at: &[u64]) -> Result<f64, 
         }
     }
     Ok(start.elapsed().as_nanos() as f64 / at.len() as f64)
-}
-
-fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
-    samples.sort_by(f64::total_cmp);
-    [1, 2, 3].map(|quarter| samples[(samples.len() - 1) * quarter / 4])
 }
 
 fn main() -> Result<(), Failed> {
@@ -83,8 +79,8 @@ fn main() -> Result<(), Failed> {
                 ratios.push(took[1] / took[0]);
             }
         }
-        let [raw, qcow2] = each.map(|each| quartiles(each)[1]);
-        let [low, ratio, high] = quartiles(ratios);
+        let [raw, qcow2] = each.map(|each| quartiles(each)[0]);
+        let [ratio, low, high] = quartiles(ratios);
         println!(
             "{what}: raw {raw:.0} ns, qcow2 {qcow2:.0} ns, ratio {ratio:.3} ({low:.3} to {high:.3}, n={ROUNDS})"
         );

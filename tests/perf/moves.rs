@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 use support::env::{Machine, TestEnv};
+use support::perf::floor::quartiles;
 use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
@@ -31,12 +32,6 @@ const HANDED: u64 = 256 << 20;
 enum Kind {
     Unix,
     Tcp,
-}
-
-/// A median and its quartiles.
-fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
-    samples.sort_by(f64::total_cmp);
-    [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
 }
 
 fn receive(env: &TestEnv) -> Result<Machine, Failed> {

@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use support::env::TestEnv;
 use support::guests::Code;
+use support::perf::floor::quartiles;
 use support::{Failed, LIMIT, ensure, eventually};
 use vellum_migration::snapshot::working_set;
 
@@ -34,12 +35,6 @@ fn kernel() -> Vec<u8> {
         0x83, 0x03, 1, 0x81, 0xc3, 0, 0x80, 0, 0, 0x81, 0xfb, 0, 0, 0, 0x20, 0x72, 0xef, 0xeb, 0xe7,
     ]);
     Code::default().bytes(&code).elf64()
-}
-
-/// A median and its quartiles.
-fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
-    samples.sort_by(f64::total_cmp);
-    [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
 }
 
 fn len(path: &Path) -> u64 {

@@ -18,6 +18,7 @@ use std::time::Instant;
 use support::env::TestEnv;
 use support::guests::Code;
 use support::perf::floor::installed;
+use support::perf::floor::quartiles;
 use support::{Failed, LIMIT, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
@@ -31,12 +32,6 @@ const BLOCK: usize = 1 << 20;
 const WRITES: usize = 9;
 /// How often machines are started.
 const STARTS: usize = 60;
-
-/// A median and its quartiles.
-fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
-    samples.sort_by(f64::total_cmp);
-    [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
-}
 
 /// Each of `one` by that of `other`.
 fn ratios(one: &[f64], other: &[f64]) -> [f64; 3] {

@@ -32,6 +32,12 @@ pub fn median(samples: &[f64]) -> f64 {
     (sorted[sorted.len() / 2] + sorted[(sorted.len() - 1) / 2]) / 2.0
 }
 
+/// A median and its quartiles.
+pub fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
+    samples.sort_by(f64::total_cmp);
+    [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
+}
+
 /// `samples` as multiples of the floor's, round by round: the median, and between which half of them lie.
 pub fn multiples(samples: &[f64], floor: &[f64]) -> String {
     let mut ratios: Vec<f64> = samples.iter().zip(floor).map(|(sample, floor)| sample / floor).collect();
