@@ -188,6 +188,12 @@ fn both_tests_end_with_one_verdict() -> Result<(), Failed> {
     let names: Vec<_> = results.iter().map(|result| result.name.as_str()).collect();
     ensure(names == ["test dirty-edges", "test dirty-log"], || format!("{names:?}"))?;
     ensure(results[1].asked["seed"] == 7, || format!("{:?}", results[1].asked))?;
+    let lost = results[0].verdict().word == Some(Word::Fail);
+    let shown = results[0]
+        .answer
+        .as_ref()
+        .is_some_and(|answer| answer.figures.iter().any(|fact| fact.name == "shown by"));
+    ensure(shown == lost, || format!("{:?}", results[0].answer))?;
     let worst = results.iter().map(|result| result.verdict().word).max().flatten();
     let worst = worst.ok_or("no verdict")?;
     let said = String::from_utf8(output.stdout)?;

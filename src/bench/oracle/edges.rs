@@ -459,7 +459,6 @@ fn answer(config: &Config, seen: &Examined) -> Answer {
         return Answer::of_test(format!("dirty-edges: {method}, {written} pages written {place}, 0 lost"));
     }
     let answer = Answer::of_test(format!("{method} loses pages {place}: {lost} of {written}"));
-    let answer = answer.fact("shown by", "vellum test dirty-edges");
     match config.method {
         Method::InitiallySet => {
             answer.next("use manual-protect; kernel-patches/README.md has the known cases and their fixes")
