@@ -106,8 +106,8 @@ pub fn version(vmm: Vmm) -> Result<String, Trouble> {
 /// # Errors
 /// Where it did not come to an end.
 pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Result<Log, Trouble> {
-    let round = Round { setup, dir, kernel: dir.join("judge.elf") };
-    fs::write(&round.kernel, image(Format::Elf)).map_err(Trouble::io("the image"))?;
+    let round = Round { setup, dir };
+    fs::write(round.path(KERNEL), image(Format::Elf)).map_err(Trouble::io("the image"))?;
     match vmm {
         Vmm::Qemu => qemu::run(&round, scenario)?,
         Vmm::Vellum => vellum::run(&round, scenario)?,
@@ -119,11 +119,13 @@ pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Result<Lo
     Ok(read(&text))
 }
 
+/// The image, in the directory of a round.
+const KERNEL: &str = "judge.elf";
+
 /// One run of a scenario.
 struct Round<'a> {
     setup: &'a Setup,
     dir: &'a Path,
-    kernel: PathBuf,
 }
 
 impl Round<'_> {

@@ -1,5 +1,8 @@
 //! A process that does not outlive its driver.
 
+use std::fs::File;
+use std::io::Read;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -7,22 +10,27 @@ use std::time::{Duration, Instant};
 use super::Trouble;
 use vellum_sys::signal::{end_with_parent, last};
 
+/// What is read of its messages.
+const MAX_SAID: u64 = 64 << 10;
 const POLL: Duration = Duration::from_millis(20);
 
 /// A VMM that runs.
 pub(super) struct Process {
     child: Child,
     name: String,
+    /// The file with its standard error.
+    error: PathBuf,
 }
 
 impl Process {
-    /// Starts `command`, without standard streams but standard error, which goes into a file that `said` reads.
-    pub(super) fn start(command: &mut Command, error: std::fs::File) -> Result<Self, Trouble> {
+    /// Starts `command`, without standard streams but standard error, which goes into the file `error`.
+    pub(super) fn start(command: &mut Command, error: PathBuf) -> Result<Self, Trouble> {
         let name = command.get_program().to_string_lossy().into_owned();
         end_with_parent(command);
-        let streams = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(error);
+        let file = File::create(&error).map_err(Trouble::io("its messages"))?;
+        let streams = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
         let child = streams.spawn().map_err(Trouble::io(&name))?;
-        Ok(Self { child, name })
+        Ok(Self { child, name, error })
     }
 
     /// Asks `done` until it has an answer. Fails if the process ends first, or when the time is over.
@@ -38,10 +46,21 @@ impl Process {
                 return Ok(answer);
             }
             if let Some(status) = self.child.try_wait().map_err(Trouble::io(&self.name))? {
-                return Err(Trouble::failed(format!("{} ended ({status}) before {what}", self.name)));
+                let name = &self.name;
+                return Err(Trouble::failed(format!("{name} ended ({status}) before {what}{}", self.said())));
             }
             wait(begun, limit, what)?;
         }
+    }
+
+    /// The last line that it has said, if there is one.
+    fn said(&self) -> String {
+        let mut text = Vec::new();
+        // Without it, the status is all that is known.
+        let _ = File::open(&self.error).and_then(|file| file.take(MAX_SAID).read_to_end(&mut text));
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let last = text.lines().rfind(|line| !line.trim().is_empty());
+        last.map_or(String::new(), |line| format!(": {}", line.trim()))
     }
 
     /// Waits for its end.

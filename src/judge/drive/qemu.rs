@@ -3,16 +3,17 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::process::{Process, wait};
-use super::{Round, Scenario, Trouble};
+use super::{KERNEL, Round, Scenario, Trouble};
 
 const PROGRAM: &str = "qemu-system-x86_64";
+/// Where a machine moves to.
+const SOCKET: &str = "unix:socket";
 /// Bytes of an answer.
 const MAX_ANSWER: u64 = 1 << 20;
 
@@ -47,14 +48,14 @@ impl Qemu {
         };
         command.args(["-M", "pc", "-nodefaults", "-display", "none", "-no-reboot"]);
         command.args(["-smp", &setup.cpus.to_string(), "-m", &format!("{}M", setup.memory)]);
-        command.arg("-kernel").arg(&round.kernel).args(["-append", &setup.cmdline]);
-        command.args(["-serial", &format!("file:{}", round.path(&format!("{name}.log")).display())]);
-        command.args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
+        // Its files are in its working directory: QEMU splits paths at commas, and has a shell for `exec:`.
+        command.current_dir(round.dir).args(["-kernel", KERNEL, "-append", &setup.cmdline]);
+        command.args(["-serial", &format!("file:{name}.log")]);
+        command.args(["-qmp", &format!("unix:{name}.qmp,server=on,wait=off")]);
         if let Some(incoming) = incoming {
             command.args(["-incoming", incoming]);
         }
-        let error = File::create(round.path(&format!("{name}.err"))).map_err(Trouble::io("its messages"))?;
-        let mut process = Process::start(&mut command, error)?;
+        let mut process = Process::start(&mut command, round.path(&format!("{name}.err")))?;
         let stream =
             process.until(setup.limit, "its QMP socket", || Ok(UnixStream::connect(&socket).ok()))?;
         stream.set_read_timeout(Some(setup.limit)).map_err(Trouble::io("QMP"))?;
@@ -118,10 +119,6 @@ impl Qemu {
     }
 }
 
-fn uri(path: &Path) -> String {
-    format!("unix:{}", path.display())
-}
-
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let limit = round.setup.limit;
     let mut first = Qemu::start(round, "first", None)?;
@@ -138,12 +135,11 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             first.process.ended(limit)?;
         }
         Scenario::Snapshot => {
-            let file = round.path("saved");
             first.do_("stop")?;
-            first.migrate(&format!("exec:cat > '{}'", file.display()), false)?;
+            first.migrate("exec:cat > saved", false)?;
             is_silent(round)?;
             drop(first);
-            let mut second = Qemu::start(round, "second", Some(&format!("exec:cat '{}'", file.display())))?;
+            let mut second = Qemu::start(round, "second", Some("exec:cat saved"))?;
             // It stands still, because it was saved so; and there is nothing to continue before all of it is read.
             let begun = Instant::now();
             while second.ask("query-status", &json!({}))?["status"] == "inmigrate" {
@@ -153,18 +149,18 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             second.process.ended(limit)?;
         }
         Scenario::Migrate | Scenario::MigratePostcopy => {
-            let (socket, postcopy) = (round.path("socket"), scenario == Scenario::MigratePostcopy);
+            let postcopy = scenario == Scenario::MigratePostcopy;
             let mut second = match postcopy {
-                false => Qemu::start(round, "second", Some(&uri(&socket)))?,
+                false => Qemu::start(round, "second", Some(SOCKET))?,
                 true => {
                     let mut second = Qemu::start(round, "second", Some("defer"))?;
                     second.wants_postcopy()?;
                     first.wants_postcopy()?;
-                    second.ask("migrate-incoming", &json!({ "uri": uri(&socket) }))?;
+                    second.ask("migrate-incoming", &json!({ "uri": SOCKET }))?;
                     second
                 }
             };
-            first.migrate(&uri(&socket), postcopy)?;
+            first.migrate(SOCKET, postcopy)?;
             second.process.ended(limit)?;
             // Until the other one's end: both must not have run.
             is_silent(round)?;

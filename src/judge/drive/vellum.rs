@@ -1,10 +1,9 @@
 //! This program, driven by its own command line.
 
-use std::fs::File;
 use std::process::{Command, Stdio};
 
 use super::process::Process;
-use super::{Round, Scenario, Trouble};
+use super::{KERNEL, Round, Scenario, Trouble};
 
 pub(super) fn version() -> Result<String, Trouble> {
     let output = program()?.arg("--version").output().map_err(Trouble::io("vellum"))?;
@@ -28,8 +27,7 @@ impl Round<'_> {
         let serial = format!("file={}", self.path(&format!("{name}.log")).display());
         let mut command = self.vellum(arguments)?;
         command.args(["--name", name, "--serial", &serial]);
-        let error = File::create(self.path(&format!("{name}.err"))).map_err(Trouble::io("its messages"))?;
-        Process::start(&mut command, error)
+        Process::start(&mut command, self.path(&format!("{name}.err")))
     }
 
     /// Runs a command that must succeed.
@@ -46,7 +44,7 @@ impl Round<'_> {
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let (setup, limit) = (round.setup, round.setup.limit);
     let [cpus, memory, kernel] =
-        [setup.cpus.to_string(), format!("{}m", setup.memory), round.kernel.display().to_string()];
+        [setup.cpus.to_string(), format!("{}m", setup.memory), round.path(KERNEL).display().to_string()];
     let line = ["run", "-k", &kernel, "-c", &cpus, "-m", &memory, "-p", &setup.cmdline];
     let mut first = round.machine("first", &line)?;
     if scenario == Scenario::Boot {

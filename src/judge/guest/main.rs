@@ -77,7 +77,6 @@ struct Sealed {
     segments: [[Segment; MAX_SEGMENTS]; MAX_VCPUS],
     regions: [[u64; 2]; 8],
     schedule: Schedule,
-    clock_fails: bool,
     passes: u64,
     report: u64,
 }
@@ -115,7 +114,6 @@ static SEALED: Shared<Sealed> = Shared::new(Sealed {
     segments: [[NO_SEGMENT; MAX_SEGMENTS]; MAX_VCPUS],
     regions: [[0; 2]; 8],
     schedule: NO_SCHEDULE,
-    clock_fails: false,
     passes: 0,
     report: 0,
 });
@@ -248,7 +246,6 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
     sealed.segments = division.segments;
     sealed.schedule = schedule;
     sealed.passes = options.passes;
-    sealed.clock_fails = options.clock.is_some();
     sealed.report = options.report * ticks / 1000;
     let regions = arch::constant_regions();
     sealed.regions[..regions.len()].copy_from_slice(&regions);
@@ -379,11 +376,10 @@ mod called {
         fault(Kind::Image, cpu.number, arch::image_start_address(), expected, found);
     }
 
-    /// The time went back, or further than `clock=` allows. Returns whether that is a fault.
+    /// The time went back, or further than `clock=` allows.
     #[unsafe(no_mangle)]
-    extern "C" fn judge_time_jumped(cpu: &Cpu, before: u64, now: u64) -> u64 {
+    extern "C" fn judge_time_jumped(cpu: &Cpu, before: u64, now: u64) {
         fault(if now < before { Kind::ClockBack } else { Kind::ClockJump }, cpu.number, 0, before, now);
-        1
     }
 
     /// It is time to report progress.

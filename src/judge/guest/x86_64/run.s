@@ -429,12 +429,7 @@ time:
     mov rsi, rcx
     mov rdx, rax
     call judge_time_jumped
-    mov rcx, rax
     UNPARK
-    pop rax
-    test ecx, ecx
-    jz 2b
-    push rax
     call poison
     pop rax
     ret
