@@ -417,7 +417,6 @@ time:
     push rax
     PARK
     movq rsi, mm6
-    mov rdx, rax
     call judge_tick
     UNPARK
     pop rax
