@@ -1,4 +1,4 @@
-//! A built-in guest and the session around it, put together.
+//! Runs a built-in guest in a session.
 
 use std::io;
 use std::sync::Arc;
@@ -15,27 +15,29 @@ use vellum_migration::migratable::MigratableMachine;
 use vellum_report::Report;
 use vellum_sandbox::ThreadKind;
 
-/// What came of a run.
+/// The outcome of a run.
 pub struct Outcome {
     /// The result.
     pub report: Report,
     /// How the run ended.
     pub exit: Exit,
-    /// Another process stood in for this one, and had the result.
+    /// Another process took over the machine and reported the result.
     pub succeeded: bool,
     /// When the first doorbell rang, on CLOCK_MONOTONIC.
     pub first_doorbell: Option<Duration>,
 }
 
-/// Runs the workload to its end, to the end of its time, or until somebody ends it; what was measured by then is the result.
+/// Runs the workload until it completes, its time is over, or the user ends it. The result has what
+/// was measured by then.
 ///
 /// # Errors
-/// Where it cannot be started, or cannot go on.
+/// The guest cannot be started or cannot go on.
 pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
     let process = Config { limit: config.duration, ..process.clone() };
     let mut session = Session::open(&process, [], None)?;
     let mut facts = Facts::collect(String::new());
-    // What is asked for is looked at before what the host has: it is wrong with KVM and without.
+    // The configuration is checked before KVM is opened, so that a wrong one is reported without
+    // KVM too.
     let memory = progress::map(config.memory)?;
     let kvm = vm::open()?;
     if config.fill {
@@ -68,7 +70,7 @@ pub fn run(process: &Config, config: &RunConfig) -> Result<Outcome, Error> {
 }
 
 impl Outcome {
-    /// Of a guest that has ended so, on the host of `facts`.
+    /// The outcome of a guest that ended with `end`, on the host described by `facts`.
     pub(super) fn of(mobile: MigratableMachine<BuiltinMachine>, facts: Facts, end: End) -> Self {
         let (elsewhere, saved) = (mobile.is_elsewhere(), mobile.is_saved());
         let mut run = mobile.machine;

@@ -1,4 +1,4 @@
-//! What is asked of a process around a machine.
+//! The configuration of the process around a machine.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -10,40 +10,40 @@ use super::supervisor;
 use vellum_sandbox as sandbox;
 use vellum_sandbox::user::User;
 
-/// What is asked of the process.
+/// The configuration of the process.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where the control socket is to be.
+    /// The path of the control socket.
     pub control: Option<PathBuf>,
-    /// What this process gives up before the guest runs.
+    /// The sandbox that this process enters before the guest runs.
     pub sandbox: sandbox::Mode,
-    /// For whom it gives up root.
+    /// The user and group that this process switches to from root.
     pub user: Option<User>,
-    /// How long the machine may run.
+    /// The time limit of the machine.
     pub limit: Option<Duration>,
-    /// Where its result goes, for a process that takes it over.
+    /// The path of the result, for a process that takes over the machine.
     pub result: Option<PathBuf>,
-    /// What was lent by the process that this one is to stand in for: its control socket, and the [supervisor].
+    /// What the previous process lent to this one: its control socket and the [supervisor].
     pub lent: Option<Supervised>,
-    /// Where a debugger may connect.
+    /// Where a debugger connects.
     pub gdb: Option<Gdb>,
 }
 
-/// Where a debugger may connect.
+/// Where a debugger connects.
 #[derive(Clone, Debug)]
 pub struct Gdb {
     /// The unix socket.
     pub socket: PathBuf,
-    /// Whether the machine waits for it before it runs.
+    /// The machine waits for the debugger before it runs.
     pub waits: bool,
 }
 
-/// What a process has of the one that it is to stand in for.
+/// What a process gets from the one that it takes over from.
 #[derive(Clone, Debug)]
 pub struct Supervised {
-    /// The control socket, at which the other listens until its machine runs here.
+    /// The control socket. The other process listens on it until the machine runs here.
     pub control: Option<Arc<OwnedFd>>,
-    /// What ties the two together.
+    /// The socket between the two processes. It carries signals and the exit status.
     pub supervisor: Arc<OwnedFd>,
 }
 

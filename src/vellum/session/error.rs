@@ -1,4 +1,4 @@
-//! Why a machine cannot be started or run.
+//! The errors of starting and running a machine.
 
 use std::io;
 
@@ -12,10 +12,10 @@ use vellum_sandbox::{self as sandbox, user};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::socket::SocketError;
 
-/// Why a machine cannot be started or run.
+/// The reason that a machine cannot be started or run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The PC.
+    /// The Linux machine.
     #[error(transparent)]
     Machine(#[from] machine::Error),
     /// The built-in guest.
@@ -24,19 +24,19 @@ pub enum Error {
     /// Guest memory.
     #[error(transparent)]
     Memory(#[from] memory::Error),
-    /// A machine that moves.
+    /// A machine that can migrate.
     #[error(transparent)]
     MigratableMachine(#[from] migratable::Error),
     /// KVM.
     #[error(transparent)]
     Vm(#[from] vellum_kvm::vm::Error),
-    /// Its debugger.
+    /// The debugger.
     #[error(transparent)]
     Gdb(#[from] gdb::Error),
     /// The control socket.
     #[error("{0}")]
     Control(#[source] SocketError),
-    /// Where a source connects.
+    /// The socket that a migration source connects to.
     #[error("{0}")]
     Listen(#[source] SocketError),
     /// The sandbox.
@@ -48,19 +48,19 @@ pub enum Error {
     /// A file of a snapshot.
     #[error(transparent)]
     Snapshot(#[from] snapshot::Error),
-    /// Memory cannot come as it is wanted.
+    /// The host has no userfaultfd, so memory cannot be fetched on demand.
     #[error("no userfaultfd that sees KVM's faults ({0}): {remedy}", remedy = doctor::remedy_for_userfaultfd(.0))]
     Userfaultfd(#[source] io::Error),
     /// The event loop.
     #[error("the event loop: {0}")]
     EventLoop(#[from] event_manager::Error),
-    /// The host refuses a descriptor, or the terminal its mode.
+    /// The host refused a descriptor, or the terminal refused its mode.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
 }
 
 impl Error {
-    /// The signal, where the user ended it before the machine ran.
+    /// The signal, if the user ended the start by one.
     pub fn interrupted(&self) -> Option<i32> {
         match self {
             Self::Memory(memory::Error::Interrupted(signal))

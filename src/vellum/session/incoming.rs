@@ -1,4 +1,4 @@
-//! A machine that comes from another process and the session around it, put together.
+//! Runs a machine that comes from another process or a snapshot, in a session.
 
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,18 +27,19 @@ use vellum_sys::socket::Listener;
 use vellum_sys::uffd::{Mode, Uffd};
 use vellum_sys::{kick, sigbus};
 
-/// Where a machine comes from.
+/// The source of the machine.
 #[derive(Debug)]
 pub enum Listen {
-    /// A source connects at a unix socket of this name.
+    /// A source connects to the unix socket at this path.
     Unix(PathBuf),
-    /// At a TCP port.
+    /// A source connects to this TCP port.
     Tcp(TcpListener),
-    /// It is connected already.
+    /// The source is connected already.
     Connected(OwnedFd),
-    /// The same, and this process is to stand in for it: what its serial port leads to is lent.
+    /// The source is connected already, and this process takes over from it. The source has lent
+    /// the files of its serial port.
     Lent(OwnedFd, console::Opened),
-    /// Nobody connects: it is in files.
+    /// The machine is in the files of a snapshot.
     Snapshot(Restore),
 }
 
@@ -47,50 +48,50 @@ pub enum Listen {
 pub struct Restore {
     /// The files.
     pub source: Source,
-    /// Which point of it; the newest, where none is asked for.
+    /// The number of the point. `None` restores the newest.
     pub point: Option<u32>,
-    /// What becomes of the time since.
+    /// The guest's clocks stand still or advance by the time since the snapshot.
     pub meanwhile: ClockPolicy,
-    /// Whether it waits to be resumed.
+    /// The machine stays paused until it is resumed.
     pub paused: bool,
-    /// Whether its disks need not be as they were.
+    /// Disks may differ from those at the time of the snapshot.
     pub disk_changed: bool,
-    /// How its memory comes.
+    /// How memory is loaded.
     pub memory: Brings,
 }
 
-/// How memory comes out of a snapshot: as [`Way`], before anything is opened for it.
+/// How memory is loaded from a snapshot. This is [`Way`] before files are opened for it.
 #[derive(Debug)]
 pub enum Brings {
-    /// All of it is read.
+    /// All memory is read before the guest runs.
     Eager,
-    /// It shows the files.
+    /// Memory maps the files.
     Map,
-    /// It is fetched as somebody wants it.
+    /// Pages are read on demand.
     Demand {
-        /// Whether what the recorded restore wanted comes first.
+        /// Pages that the recorded restore wanted are read first.
         prefetch: bool,
-        /// Whether what this one wants is recorded, for how long, and in which directory.
+        /// Record which pages are wanted: for how long, and into which directory.
         record: Option<(Duration, PathBuf)>,
     },
 }
 
-/// What a source may do.
+/// What is tolerated from a source.
 #[derive(Clone, Copy, Debug)]
 pub struct Lenience {
-    /// Be silent for so long.
+    /// The longest time that the source may be silent.
     pub liveness: Duration,
-    /// Send a guest whose TSC has a frequency that this host cannot give it.
+    /// The guest's TSC may have a frequency that this host cannot provide.
     pub other_tsc: bool,
 }
 
-/// What came of a machine that has come and has ended.
+/// The outcome of a machine that arrived and ended.
 pub enum Outcome {
     /// A PC.
     Kernel(kernel::Outcome),
     /// A built-in guest.
     BuiltIn(Box<builtin::Outcome>),
-    /// Another process stood in for this one, and ended so.
+    /// Another process took over the machine and ended with this status.
     Succeeded(Exit),
 }
 
@@ -108,11 +109,11 @@ impl AsFd for Accept {
     }
 }
 
-/// Waits for a machine, and runs it when it has come. What backs its memory is said by `memory`, where its devices and its serial
-/// port lead by `config`; the rest comes with it.
+/// Waits for a machine and runs it. `memory` says what backs its memory. `config` says where its
+/// devices and its serial port lead. The source sends the rest.
 ///
 /// # Errors
-/// Where it cannot come, or cannot go on.
+/// The machine cannot arrive or cannot go on.
 pub fn run(
     process: &Config,
     listen: Listen,
@@ -157,14 +158,15 @@ pub fn run(
             (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way })
         }
     };
-    // For a guest that runs before all of its memory has come; whether one does, its source says.
+    // Needed if the guest runs before all of its memory has arrived. The source says whether it
+    // does.
     let comes = matches!(arrival, Arrival::Process(_));
     let uffd = || Uffd::new(Mode::Missing).map_err(|error| Error::Userfaultfd(error).to_string());
     let userfault = comes.then(uffd);
     let mut facts = Facts::collect(String::new());
     let room = Room::read(memory.backing);
     kick::install().map_err(|error| Error::Host("the signal that interrupts vCPUs", error))?;
-    // For its next move, and to compare what has come without reading what nobody has touched.
+    // For the next migration, and to compare memory without reading untouched pages.
     let pagemap = Pagemap::open().ok().map(Arc::new);
     let sandbox = session.confine()?;
     facts.sandbox = session.sandbox_status();
@@ -182,7 +184,7 @@ pub fn run(
         sandbox,
     };
     let mut incoming = Incoming::new(host, arrival).map_err(|error| Error::Host("eventfd", error))?;
-    // It listens for as long as this is here.
+    // The listener stays open as long as `accept` lives.
     if let Some(listener) = &accept {
         let listens = listener.as_fd().try_clone_to_owned();
         incoming.listen(listens.map_err(|error| Error::Host("the socket that listens", error))?);
@@ -198,13 +200,14 @@ pub fn run(
     Ok(match incoming.into_machine() {
         Some(Arrived::Pc(mut machine)) => Outcome::Kernel(kernel::Outcome::of(&mut machine.machine, end)),
         Some(Arrived::BuiltIn(run)) => Outcome::BuiltIn(Box::new(builtin::Outcome::of(*run, facts, end))),
-        // A signal says what it was; whoever else ended it is told that nothing has come.
+        // A signal is reported by the exit status. Other ends report that no machine came.
         None if end.exit != Exit::PowerOff => Outcome::Kernel(kernel::Outcome::none(end)),
         None => return Err(migratable::Error::Gone("it was stopped before a machine came".into()).into()),
     })
 }
 
-/// What memory that is fetched needs of a process that is not confined yet; and what its guard is to name.
+/// Opens what demand paging needs before the process is confined. Returns also the file that the
+/// guard names.
 fn fetching(memory: &Brings) -> Result<(Option<fetching::Opened>, Option<Naming>), Error> {
     let Brings::Demand { record, .. } = memory else { return Ok((None, None)) };
     let uffd = Uffd::new(Mode::Missing).map_err(Error::Userfaultfd)?;
@@ -216,10 +219,11 @@ fn fetching(memory: &Brings) -> Result<(Option<fetching::Opened>, Option<Naming>
     Ok((Some(fetching::Opened { uffd, recording }), Some(naming)))
 }
 
-/// Whatever takes mappings beside those of files: the program and what it opens, threads and their stacks, the heap.
+/// Mappings that are not of the snapshot's files: the program and the files it opens, threads and
+/// their stacks, the heap.
 const OTHER_MAPPINGS: u64 = 2000;
 
-/// What memory that shows files needs of a process that is not confined yet.
+/// Prepares mapping of the snapshot's files, before the process is confined.
 fn map() -> Result<Way, Error> {
     let host = |what| move |error| Error::Host(what, error);
     sigbus::install().map_err(host("the handler of SIGBUS"))?;

@@ -1,4 +1,4 @@
-//! A PC with a kernel and the session around it, put together.
+//! Boots a kernel on a Linux machine in a session.
 
 use std::sync::Arc;
 
@@ -15,37 +15,38 @@ use vellum_migration::migratable::{MigratableMachine, OnPanic};
 use vellum_sys::guard::Naming;
 use vellum_sys::pagemap::Pagemap;
 
-/// A machine that waits at its kernel's entry, and the session that is to run it.
+/// A machine whose vCPUs wait at the kernel's entry, and its session.
 pub struct Ready {
-    // Dropped first: its threads must be gone before the event loop is.
+    // Dropped first: the machine's threads must end before the event loop.
     /// The machine.
     pub machine: MigratableMachine<LinuxMachine>,
     /// The session.
     pub session: Session,
-    /// Kept open with its files' locks.
+    /// Kept open because it holds the locks of its files.
     _image: Image,
 }
 
 /// How a run ended.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Why, and with which status the process should exit.
+    /// The reason, and the exit status of the process.
     pub exit: Exit,
-    /// What the failing vCPU said, where one failed.
+    /// The last exit of the vCPU that failed, if one did.
     pub ended: Option<(usize, Ended)>,
-    /// Bytes of serial output that nobody read.
+    /// Bytes of serial output without a reader.
     pub lost_output: u64,
-    /// Bytes of it that its file did not take.
+    /// Bytes of serial output that the output file did not take.
     pub unwritten_output: u64,
-    /// KVM's counters at the end, where they were asked for and this KVM has them.
+    /// KVM's counters at the end, if they were requested and this KVM has them.
     pub counters: Option<Snapshot>,
 }
 
-/// Makes a machine of `memory` with `config`'s devices that is to boot `boot`, and takes over this process for it. If its guest panics it
-/// is dumped to `on_panic`.
+/// Makes a machine of `memory` with `config`'s devices that boots `boot`, and opens its session in
+/// this process. If the guest panics, its memory is dumped to `on_panic`.
 ///
 /// # Errors
-/// [`Error`]; files are opened and checked first, so that bad input costs nothing and leaves nothing behind.
+/// [`Error`]. Files are opened and checked first, so that bad input has no cost and leaves nothing
+/// behind.
 pub fn ready(
     process: &Config,
     memory: MemoryConfig,
@@ -77,10 +78,10 @@ pub fn ready(
 }
 
 impl Ready {
-    /// Runs it until it ends, by itself or by the user, or until its time is over.
+    /// Runs the machine until it ends, the user ends it, or its time is over.
     ///
     /// # Errors
-    /// Where it cannot go on.
+    /// The machine cannot go on.
     pub fn run(self) -> Result<Outcome, Error> {
         let Self { mut machine, mut session, _image } = self;
         let end = session.run(&mut machine)?;
@@ -92,12 +93,12 @@ impl Ready {
 }
 
 impl Outcome {
-    /// Without a machine.
+    /// The outcome without a machine.
     pub(super) fn none(end: End) -> Self {
         Self { exit: end.exit, ended: None, lost_output: 0, unwritten_output: 0, counters: None }
     }
 
-    /// Of a machine that has ended so.
+    /// The outcome of a machine that ended with `end`.
     pub(super) fn of(machine: &mut LinuxMachine, end: End) -> Self {
         let (lost_output, unwritten_output) = (machine.serial.unread(), machine.serial.unwritten());
         let counters = machine.last_counters.take();

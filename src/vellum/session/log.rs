@@ -1,12 +1,18 @@
-//! What Vellum itself has to say while a machine runs: events of the `tracing` crate, as lines on standard error.
+//! Vellum's own log while a machine runs: events of the `tracing` crate, as lines on standard
+//! error.
 //!
-//! The subscriber is our own, because ready-made ones bring registries, filters and formats that cost start-up time and are not
-//! needed here: there are no spans, and there is one output.
+//! The subscriber is our own. Ready-made ones bring registries, filters and formats that cost
+//! start-up time. They are not needed here: there are no spans and there is one output.
 //!
-//! Three things could go wrong with a line. The guest's console may stand in the middle of one of its own, on the same terminal:
-//! that one is ended first. The guest may be the cause, again and again: warnings and errors of one place in the code are
-//! limited to [`MAX_LINES`] in [`WINDOW`], and the next that is written says how many were left out. And standard error may take
-//! nothing, as a stopped terminal does: after [`WRITE_TIMEOUT`] the line is given up, because devices and vCPUs wait for it.
+//! It handles three problems:
+//!
+//! - The guest's console may have an unfinished line on the same terminal. The log ends that line
+//!   first.
+//! - The guest may cause the same message again and again. Warnings and errors of one place in the
+//!   code are limited to [`MAX_LINES`] in [`WINDOW`]. The next line that is written says how many
+//!   were left out.
+//! - Standard error may block, as a stopped terminal does. A line is dropped after
+//!   [`WRITE_TIMEOUT`], because devices and vCPUs wait for it.
 
 use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write as _};
@@ -22,29 +28,29 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use vellum_sys::terminal;
 
-/// So many warnings or errors of one place are written …
+/// The maximum number of warnings or errors of one place in a [`WINDOW`].
 pub const MAX_LINES: u32 = 10;
-/// … in such a time.
+/// The time in which [`MAX_LINES`] may be written.
 pub const WINDOW: Duration = Duration::from_secs(10);
-/// How long a line waits for standard error to take it.
+/// How long a line waits for standard error.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What shares the terminal with the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beside {
-    /// The guest's console, whose line is ended.
+    /// The guest's console. Its unfinished line is ended.
     Console,
-    /// A progress bar, which is wiped, and drawn again below.
+    /// A progress bar. It is wiped and drawn again below.
     Progress,
 }
 
-/// From now on events up to `most` are written. Called once; later calls change nothing.
+/// Writes events up to the level `most` from now on. Only the first call has an effect.
 pub fn start(most: Level, beside: Beside) {
     let wipes = beside == Beside::Progress && io::stderr().is_terminal();
     let _ = tracing::subscriber::set_global_default(Log::new(most, move |text: &str| to_stderr(text, wipes)));
 }
 
-/// Writes whole lines.
+/// Writes `text`, which consists of whole lines.
 fn to_stderr(text: &str, wipes: bool) {
     let start = match (wipes, terminal::end_line()) {
         (true, _) => "\r\x1b[K",
@@ -53,12 +59,13 @@ fn to_stderr(text: &str, wipes: bool) {
     };
     let stderr = io::stderr();
     if terminal::writable_within(stderr.as_fd(), WRITE_TIMEOUT) {
-        // In one call, so that nothing of the guest's comes between. Nobody can be told where it fails.
+        // One write call, so that the guest's output does not come between. An error cannot be
+        // reported.
         let _ = stderr.lock().write_all(format!("{start}{text}").as_bytes());
     }
 }
 
-/// The subscriber; `W` writes lines.
+/// The subscriber. `W` writes lines.
 struct Log<W> {
     most: Level,
     write: W,
@@ -70,7 +77,8 @@ impl<W> Log<W> {
         Self { most, write, bursts: Mutex::new(Vec::new()) }
     }
 
-    /// How many events of this place have been left out, where this one is to be written.
+    /// Returns the number of events of this place that were left out before, if this one is to be
+    /// written.
     fn admits(&self, place: Identifier, now: Instant) -> Option<u32> {
         let mut bursts = self.bursts.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let at = bursts.iter().position(|(of, _)| *of == place).unwrap_or_else(|| {
@@ -81,7 +89,7 @@ impl<W> Log<W> {
     }
 }
 
-/// What one place in the code has said lately.
+/// The recent events of one place in the code.
 struct Burst {
     since: Instant,
     written: u32,
@@ -152,7 +160,8 @@ impl Visit for Line {
     }
 }
 
-/// Lets no control character but a line's end through to the terminal: a guest may have had its hand in a message.
+/// Escapes control characters except newlines on the way to the terminal, because a guest may have
+/// influenced the message.
 struct Printable<'a>(&'a mut String);
 
 impl fmt::Write for Printable<'_> {
@@ -190,7 +199,7 @@ mod tests {
             tracing::warn!("a {}", "\x1b[31mred\x07 word");
             tracing::info!("not asked for");
         });
-        // Each C library has its own words for EIO.
+        // The text of EIO differs between C libraries.
         let eio = io::Error::from_raw_os_error(libc::EIO);
         assert_eq!(said, format!("vellum: disk, error: {eio}\nvellum: a \\u{{1b}}[31mred\\u{{7}} word\n"));
     }

@@ -1,14 +1,15 @@
-//! The process around a machine: its signals, the guard of its sockets, privileges, sandbox, control socket, event loop,
-//! progress and logs. One session runs one [`SessionMachine`], of either kind; [`kernel`] and [`builtin`] put the two kinds
-//! together with theirs.
+//! The process around a machine: its signals, the guard of its sockets, privileges, sandbox,
+//! control socket, event loop, progress and logs. One session runs one [`SessionMachine`].
+//! [`kernel`] and [`builtin`] start the two kinds of machine.
 //!
-//! The order of a start, each step once:
+//! A start has these steps, each once:
 //!
-//! 1. [`Session::open`]: signals are blocked, the guard is forked, the control socket is bound. There are no threads yet.
-//! 2. The machine's files are opened and its memory is mapped.
-//! 3. [`Session::confine`]: privileges are dropped, and no path can be opened any more.
-//! 4. The machine's threads are started; each enters the sandbox by itself.
-//! 5. [`Session::run`]: main enters the sandbox too, and only then does the first vCPU enter the guest.
+//! 1. [`Session::open`]: block signals, fork the guard, bind the control socket. There are no
+//!    threads yet.
+//! 2. Open the machine's files and map its memory.
+//! 3. [`Session::confine`]: drop privileges and the ability to open paths.
+//! 4. Start the machine's threads. Each enters the sandbox itself.
+//! 5. [`Session::run`]: main enters the sandbox. After that the first vCPU enters the guest.
 
 pub mod builtin;
 mod config;
@@ -47,21 +48,21 @@ use vellum_sys::signal::{ENDING, KILL, REPEATS, STOPPING, SignalFd, UNUSED};
 use vellum_sys::socket::{self, Listener, Name, SocketError};
 use vellum_sys::terminal;
 
-/// How long a guest that was asked to stop may take.
+/// How long a guest may take to stop after it was asked.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often those who listen hear of progress.
+/// The interval of progress events on the control socket.
 const TELLING: Duration = Duration::from_secs(1);
-/// How often a terminal is redrawn.
+/// The interval at which the progress bar is redrawn.
 const REDRAWING: Duration = Duration::from_millis(100);
 
-/// What brought a run to its end.
+/// What ended a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// The guest itself.
+    /// The guest ended by itself.
     Guest,
-    /// The limit on its time.
+    /// The time limit.
     Limit,
-    /// A request of the control socket.
+    /// A request on the control socket.
     Stop,
     /// A signal.
     Signal(i32),
@@ -72,7 +73,7 @@ pub enum Cause {
 pub struct End {
     /// The exit status of the process.
     pub exit: Exit,
-    /// What brought it about.
+    /// What ended the run.
     pub cause: Cause,
 }
 
@@ -83,24 +84,24 @@ pub struct Session {
     heard: Receiver<Heard>,
     listeners: Listeners,
     sandbox: Sandbox,
-    /// What was asked for.
+    /// The configuration that the session was opened with.
     config: Config,
-    /// When its time is over.
+    /// When the time limit ends.
     deadline: Option<Instant>,
     /// The control socket.
     control: Option<Arc<Mutex<Control>>>,
-    /// Signals that come over the supervisor go there. There until the machine runs here: before that the control socket and the supervisor are
-    /// those of the process that it comes from.
+    /// The sender for signals that arrive from the supervisor. It is `Some` until the machine runs
+    /// here: until then the previous process uses the control socket and the supervisor.
     stands_in: Option<Sender<i32>>,
-    /// Where a debugger is to connect.
+    /// The socket that a debugger connects to.
     gdb: Option<Listener>,
-    /// What the event loop serves beside signals.
+    /// Subscribers of the event loop other than signals.
     served: Vec<SubscriberId>,
-    /// The guard, until it is known to have none of this process's descriptors.
+    /// The guard, until it has closed this process's descriptors.
     guard: Option<guard::Started>,
 }
 
-/// The event loop's part in signals.
+/// The subscriber for signals.
 struct Signals {
     descriptor: SignalFd,
     caught: Sender<i32>,
@@ -108,7 +109,7 @@ struct Signals {
 
 impl MutEventSubscriber for Signals {
     fn init(&mut self, ops: &mut EventOps<'_>) {
-        // A signalfd can always be watched.
+        // Watching a signalfd cannot fail.
         let _ = ops.add(Events::new(&self.descriptor, EventSet::IN));
     }
 
@@ -117,19 +118,20 @@ impl MutEventSubscriber for Signals {
         if STOPPING.contains(&signal) {
             terminal::stop(signal);
         } else {
-            // The receiver lives as long as the loop.
+            // The receiver lives as long as the event loop.
             let _ = self.caught.send(signal);
         }
     }
 }
 
-/// The event loop's part in what a machine has to say: it ends a turn of the loop, after which the machine is asked.
+/// The subscriber for a machine's eventfds. An event ends a turn of the loop, and the machine is
+/// polled afterwards.
 struct Wakes(Vec<Arc<EventFd>>);
 
 impl MutEventSubscriber for Wakes {
     fn init(&mut self, ops: &mut EventOps<'_>) {
         for event in &self.0 {
-            // An eventfd can always be watched.
+            // Watching an eventfd cannot fail.
             let _ = ops.add(Events::new(&**event, EventSet::IN));
         }
     }
@@ -138,11 +140,12 @@ impl MutEventSubscriber for Wakes {
 }
 
 impl Session {
-    /// Takes over the process: blocks signals, binds the control socket, and starts the guard, which removes it and `sockets`
-    /// when this process is gone, and names a file when that is written. Called before there are threads.
+    /// Takes over the process: blocks signals, starts the guard and binds the control socket. The
+    /// guard removes the control socket and `sockets` when this process ends, and gives the file of
+    /// `naming` its name when that is written. Called before there are threads.
     ///
     /// # Errors
-    /// Where the host refuses, or the control socket's name is taken.
+    /// The host refuses, or the name of the control socket is in use.
     pub fn open<'a>(
         config: &'a Config,
         sockets: impl IntoIterator<Item = &'a Path>,
@@ -157,7 +160,8 @@ impl Session {
                 .map_err(|source| SocketError::Io { path: path.into(), source }),
             None => Control::bind(path, ask),
         };
-        // The guard first: it has no part in what is bound after it. It looks at the names when this process is gone.
+        // The guard starts first, so that it inherits none of the sockets bound below. It uses
+        // their names only after this process has ended.
         let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
         let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
         let confined = OfGuard::new(config.sandbox);
@@ -194,11 +198,11 @@ impl Session {
         Ok(session)
     }
 
-    /// Gives up privileges and paths, for the whole process. What is returned goes to each thread that is started from now on,
-    /// which enters it as the last act before its loop.
+    /// Drops privileges and the ability to open paths, for the whole process. Each thread started
+    /// from now on gets the returned sandbox and enters it right before its loop.
     ///
     /// # Errors
-    /// Where the kernel refuses.
+    /// The kernel refuses.
     pub(crate) fn confine(&mut self) -> Result<Sandbox, Error> {
         self.guard = None;
         if let Some(user) = self.config.user {
@@ -208,24 +212,25 @@ impl Session {
         Ok(self.sandbox)
     }
 
-    /// Where a debugger may connect, if this KVM can debug a guest.
+    /// Opens the socket for a debugger, if this KVM can debug a guest.
     fn door(&mut self, kvm: &Kvm) -> Result<Option<gdb::Door>, Error> {
         let Some(gdb) = &self.config.gdb else { return Ok(None) };
         Ok(self.gdb.take().map(|listener| gdb::Door::open(listener, gdb.waits, kvm)).transpose()?)
     }
 
-    /// What tells which memory of this process was ever touched, for machines that can be told to move; before [`Session::confine`].
-    /// Without it all of a machine's memory is read once where it moves.
+    /// Opens the pagemap, which shows which memory of this process was ever touched, for machines
+    /// that can migrate. Called before [`Session::confine`]. Without it a migration reads all
+    /// memory once.
     fn pagemap(process: &Config) -> Option<Arc<Pagemap>> {
         process.control.as_ref().and_then(|_| Pagemap::open().ok()).map(Arc::new)
     }
 
-    /// What of the sandbox is in force, as results record it.
+    /// The state of the sandbox, for results.
     pub(crate) fn sandbox_status(&self) -> String {
         self.sandbox.status()
     }
 
-    /// Has the event loop serve what is new of `machine`.
+    /// Registers the new event sources of `machine`.
     fn serve_for<P: SessionMachine>(&mut self, machine: &mut P) {
         let EventSources { subscribers, wakes } = machine.event_sources();
         subscribers.into_iter().for_each(|subscriber| self.serve(subscriber));
@@ -234,15 +239,15 @@ impl Session {
         }
     }
 
-    /// Has the event loop serve one more.
+    /// Registers `subscriber`.
     pub fn serve(&mut self, subscriber: Subscriber) {
         self.served.push(self.events.add_subscriber(subscriber));
     }
 
-    /// Runs `machine` until it ends, by itself or by the user, or until its time is over.
+    /// Runs `machine` until it ends, the user ends it, or its time is over.
     ///
     /// # Errors
-    /// Where the machine cannot go on, or the event loop fails.
+    /// The machine cannot go on, or the event loop fails.
     pub fn run<P: SessionMachine>(&mut self, machine: &mut P) -> Result<End, Error>
     where
         Error: From<P::Error>,
@@ -259,7 +264,7 @@ impl Session {
         Ok(end)
     }
 
-    /// Turns of the event loop until the machine has ended.
+    /// Runs the event loop until the machine has ended.
     fn turns<P: SessionMachine>(&mut self, machine: &mut P, deadline: Option<Instant>) -> Result<End, Error>
     where
         Error: From<P::Error>,
@@ -287,12 +292,12 @@ impl Session {
             }
             let left = deadline.filter(|_| ending.is_none());
             if let Some((_, since)) = ending.as_mut().filter(|_| !machine.state().is_settled()) {
-                // It moves, or another process has it: that comes to its own end.
+                // A migration that is under way, or was handed over, ends by itself.
                 *since = Instant::now();
             }
             let left = left.or(ending.map(|(_, since)| since + END_TIMEOUT));
             let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            // Without a terminal and listeners, only events and the deadline matter.
+            // Without a terminal or listeners, only events and the deadline matter.
             let tells = machine.progress().is_some() && !self.listeners.is_empty();
             let waits = [
                 left,
@@ -304,8 +309,9 @@ impl Session {
             let settling = wait.map_or(SETTLING, |wait| wait.min(SETTLING));
             let first = if settled { wait } else { Some(settling) };
             if self.events.run_with_timeout(milliseconds(first))? == 0 && !settled {
-                // Out of the guest's way while it starts, for unmapping makes its vCPUs fault too; and right before main sleeps on,
-                // for whatever it ran in between would be mapped again.
+                // Unmapping makes vCPUs fault too, so it waits until the guest has started. It is
+                // the last act before main sleeps, because code that main runs afterwards is mapped
+                // again.
                 settled = true;
                 release_start_up_code();
                 let rest = wait.map(|wait| wait.saturating_sub(settling));
@@ -322,14 +328,14 @@ impl Session {
             if let Some(signal) = self.signals.try_recv().ok().filter(|signal| !is_repeat(*signal)) {
                 asked = Some((signal, Instant::now()));
                 if signal == KILL || matches!(ending, Some((Cause::Signal(_), _))) {
-                    // Asked twice: a guest that does not come to its end is not waited for.
+                    // The second signal: end without waiting for the guest.
                     return Ok(End { exit: Exit::Signal(signal), cause: Cause::Signal(signal) });
                 }
                 cause = Some(Cause::Signal(signal));
                 ending = None;
             }
             if let (None, Some(cause)) = (ending, cause) {
-                // Only a guest that runs sees that it is to end.
+                // A paused guest cannot see the request to end.
                 self.resume(machine, None);
                 if !machine.request_end() {
                     return Ok(End { exit: abrupt(cause), cause });
@@ -342,11 +348,12 @@ impl Session {
                         "the guest has not stopped within {} s: it is cut off",
                         END_TIMEOUT.as_secs()
                     );
-                    // Its memory is read for the result.
+                    // The result reads guest memory.
                     machine.pause()?;
                     return Ok(End { exit: abrupt(cause), cause });
                 }
-                // A guest that has been paused again meanwhile would never see that it is to end.
+                // The guest may have been paused again, and would then never see the request to
+                // end.
                 self.resume(machine, None);
             }
             if let Some(progress) = machine.progress() {
@@ -360,8 +367,9 @@ impl Session {
         }
     }
 
-    /// The machine runs here, in place of the process that it comes from, if that lent its sockets: from now on clients and signals come
-    /// here, and this process's end is that one's.
+    /// Takes over the sockets that the previous process lent, once the machine runs here. From now
+    /// on clients and signals come to this process, and its exit status is reported to the previous
+    /// process.
     fn stand_in(&mut self) {
         let (Some(caught), Some(lent)) = (self.stands_in.take(), &self.config.lent) else { return };
         supervisor::set(lent.supervisor.clone());
@@ -372,8 +380,9 @@ impl Session {
         }
     }
 
-    /// Waits for the process that stands in for this one, once nothing of the machine is left here: signals go on to it, and its exit
-    /// status is this one's. One that stands in for another itself needs not: the new one has its supervisor.
+    /// Waits for the process that took over the machine. Called when nothing of the machine is left
+    /// here. Signals are passed on, and the exit status of that process is returned. A process that
+    /// took over from another does not wait, because its successor has the supervisor.
     pub fn wait_for(&mut self, successor: OwnedFd) -> Exit {
         self.control = None;
         self.listeners.clear();
@@ -404,14 +413,14 @@ impl Session {
                 return Exit::Error;
             }
             while let Ok(signal) = self.signals.try_recv() {
-                // One that is gone is heard of next.
+                // A failure means that the successor has ended. The loop sees that next.
                 let _ = socket::send_some(&successor, &[signal as u8]);
             }
         }
     }
 
-    /// What the guest has said may still wait for a slow reader. A guest that ended by itself gives it the time that the run
-    /// has left, unless the user has had enough.
+    /// Waits for a slow reader of the guest's output. If the guest ended by itself, the reader has
+    /// the time that is left of the run, unless the user ends it.
     fn flush<P: SessionMachine>(
         &mut self,
         machine: &mut P,
@@ -442,7 +451,7 @@ impl Drop for Session {
     }
 }
 
-/// The exit of a machine that is ended without its guest's help.
+/// The exit status of a machine that is ended without the guest's cooperation.
 fn abrupt(cause: Cause) -> Exit {
     match cause {
         Cause::Guest | Cause::Stop => Exit::PowerOff,
@@ -451,7 +460,8 @@ fn abrupt(cause: Cause) -> Exit {
     }
 }
 
-/// For epoll: rounded up, so that the last millisecond is not spent spinning; -1 waits for ever.
+/// The timeout for epoll: rounded up, so that the last millisecond is not spent spinning. -1 waits
+/// for ever.
 fn milliseconds(left: Option<Duration>) -> i32 {
     left.map_or(-1, |left| i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX))
 }

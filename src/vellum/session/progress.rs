@@ -1,4 +1,4 @@
-//! Progress on a terminal. In a pipe nothing is said.
+//! Progress on a terminal. Nothing is printed if standard error is not a terminal.
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -15,32 +15,34 @@ use vellum_machine::Progress;
 use vellum_report::units::humanised;
 use vellum_sys::signal;
 
-/// A bar of `length` steps (0 where the end is not known) on a terminal; hidden elsewhere.
+/// A bar of `length` steps on a terminal, or a hidden one elsewhere. 0 means that the end is not
+/// known.
 pub fn bar(length: u64, template: &str) -> ProgressBar {
     let target =
         if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let rate = |state: &ProgressState, out: &mut dyn fmt::Write| {
-        // A line of progress that cannot be written is not worth an error.
+        // A failure to draw progress is not reported.
         let _ = out.write_str(&rate(state.per_sec()));
     };
     let style = style.with_key("rate", rate);
     ProgressBar::with_draw_target((length > 0).then_some(length), target).with_style(style)
 }
 
-/// Says on standard error, for as long as it lives, that something goes on: for whoever ends what is silent.
+/// Prints lines of progress on standard error as long as it lives, for harnesses that end silent
+/// programs.
 pub struct Heartbeat {
     over: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Heartbeat {
-    /// A line `every` so often, with what `bar` says, be it shown or not.
+    /// Prints a line at each interval `every`, with the message of `bar`. The bar may be hidden.
     pub fn start(bar: ProgressBar, every: Duration) -> Self {
         Self::start_on("vellum", bar, every, io::stderr())
     }
 
-    /// The same by another program's name, and elsewhere.
+    /// Like [`Heartbeat::start`], with the name of another program and to `out`.
     pub fn start_on(
         program: &'static str,
         bar: ProgressBar,
@@ -50,11 +52,11 @@ impl Heartbeat {
         let (over, end) = mpsc::channel();
         let begun = Instant::now();
         let thread = thread::spawn(move || {
-            // Signals are for the thread that waits for guests.
+            // Only the thread that waits for guests handles signals.
             let _blocked = signal::Blocked::all();
             while end.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
                 let line = format!("{program}: {:.0} s: {}", begun.elapsed().as_secs_f64(), bar.message());
-                // Nobody listens any more, perhaps.
+                // The reader may be gone.
                 let _ = writeln!(out, "{}", line.trim_end_matches([':', ' ']));
             }
         });
@@ -69,13 +71,13 @@ impl Drop for Heartbeat {
     }
 }
 
-/// The bar of a machine that tells how far it has come; hidden for one that does not.
+/// The bar of a machine that reports progress, or a hidden one.
 pub(super) fn of(progress: Option<Progress>, limit: Option<Duration>) -> ProgressBar {
     let Some(Progress { of, .. }) = progress else { return ProgressBar::hidden() };
     bar(of.unwrap_or(0), &template(of.is_some(), limit))
 }
 
-/// What the line of a machine says: how much of it is done, or of its time, and how long the rest will take.
+/// The template of a machine's bar: pages done, rate, and the time or part that is left.
 fn template(has_end: bool, limit: Option<Duration>) -> String {
     let done = "{human_pos} pages  {rate}";
     match limit {
@@ -85,7 +87,7 @@ fn template(has_end: bool, limit: Option<Duration>) -> String {
     }
 }
 
-/// Pages in a second, in the digits that say something.
+/// A rate in pages per second, with four significant digits.
 fn rate(per_second: f64) -> String {
     humanised("pages/s", per_second)
 }
@@ -95,7 +97,8 @@ pub fn bytes(what: &str, bytes: u64) -> ProgressBar {
     bar(bytes, &format!("{what} {{bar:30}} {{binary_bytes}} of {{binary_total_bytes}}  {{eta}} left"))
 }
 
-/// Maps memory, and populates it where that is asked for, with a bar and until a signal ends it: nobody reads them yet.
+/// Maps memory and populates it if requested. Shows a bar. A signal ends it: signals are still
+/// pending here, because the event loop does not read them yet.
 pub(super) fn map(config: MemoryConfig) -> Result<Memory, memory::Error> {
     let memory = Memory::map(RAM, config)?;
     if config.prealloc {
@@ -113,7 +116,7 @@ pub(super) fn map(config: MemoryConfig) -> Result<Memory, memory::Error> {
     Ok(memory)
 }
 
-/// Fills memory with random numbers, with a bar and until a signal ends it.
+/// Fills memory with random numbers. Shows a bar. A signal ends it.
 pub(super) fn fill(memory: &Memory) -> Result<(), memory::Error> {
     let bar = bytes("filling", memory.config.size);
     let signal = || signal::waiting(&signal::ENDING);

@@ -1,4 +1,4 @@
-//! What clients of the control socket ask of a session. What concerns the machine alone goes on to it.
+//! Requests of control clients to a session. Those that concern only the machine go to the machine.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use vellum_machine::{SessionMachine, handoff};
 use vellum_sys::socket::MAX_DESCRIPTORS;
 
 impl Session {
-    /// Does what the control socket asks for; says so if the machine is to end.
+    /// Handles all pending requests. Returns a cause if the machine is to end.
     pub(super) fn obey<P: SessionMachine>(&mut self, machine: &mut P) -> Option<Cause> {
         let mut cause = None;
         while let Ok(heard) = self.heard.try_recv() {
@@ -45,7 +45,7 @@ impl Session {
                     cause = Some(Cause::Stop);
                     Ok(json!({}))
                 }
-                // The server answers this one itself.
+                // The server handles this request itself.
                 Do::Events {} => Ok(json!({})),
                 what => machine.ask(by, what, descriptors),
             };
@@ -54,7 +54,8 @@ impl Session {
         cause
     }
 
-    /// What another process takes to stand in for this one: the list of it, and its descriptors from number `from` on.
+    /// What another process needs to take over from this one: the list, and its descriptors from
+    /// index `from` on.
     fn lend<P: SessionMachine>(&self, machine: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
         let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
         let mut lent = handoff::HandoffFds::default();
@@ -81,7 +82,7 @@ impl Session {
         Ok((serde_json::to_value(lending).expect("plain data"), part))
     }
 
-    /// Pauses the machine, if it is not paused; how long that took, in microseconds.
+    /// Pauses the machine, if it is not paused. Returns the duration in microseconds.
     fn pause<P: SessionMachine>(&mut self, machine: &mut P, id: u64) -> Result<u64, String> {
         if machine.is_paused() {
             return Ok(0);
@@ -121,7 +122,7 @@ impl Session {
         }
     }
 
-    /// Milliseconds of the time that the run has, if that is limited.
+    /// Milliseconds until the time limit, if there is one.
     fn left(&self) -> Option<u64> {
         let left = self.deadline?.saturating_duration_since(Instant::now());
         Some(left.as_millis() as u64)

@@ -1,6 +1,7 @@
-//! What ties a process to the one whose machine it has taken over, and for which it stands in: a stream socket between the two. Whoever
-//! started the first one waits for that and sends signals to it; so these go on over the supervisor, a byte each, and back comes the exit
-//! status. A supervisor that ends is as SIGKILL.
+//! A stream socket between a process that has taken over a machine and the one that had it before.
+//! The user waits for the first process and sends signals to it. It forwards each signal as one
+//! byte, and the other returns its exit status. End of file from the first process counts as
+//! SIGKILL.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -12,32 +13,32 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use vellum_sys::signal::KILL;
 use vellum_sys::socket;
 
-/// The end of this process, whose exit status somebody waits for.
+/// This process's end of the socket, if a previous process waits for its exit status.
 static OURS: Mutex<Option<Arc<OwnedFd>>> = Mutex::new(None);
 
 fn ours() -> std::sync::MutexGuard<'static, Option<Arc<OwnedFd>>> {
     OURS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// From now on this process stands in for the one at the other end.
+/// From now on this process reports its exit status on `supervisor`.
 pub fn set(supervisor: Arc<OwnedFd>) {
     *ours() = Some(supervisor);
 }
 
-/// Another one does, by the same supervisor.
+/// Another process has taken over and reports on the same socket.
 pub fn clear() {
     *ours() = None;
 }
 
-/// This process ends with `status`: its last act.
+/// Reports that this process ends with `status`. Called last.
 pub fn report(status: u8) {
     if let Some(supervisor) = ours().take() {
-        // Where nobody waits any more nobody is told.
+        // The other process may have ended.
         let _ = socket::send_some(&supervisor, &[status]);
     }
 }
 
-/// What has come: some bytes, nothing yet, or the end.
+/// Reads what has arrived: bytes, none yet, or `None` at the end.
 fn read(supervisor: &OwnedFd) -> Option<Vec<u8>> {
     let mut bytes = [0; 16];
     match socket::receive_some(supervisor, &mut bytes) {
@@ -50,12 +51,12 @@ fn read(supervisor: &OwnedFd) -> Option<Vec<u8>> {
     }
 }
 
-/// The event loop's part in the supervisor of a process that stands in for another: signals.
+/// The subscriber of a process that has taken over: it receives signals.
 pub(crate) struct SupervisorSocket(pub Arc<OwnedFd>, pub Sender<i32>);
 
 impl MutEventSubscriber for SupervisorSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {
-        // A socket can always be watched.
+        // Watching a socket cannot fail.
         let _ = ops.add(Events::new(&self.0.as_raw_fd(), EventSet::IN));
     }
 
@@ -64,19 +65,20 @@ impl MutEventSubscriber for SupervisorSocket {
             let _ = ops.remove(Events::empty(&self.0.as_raw_fd()));
             vec![KILL as u8]
         });
-        // The receiver lives as long as the loop.
+        // The receiver lives as long as the event loop.
         for signal in signals {
             let _ = self.1.send(signal.into());
         }
     }
 }
 
-/// The same in a process that waits for the one which stands in for it: the exit status, or none where that ended without a word.
+/// The subscriber of a process that waits for its successor: it receives the exit status, or `None`
+/// if the successor ended without one.
 pub(crate) struct SuccessorSocket(pub Arc<OwnedFd>, pub Sender<Option<u8>>);
 
 impl MutEventSubscriber for SuccessorSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {
-        // As above.
+        // Watching a socket cannot fail.
         let _ = ops.add(Events::new(&self.0.as_raw_fd(), EventSet::IN));
     }
 
@@ -89,7 +91,7 @@ impl MutEventSubscriber for SuccessorSocket {
                 None
             }
         };
-        // The receiver lives as long as the loop.
+        // The receiver lives as long as the event loop.
         let _ = self.1.send(said);
     }
 }
