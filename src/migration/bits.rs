@@ -1,35 +1,36 @@
-//! A bit a page, which several threads may set and clear: those of one connection each touch the pages of that connection alone.
+//! A bitmap of pages that several threads may set and clear. Each thread of a connection touches
+//! only that connection's pages.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vellum_kvm::dirty::scan;
 
-/// The bits.
+/// The bitmap.
 #[derive(Debug)]
 pub(crate) struct Bits(Vec<AtomicU64>);
 
 impl Bits {
-    /// None set, of so many pages.
+    /// A bitmap of `pages` pages with no bit set.
     pub fn new(pages: u64) -> Self {
         Self((0..scan::words_for(pages)).map(|_| AtomicU64::new(0)).collect())
     }
 
-    /// Sets those of `pages`.
+    /// Sets the bits of `pages`.
     pub fn set(&self, pages: Range<u64>) {
         each_word(pages, |word, mask| {
             self.0[word].fetch_or(mask, Ordering::Relaxed);
         });
     }
 
-    /// Clears those of `pages`.
+    /// Clears the bits of `pages`.
     pub fn clear(&self, pages: Range<u64>) {
         each_word(pages, |word, mask| {
             self.0[word].fetch_and(!mask, Ordering::Relaxed);
         });
     }
 
-    /// Clears those of `pages`; how many were set.
+    /// Clears the bits of `pages`. Returns how many were set.
     pub fn take(&self, pages: Range<u64>) -> u64 {
         let mut set = 0;
         each_word(pages, |word, mask| {
@@ -38,14 +39,15 @@ impl Bits {
         set
     }
 
-    /// Sets those that are set in `words`.
+    /// Sets the bits that are set in `words`.
     pub fn add(&self, words: &[u64]) {
         for (mine, word) in self.0.iter().zip(words).filter(|(_, word)| **word != 0) {
             mine.fetch_or(*word, Ordering::Relaxed);
         }
     }
 
-    /// The same of words of which the first is of page `first`, a multiple of 64.
+    /// Sets the bits that are set in `words`. The first word begins at page `first`, a multiple of
+    /// 64.
     pub(crate) fn add_at(&self, first: u64, words: &[u64]) {
         let from = (first / 64) as usize;
         for (mine, word) in self.0[from..].iter().zip(words) {
@@ -53,7 +55,7 @@ impl Bits {
         }
     }
 
-    /// The same, those left out that are set in `but`.
+    /// Sets the bits that are set in `words` and not in `but`.
     pub(crate) fn add_but(&self, words: &[u64], but: &Self) {
         for ((mine, word), but) in self.0.iter().zip(words).zip(&but.0) {
             let word = word & !but.load(Ordering::Relaxed);
@@ -63,18 +65,18 @@ impl Bits {
         }
     }
 
-    /// As those of `other` are now.
+    /// Copies the bits of `other`.
     pub(crate) fn copy_from(&self, other: &Self) {
         let words = self.0.iter().zip(&other.0);
         words.for_each(|(mine, other)| mine.store(other.load(Ordering::Relaxed), Ordering::Relaxed));
     }
 
-    /// All of them, a bit a page.
+    /// The bitmap as words.
     pub fn words(&self) -> Vec<u64> {
         self.0.iter().map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
-    /// How many are set.
+    /// How many bits are set.
     pub fn count(&self) -> u64 {
         self.0.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
     }
@@ -84,14 +86,14 @@ impl Bits {
         self.first_run_of(pages, u64::MAX)
     }
 
-    /// The same, `most` pages of it at most: no more than that is looked at.
+    /// The first run, cut to `most` pages. Later bits are not read.
     pub(crate) fn first_run_of(&self, pages: Range<u64>, most: u64) -> Option<Range<u64>> {
         let start = self.first(pages.clone(), 0)?;
         let end = pages.end.min(start.saturating_add(most));
         Some(start..self.first(start..end, u64::MAX).unwrap_or(end))
     }
 
-    /// The first of `pages` whose bit differs from those of `same`, all zeroes or all ones.
+    /// The first of `pages` whose bit differs from `same`, which is all zeroes or all ones.
     fn first(&self, pages: Range<u64>, same: u64) -> Option<u64> {
         let mut at = pages.start;
         while at < pages.end {
@@ -105,7 +107,7 @@ impl Bits {
     }
 }
 
-/// Each word that has bits of `pages`, and which.
+/// Calls `each` with each word that has bits of `pages`, and with the mask of these bits.
 fn each_word(pages: Range<u64>, mut each: impl FnMut(usize, u64)) {
     let mut at = pages.start;
     while at < pages.end {

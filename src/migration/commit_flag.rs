@@ -1,16 +1,18 @@
-//! The fence of a migration on one host: a word in memory that both processes have. Who changes it first decides what becomes of the
-//! guest, and the other can see it, whatever becomes of the link or of the one who did it.
+//! The commit flag of a migration on one host: a word in shared memory. The first to change it
+//! decides who has the guest. The other side can see the decision even if the link drops or a
+//! process dies.
 //!
 //! | word | who stores it, and what it means |
 //! |---|---|
 //! | open | the source has the guest |
-//! | committed | the source, before it says COMMIT: the target may run it |
-//! | ran | the target, before a vCPU enters the guest: it is the target's for good |
-//! | withdrawn | either, where the target has not run it: it never will |
+//! | committed | the source, before it sends COMMIT: the target may run the guest |
+//! | ran | the target, before a vCPU enters the guest: the target keeps it |
+//! | withdrawn | either, if the target has not run the guest: it never will |
 //!
-//! The word lies in a file in memory that is sealed against shrinking (memfd_create(2)): neither can make the other fault. The client
-//! makes it, for the machine opens nothing, and the source hands it to the target with HELLO. Through a relay or a network it does not
-//! come; the target says in WELCOME whether it has it.
+//! The word lies in a memfd that is sealed against shrinking (memfd_create(2)), so neither side can
+//! make the other fault. The client creates the file, because the machine opens nothing. The source
+//! passes it to the target with HELLO. It does not pass through a relay or a network. The target
+//! says in WELCOME whether it has the flag.
 
 use std::fs::File;
 use std::io;
@@ -19,16 +21,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, sealed_memfd, seals_hold};
 
-/// What has been decided.
+/// The decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ownership {
-    /// Nothing yet: the source has the guest.
+    /// No decision yet: the source has the guest.
     Open,
-    /// The target may run it.
+    /// The target may run the guest.
     Committed,
-    /// It is the target's.
+    /// The target has the guest.
     Ran,
-    /// The target never runs it.
+    /// The target never runs the guest.
     Withdrawn,
 }
 
@@ -36,7 +38,7 @@ impl Ownership {
     const ALL: [Self; 4] = [Self::Open, Self::Committed, Self::Ran, Self::Withdrawn];
 }
 
-/// The word, as one of both sides has it.
+/// One side's mapping of the word.
 #[derive(Debug)]
 pub struct CommitFlag {
     file: File,
@@ -44,18 +46,18 @@ pub struct CommitFlag {
 }
 
 impl CommitFlag {
-    /// A new one's file, for [`CommitFlag::new`].
+    /// Creates the file of a new flag, for [`CommitFlag::new`].
     ///
     /// # Errors
-    /// Where the kernel has no such files.
+    /// The kernel does not support sealed memfds.
     pub fn file() -> io::Result<File> {
         sealed_memfd(c"vellum-fence", PAGE_SIZE, None)
     }
 
-    /// The one in this file, which somebody else may have made.
+    /// The flag in this file, which another process may have created.
     ///
     /// # Errors
-    /// Where it is none: it could become shorter, or has not the size of one.
+    /// The file is not sealed against shrinking or has the wrong size, or it cannot be mapped.
     pub fn new(file: OwnedFd) -> io::Result<Self> {
         let file = File::from(file);
         if !seals_hold(&file)? || file.metadata()?.len() != PAGE_SIZE {
@@ -65,7 +67,7 @@ impl CommitFlag {
         Ok(Self { file, mapping })
     }
 
-    /// Its file, to be handed on.
+    /// The file, to be passed on.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -74,12 +76,13 @@ impl CommitFlag {
         &self.mapping.words()[0]
     }
 
-    /// Stores `to` where the word is `from`; what it is then.
+    /// Stores `to` if the word is `from`. Returns the resulting value.
     pub fn step(&self, from: Ownership, to: Ownership) -> Ownership {
         let stored = self.word().compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst);
         match stored {
             Ok(_) => to,
-            // What is none of the words was not written by a Vellum: nobody runs anything on account of it.
+            // An unknown word was not written by a Vellum. It counts as open, so nothing runs
+            // because of it.
             Err(word) => {
                 Ownership::ALL.into_iter().find(|known| *known as u64 == word).unwrap_or(Ownership::Open)
             }

@@ -1,4 +1,4 @@
-//! What the thread that sends or saves a machine and the event loop's thread say to each other.
+//! Messages between the thread that sends or saves a machine and the event loop's thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,100 +16,100 @@ use vellum_kvm::vm::vcpu::Throttle;
 use vellum_machine::Section;
 use vellum_sys::pagemap::Pagemap;
 
-/// What is asked of a migration.
+/// The options of a migration.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How long the guest may stand still: a limit, not an aim.
+    /// How long the guest may be paused: a limit, not a target.
     pub downtime: Duration,
-    /// When it ends that has not converged, and how.
+    /// When a migration that has not converged ends, and how.
     pub timeout: Option<(Duration, Then)>,
-    /// Bytes a second at most.
+    /// The maximum bandwidth in bytes per second.
     pub bandwidth: Option<u64>,
-    /// Whether the guest is slowed down.
+    /// Whether the guest is throttled.
     pub throttling: Throttling,
-    /// How dirty pages are collected; what the machine has, where nothing is asked for.
+    /// How dirty pages are collected. None for the machine's own method.
     pub method: Option<Method>,
-    /// How long the target may be silent where it is its turn.
+    /// How long the target may be silent when it has to answer.
     pub liveness: Duration,
-    /// Whether pages are compressed where that pays.
+    /// Whether pages are compressed where that saves bytes.
     pub compress: bool,
-    /// Whether all memory is compared while both sides stand still.
+    /// Whether all memory is compared while both sides are paused.
     pub verify: bool,
-    /// Whether RAM is handed over as a descriptor, and not copied.
+    /// Whether RAM is handed over as a descriptor instead of copied.
     pub hands_over: bool,
-    /// When memory goes.
+    /// When memory is sent.
     pub mode: Mode,
-    /// Whether the guest may have to run on the target before all of it is there.
+    /// Whether the guest may run on the target before all of its memory is there.
     pub postcopies: bool,
 }
 
-/// What the event loop's thread is to do with the machine.
+/// A demand on the event loop's thread, about the machine.
 #[derive(Debug)]
 pub enum Demand {
-    /// Follow who writes to its memory, in this way or the best that it has.
+    /// Start dirty tracking with this method, or with the best that the machine has.
     Track(Option<Method>),
-    /// Pause it and save its state.
+    /// Pause the machine and save its state.
     Save,
-    /// Let it run on.
+    /// Let the machine continue.
     Resume,
-    /// Give up the locks of its disks.
+    /// Release the locks of its disks.
     Release,
-    /// Take them again.
+    /// Take the locks again.
     Retake,
-    /// The guest runs on the target: say what has been typed for it meanwhile.
+    /// The guest runs on the target. Return the input that arrived for it meanwhile.
     Typed,
 }
 
 /// The answer to a [`Demand`].
 pub enum Done {
-    /// To [`Demand::Track`].
+    /// The answer to [`Demand::Track`].
     Tracker(Box<dyn DirtyTracker>),
-    /// To [`Demand::Save`].
+    /// The answer to [`Demand::Save`].
     Saved(Vec<Section>),
-    /// To [`Demand::Typed`].
+    /// The answer to [`Demand::Typed`].
     Typed(Vec<u8>),
-    /// To the others.
+    /// The answer to every other demand.
     Done,
-    /// It cannot be done.
+    /// The demand failed.
     Failed(String),
 }
 
-/// What the thread says without expecting an answer.
+/// What the thread reports without expecting an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SenderEvent {
-    /// How far it is.
+    /// The progress so far.
     Progress(Progress),
     /// A pass has ended.
     Pass(Pass),
-    /// The link was cut after COMMIT: the client is to bring another one.
+    /// The link dropped after COMMIT. The client is to supply another one.
     Unconfirmed,
     /// The guest runs on the target, which lacks some of its memory.
     Ahead,
-    /// The link was cut meanwhile, and why.
+    /// The link dropped while the target lacked memory. Contains the reason.
     Severed(String),
-    /// There is a link again.
+    /// A new link has been accepted.
     Recovered,
-    /// The guest stays, and why.
+    /// The guest stays. Contains the reason.
     Stayed(String),
     /// The guest runs on the target.
     Moved {
-        /// How many pages were compared before, where that was asked for.
+        /// How many pages were compared before, if a comparison was requested.
         compared: Option<u64>,
-        /// For how long it has waited there for pages that followed it.
+        /// How long the guest has waited on the target for pages that followed it.
         waited: Option<Waited>,
-        /// What this thread knows of it.
+        /// What this thread knows about the migration.
         left: Left,
     },
-    /// A snapshot is written: its files are on the disk, and get their names next.
+    /// A snapshot's files are on disk under temporary names. They are renamed next.
     Written(Written),
-    /// They have them.
+    /// The files have their final names.
     Named,
 }
 
-/// What a snapshot came to.
+/// The result of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Whether it has all of memory.
+    /// Whether it contains all of memory.
     pub full: bool,
     /// When the machine was paused for it, in nanoseconds since 1970.
     pub taken: u64,
@@ -117,70 +117,70 @@ pub struct Written {
     pub passes: u32,
     /// Its pages.
     pub layer: layer::Written,
-    /// Bytes of its state.
+    /// The size of its state in bytes.
     pub state_bytes: u64,
-    /// Their sum.
+    /// The checksum of its state.
     pub state_crc: u32,
     /// The machine's disks.
     pub disks: Vec<Disk>,
 }
 
-/// How far a migration is.
+/// The progress of a migration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Progress {
-    /// What it is at.
+    /// The current phase.
     pub phase: Phase,
-    /// Which pass, from 1.
+    /// The number of the pass, from 1.
     pub pass: u32,
     /// Bytes sent so far.
     pub sent: u64,
-    /// Bytes that compression has spared the link so far.
+    /// Bytes that compression has saved on the link so far.
     pub spared: u64,
-    /// Pages owed.
+    /// The number of pages still to be sent.
     pub owed: u64,
-    /// What the last pass measured, once there is one.
+    /// What the last pass measured. None before the first ends.
     pub measured: Option<Measured>,
-    /// How long the guest would stand still if the final pass began now.
+    /// How long the guest would be paused if the final pass began now.
     pub downtime: Option<Duration>,
-    /// How long all of it was expected to take after the first pass.
+    /// The total time expected after the first pass.
     pub total: Option<Duration>,
-    /// Percent of its time that is taken from the guest.
+    /// The percentage of time taken from the guest by throttling.
     pub taken: u32,
 }
 
-/// The machine, as far as this thread has a part in it.
+/// What this thread uses of the machine.
 pub(crate) struct Moving {
-    /// What it is.
+    /// The machine's configuration.
     pub describe: Value,
     /// Its memory.
     pub memory: Vec<Slot>,
     /// Its RAM.
     pub ram: Memory,
-    /// Tells what of that was ever touched.
+    /// Tells which pages of it were ever touched.
     pub pagemap: Option<Arc<Pagemap>>,
-    /// Takes time from it.
+    /// Throttles the vCPUs.
     pub throttle: Throttle,
 }
 
-/// What comes from the event loop's thread.
+/// A command from the event loop's thread.
 pub(crate) enum SenderCommand {
     /// The answer to the last demand.
     Done(Done),
-    /// The operator does not want it, or the guest has ended.
+    /// The operator cancels, or the guest has ended.
     Cancel(String),
     /// The operator takes the guest back.
     Force,
-    /// The files of a snapshot have their names.
+    /// The files of a snapshot have their final names.
     Named,
     /// A new connection to the target.
     Linked(OwnedFd),
-    /// The same where the target lacks memory, with one for pages that somebody waits for.
+    /// A new connection to a target that lacks memory, and a second one for faulting pages.
     Recovered(OwnedFd, OwnedFd),
-    /// Other limits from now on.
+    /// New limits.
     Set {
-        /// How long the guest may stand still.
+        /// How long the guest may be paused.
         downtime: Option<Duration>,
-        /// Bytes a second.
+        /// Bytes per second.
         bandwidth: Option<u64>,
     },
 }
@@ -188,10 +188,10 @@ pub(crate) enum SenderCommand {
 /// What the thread says.
 #[derive(Debug)]
 pub enum Said {
-    /// To be answered.
+    /// A demand, which is to be answered.
     Demand(Demand),
-    /// Not to be answered.
+    /// An event, which is not to be answered.
     SenderEvent(SenderEvent),
-    /// Who has written to memory since a snapshot, for the next one.
+    /// The dirty log since a snapshot, for the next one.
     Kept(Box<Since>),
 }

@@ -1,5 +1,6 @@
-//! Whether a machine fits on a target: what the source's has that the one assembled here lacks, all of it in one answer and before a
-//! page is sent. Memory is not here: it has been mapped by then, or could not be.
+//! Whether a machine fits on a target. One answer lists everything that the source's machine has
+//! and the machine here lacks, before a page is sent. Memory is not compared: it has been mapped by
+//! then, or mapping has failed.
 
 use super::message::Misfit;
 use vellum_kvm::arch::cpuid::Leaf;
@@ -7,12 +8,12 @@ use vellum_kvm::arch::cpuid::model::Level;
 use vellum_kvm::arch::{clocks, cpuid};
 use vellum_linux::state::Device;
 
-/// What of a machine is compared.
+/// The compared parts of a machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
-    /// What its first vCPU sees of CPUID.
+    /// The CPUID of its first vCPU.
     pub cpuid: &'a [Leaf],
-    /// The frequency of its TSC in kHz, where it is known.
+    /// The frequency of its TSC in kHz, if known.
     pub tsc_khz: Option<u32>,
     /// Its virtio devices.
     pub devices: &'a [Device],
@@ -21,20 +22,21 @@ pub struct Parts<'a> {
 /// The type of a block device (virtio 1.2, section 5.2).
 const BLOCK: u32 = 2;
 
-/// How a TSC has to fit.
+/// Which TSC frequencies fit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tsc {
-    /// This host gives guests a TSC of another frequency than its own.
+    /// Whether this host can give guests another TSC frequency than its own.
     pub scales: bool,
-    /// Where it does not, another frequency is taken nonetheless, on the word of whoever runs the target.
+    /// Whether another frequency is accepted without scaling. The target's operator decides this.
     pub allowed: bool,
 }
 
-/// Every misfit of a machine like `source` with the one that was assembled here.
+/// Every misfit between a machine like `source` and the machine assembled here.
 pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
     let mut found = Vec::new();
     let lacking = cpuid::lacking(source.cpuid, here.cpuid);
-    // One misfit, however many these are: another generation's CPU may lack dozens, and one flag is the remedy for all.
+    // One misfit for all features: another CPU generation may lack dozens, and one flag is the
+    // remedy for all.
     if !lacking.is_empty() {
         let model = Level::without(lacking.iter().copied());
         let model = model.map_or_else(|| "a CPU model".into(), |level| format!("the CPU model {level}"));
@@ -71,7 +73,7 @@ pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
     found
 }
 
-/// What of one device differs.
+/// The difference in one device.
 fn of_device(source: &Device, here: &Device) -> Option<Misfit> {
     let (theirs, ours) = (&source.device, &here.device);
     let name = &source.name;
@@ -83,7 +85,8 @@ fn of_device(source: &Device, here: &Device) -> Option<Misfit> {
         let [theirs, ours] = [&theirs.queues, &ours.queues].map(|queues| format!("{} queues", queues.len()));
         return Some(misfit(name, &theirs, &ours, "give the target's as many"));
     }
-    // The configuration space of a block device begins with its sectors; trailing zeroes are left out.
+    // The configuration space of a block device begins with its number of sectors. Trailing zeroes
+    // are omitted.
     let sectors = |config: &[u8]| {
         let byte = |at: usize| u64::from(config.get(at).copied().unwrap_or(0)) << (8 * at);
         (0..8).map(byte).sum::<u64>()
@@ -105,7 +108,7 @@ fn misfit(what: &str, source: &str, target: &str, remedy: &str) -> Misfit {
     Misfit { what, source, target, remedy }
 }
 
-// The features that it names are x86-64's.
+// The test names x86-64 CPU features.
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::*;
@@ -138,7 +141,7 @@ mod tests {
             device("disk0", BLOCK, 5, 1, &[0, 8]),
             device("disk1", BLOCK, 7, 1, &[0, 9]),
             device("disk2", BLOCK, 7, 1, &[0, 8]),
-            // Another address is no misfit: the guest's comes with its state.
+            // Another MAC address is not a misfit: the guest's arrives with its state.
             device("net0", 1, 3, 2, &[6, 5, 4, 3, 2, 1]),
             device("console", 3, 1, 2, &[]),
         ];
@@ -153,7 +156,8 @@ mod tests {
                 [source, here].map(|khz| Parts { cpuid: &[], tsc_khz: Some(khz), devices: &[] });
             misfits(&source, &here, Tsc { scales: false, allowed })
         };
-        // A higher frequency, which KVM takes and imitates by jumps, as well as a lower one; both answers are there.
+        // A higher and a lower frequency, with both settings. KVM accepts a higher one and emulates
+        // it by jumps.
         for (source, here) in [(2_000_000, 2_001_000), (2_001_000, 2_000_000)] {
             let found = tsc(source, here, false);
             let [one] = &found[..] else { panic!("{found:?}") };

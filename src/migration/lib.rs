@@ -1,32 +1,33 @@
-//! Live migration: a machine moves to another process, on this host or another, and nothing of it is lost.
+//! Live migration: moves a machine to another process on this host or another, without loss.
 //!
-//! | file | what it is |
+//! | file | contents |
 //! |---|---|
-//! | [`message`] | what the two sides say to each other |
-//! | [`wire`] | messages, state and pages as bytes, and back: no I/O, every length checked |
-//! | [`source`], [`target`] | the two sides as pure machines: (state, event) to (state, actions); `tests/handover.rs` enumerates them |
-//! | [`plan`] | when to send another pass, when to pause the guest, when to give up: pure, on a clock of the caller's |
-//! | [`fit`] | what keeps a machine from going to a target, all of it in one answer |
+//! | [`message`] | the messages of the two sides |
+//! | [`wire`] | messages, state and pages as bytes: no I/O, every length checked |
+//! | [`source`], [`target`] | both sides as pure state machines; see `tests/handover.rs` |
+//! | [`plan`] | when to send a pass, pause the guest or give up: pure, on the caller's clock |
+//! | [`fit`] | every reason why a machine cannot move to a target |
 //! | [`pages`] | harvested pages to frames, and frames to pages |
-//! | [`pack`] | pages compressed, and back |
-//! | [`verify`] | whether both sides have the same memory, while both stand still |
-//! | [`bits`] | a bit a page, which the threads of several connections share |
-//! | [`share`] | which of several connections carries which pages |
+//! | [`pack`] | compression of pages |
+//! | [`verify`] | the comparison of both sides' memory while both are paused |
+//! | [`bits`] | a bitmap of pages that the threads of several connections share |
+//! | [`share`] | which connection carries which pages |
 //! | [`pace`] | a cap on bandwidth |
-//! | [`commit_flag`] | on one host, a word that both processes see, and that decides |
+//! | [`commit_flag`] | on one host, the word in shared memory that decides ownership |
 //! | [`link`] | one connection: a stream socket that carries frames |
-//! | [`sender`], [`receiver`] | each side's thread, which drives its machine |
-//! | [`pending`] | which pages are still to go |
-//! | [`populating`] | memory of a target that is to be there in full |
-//! | [`fetching`] | memory that comes when somebody wants it, out of a snapshot or from a source that has handed over its guest |
-//! | [`postcopy_memory`] | which of it is missing, and how what comes gets into it |
-//! | [`saving`], [`loading`] | the same between a machine and the files of a [`snapshot`] |
-//! | [`since`] | what one snapshot leaves to the next |
-//! | [`threads`], [`events`] | how that thread and the event loop's speak, and what they say |
-//! | [`migratable`], [`incoming`] | each side's machine, which does on the event loop's thread what the other thread demands |
+//! | [`sender`], [`receiver`] | each side's thread, which drives its state machine |
+//! | [`pending`] | the pages still to be sent |
+//! | [`populating`] | populating all memory of a target |
+//! | [`fetching`] | memory on demand, from a snapshot or from a source after the hand-over |
+//! | [`postcopy_memory`] | which memory is missing, and how arriving pages are placed |
+//! | [`saving`], [`loading`] | moving a machine to and from the files of a [`snapshot`] |
+//! | [`since`] | what one snapshot keeps for the next |
+//! | [`threads`], [`events`] | how these threads and the event loop's thread communicate |
+//! | [`migratable`], [`incoming`] | each side's machine, driven on the event loop's thread |
 //!
-//! What a whole machine's state is, and in which order it is saved and restored, is [`vellum_machine::state`]'s. A client
-//! (`cli/migrate.rs`) connects the two sides and hands over the connection; the machine itself opens nothing.
+//! [`vellum_machine::state`] defines a machine's state and the order of saving and restoring it. A
+//! client (`cli/migrate.rs`) connects the two sides and passes the connection to each. The machine
+//! itself opens nothing.
 //!
 //! # The hand-over
 //!
@@ -37,45 +38,52 @@
 //!   CONFIG     ------------------------->    does it fit here?
 //!              <-------------------------  FIT, or MISFIT with every reason
 //!   pages, PASS_END, pages, … ---------->    the guest runs on the source
-//!   (pause) last pages, state, FINAL --->    everything is restored but what writes guest memory
+//!   (pause) last pages, state, FINAL --->    restores all but what writes guest memory
 //!              <-------------------------  READY
-//!   (--verify) sums, COMPARE ----------->    both stand still: every page is compared
+//!   (--verify) sums, COMPARE ----------->    both are paused: every page is compared
 //!              <-------------------------  COMPARED
-//!   COMMIT     ------------------------->    from here on the source may not run again by itself
-//!              <-------------------------  DONE: the guest runs on the target; or REFUSED: it never ran
+//!   COMMIT     ------------------------->    now the source may not resume on its own
+//!              <-------------------------  DONE: it runs on the target; or REFUSED: it never ran
 //!   BYE        ------------------------->
 //! ```
 //!
-//! Several connections share the pages, chunk by chunk; all else goes over the first. Behind FIT each of the others joins the migration
-//! by its session and its number (JOIN, JOINED), and every pass ends with a PASS_END on all of them, which both sides wait for. Until
-//! READY the cut of one is the cut of all. From then on only the first counts.
+//! Several connections share the pages, chunk by chunk. Everything else uses the first connection.
+//! After FIT each of the others joins the migration by session and number (JOIN, JOINED). Every
+//! pass ends with a PASS_END on each connection, and both sides wait for all of them. Until READY,
+//! the loss of one connection is the loss of all. From then on only the first counts.
 //!
-//! Where both are on one host, RAM may be handed over as a descriptor that comes with HELLO, beside the commit_flag, without which it is not
-//! done: CONFIG says so, no passes follow, and the last pages are those of other memory. Both have the same RAM from FIT on. The target
-//! writes nothing there before COMMIT, and the source nothing after it.
+//! On one host, RAM can be handed over as a descriptor that is sent with HELLO. This requires a
+//! shared commit_flag. CONFIG then announces it, no passes follow, and the last pages are those of
+//! other memory. From FIT on, both sides map the same RAM. The target does not write to it before
+//! COMMIT, and the source does not write to it afterwards.
 //!
 //! # Postcopy
 //!
-//! The guest may have to run on the target before all of its memory is there. FINAL says then how many pages follow, of which the map has
-//! been sent. The target empties those, and whatever shares a huge page with them, and has faults on them reported from here on: to
-//! restore the state may want them already. Behind DONE:
+//! With postcopy, the guest runs on the target before all of its memory has arrived. FINAL then
+//! says how many pages are missing. Their map has been sent before it. The target unmaps these
+//! pages and every page that shares a huge page with them, and registers for faults on them. It
+//! does so before it restores the state, because that may already access them. After DONE:
 //!
 //! ```text
-//!              <-------------------------  the map of what is missing, LACKING: what the target says, not what the source has sent
-//!   all of that, on all connections -->
-//!              <-------------------------  pages that somebody waits for, on a connection of their own
-//!   these, there ---------------------->
-//!              <-------------------------  COMPLETE: the target lacks nothing any more
+//!              <-------------------------  the map of missing pages, LACKING
+//!   all missing pages, all connections ->
+//!              <-------------------------  requests for faulting pages, on their own connection
+//!   requested pages, same connection --->
+//!              <-------------------------  COMPLETE: no page is missing
 //!   BYE        ------------------------->
 //! ```
 //!
-//! A cut between DONE and COMPLETE leaves both sides waiting for another link (`postcopy-paused`); QUERY on that is answered by RAN and
-//! by the map anew. Neither can go on without the other then.
+//! The target's map counts, not what the source believes it has sent.
 //!
-//! Two copies never run: the source runs until it has sent COMMIT, and afterwards only where the target has said that it never ran
-//! and never will, or where the operator insists. After a cut QUERY asks the target what became of it; every message from COMMIT
-//! on may be repeated and does nothing the second time. Between two processes of one host the [`commit_flag`] decides at once, and nobody
-//! has to ask.
+//! If the link drops between DONE and COMPLETE, both sides wait for another one
+//! (`postcopy-paused`). On the new link the source sends QUERY, and the target answers with RAN and
+//! a new map. In this state, neither side can continue without the other.
+//!
+//! Two copies never run. The source runs until it has sent COMMIT. Afterwards it runs only if the
+//! target has said that it never ran and never will, or if the operator insists. After a lost link,
+//! QUERY asks the target for the outcome. Every message from COMMIT on may be repeated without
+//! effect. Between two processes on one host the [`commit_flag`] decides at once, without a
+//! message.
 
 pub mod bits;
 pub mod commit_flag;

@@ -1,5 +1,6 @@
-//! One connection of a migration: a stream socket that carries frames ([`super::wire`]) both ways. Nothing here knows what they
-//! mean. A peer that neither reads nor writes for [`LIVENESS`] is as good as gone.
+//! One connection of a migration: a stream socket that carries frames ([`super::wire`]) in both
+//! directions. It does not interpret them. A peer that neither reads nor writes for [`LIVENESS`] is
+//! considered gone.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -14,31 +15,31 @@ use vellum_sys::poll::Poll;
 use vellum_sys::socket;
 use vmm_sys_util::eventfd::EventFd;
 
-/// How long a peer may be silent where it is its turn, unless the user says otherwise.
+/// How long a peer may be silent when it has to act, unless the user sets another time.
 pub const LIVENESS: Duration = Duration::from_secs(10);
 
-/// What may come with the first message: a fence, and a machine's RAM.
+/// The maximum number of descriptors with the first message: a commit flag and a machine's RAM.
 const MAX_DESCRIPTORS: usize = 2;
 
-/// Why a connection is of no use any more.
+/// Why a connection cannot be used any longer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The peer has closed it, or the network has.
+    /// The peer or the network has closed the connection.
     #[error("the other side has closed the connection")]
     Closed,
-    /// The kernel says so.
+    /// A system call has failed.
     #[error("the connection: {0}")]
     Io(#[source] io::Error),
-    /// The peer takes nothing.
+    /// The peer reads nothing.
     #[error("the other side has taken nothing for {0:?}")]
     Silent(Duration),
-    /// What came is no frame, or not the right one.
+    /// The received bytes are not a frame, or not the expected one.
     #[error(transparent)]
     Wire(#[from] wire::Error),
-    /// Pages or state of somebody who may only say something.
+    /// Pages or state from a peer that may only send messages.
     #[error("the other side sent pages or state out of turn")]
     OutOfTurn,
-    /// Whoever waits for it to be sent has been told to give up.
+    /// The sending thread was told to give up.
     #[error("given up in the middle of a frame")]
     GivenUp,
 }
@@ -52,13 +53,13 @@ impl From<io::Error> for Error {
     }
 }
 
-/// Tells a thread that is in the middle of a frame, which its peer does not take, to give up.
+/// Tells a thread that is blocked in the middle of a frame to give up.
 #[derive(Clone, Debug, Default)]
 pub struct GiveUp(Arc<AtomicBool>);
 
 impl GiveUp {
-    /// From now on no link that has this waits for its peer. It takes effect at once where the thread is woken
-    /// ([`Link::set_give_up`]).
+    /// From now on no link with this flag waits for its peer. This takes effect at once if the
+    /// thread is woken ([`Link::set_give_up`]).
     pub fn now(&self) {
         self.0.store(true, Ordering::Release);
     }
@@ -74,38 +75,38 @@ pub struct Link {
     socket: OwnedFd,
     encoder: Encoder,
     decoder: Decoder,
-    /// What has come and has not been taken: from `taken` to `filled`.
+    /// Received bytes. Those from `taken` to `filled` have not been processed.
     input: Vec<u8>,
     taken: usize,
     filled: usize,
-    /// The header of the frame under way, once that has been taken.
+    /// The header of the current frame, once it has been parsed.
     header: Option<Header>,
-    /// How many bytes are read at once where a header is due.
+    /// How many bytes are read at once when a header is due.
     at_once: usize,
     liveness: Duration,
     give_up: GiveUp,
-    /// What wakes a thread that is to look at `give_up`.
+    /// Wakes a thread that has to check `give_up`.
     wake: Option<Arc<EventFd>>,
-    /// Nobody waits for the peer beyond this.
+    /// No send waits for the peer beyond this time.
     until: Option<Instant>,
-    /// What was left to send then, and goes before anything else.
+    /// Bytes that were unsent at that time. They are sent before anything else.
     rest: Vec<u8>,
-    /// Whether the peer has closed it, and what was sent last is lost.
+    /// Whether the peer has closed the connection, so that the last send was lost.
     closed: bool,
-    /// What has come with messages before it was admitted.
+    /// Descriptors that arrived with messages before the link was admitted.
     descriptors: Vec<OwnedFd>,
-    /// Whether pages and state may come, which are much larger than messages.
+    /// Whether pages and state are accepted, which are much larger than messages.
     admitted: bool,
     /// Bytes sent so far.
     pub sent: u64,
 }
 
 impl Link {
-    /// Over a socket that is connected. `session` is what its frames are of; where there is none, the first frame that comes says
-    /// so.
+    /// A link over a connected socket. `session` is the session of its frames. Without it, the
+    /// first frame that arrives determines the session.
     ///
     /// # Errors
-    /// Where it is no stream socket.
+    /// The socket is not a stream socket.
     pub fn new(socket: OwnedFd, session: Option<SessionId>, page: u32) -> Result<Self, Error> {
         socket::prepare_stream(&socket, LIVENESS)?;
         Ok(Self {
@@ -129,57 +130,59 @@ impl Link {
         })
     }
 
-    /// How long the peer may be silent.
+    /// Sets how long the peer may be silent.
     pub(crate) fn set_liveness(&mut self, liveness: Duration) {
         self.liveness = liveness;
     }
 
-    /// Takes pages and state from now on, too. Until then nobody makes this process allocate more than a message needs.
+    /// Accepts pages and state from now on. Until then a peer cannot make this process allocate
+    /// more than a message needs.
     pub(crate) fn admit(&mut self) {
         self.admitted = true;
     }
 
-    /// From now on what follows a header is read with it, up to so many bytes in all: a frame that is as short comes by one call of the
-    /// kernel. Whoever waits for the descriptor afterwards asks [`Link::has_more`] first.
+    /// From now on, reads up to `bytes` bytes at once, so that a frame of that size takes one
+    /// system call. Before the caller polls the descriptor, it must check [`Link::has_more`].
     pub(crate) fn read_ahead(&mut self, bytes: usize) {
         self.at_once = bytes.max(HEADER);
     }
 
-    /// Whether something has been read that [`Link::receive`] has not given yet: its descriptor does not tell of that.
+    /// Whether bytes have been read that [`Link::receive`] has not returned yet. Polling the
+    /// descriptor does not report them.
     pub(crate) fn has_more(&self) -> bool {
         self.taken < self.filled
     }
 
-    /// Ends a [`Link::send`] that waits, where it says so and `wake` becomes readable.
+    /// Lets a blocked [`Link::send`] end when `give_up` is set and `wake` becomes readable.
     pub(crate) fn set_give_up(&mut self, give_up: GiveUp, wake: Arc<EventFd>) {
         (self.give_up, self.wake) = (give_up, Some(wake));
     }
 
-    /// Until when [`Link::send`] waits for a peer that takes nothing. What it does not take by then is kept, and goes first when
-    /// something is sent again: the frame that is under way is not lost.
+    /// Sets the time until which [`Link::send`] waits for a peer that reads nothing. Unsent bytes
+    /// are kept and sent first next time, so the current frame is not lost.
     pub(crate) fn set_until(&mut self, until: Option<Instant>) {
         self.until = until;
     }
 
-    /// Another descriptor of its socket, to cut it by.
+    /// Duplicates the socket's descriptor, so that another thread can shut it down.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// No descriptor is left.
     pub(crate) fn duplicate(&self) -> io::Result<OwnedFd> {
         self.socket.try_clone()
     }
 
-    /// The session that its frames are of, once that is known.
+    /// The session of its frames, once it is known.
     pub fn session(&self) -> Option<SessionId> {
         self.decoder.session()
     }
 
-    /// What numbers the frames that are sent.
+    /// The encoder, which numbers the sent frames.
     pub fn encoder(&mut self) -> &mut Encoder {
         &mut self.encoder
     }
 
-    /// Its descriptor, to be polled for what comes.
+    /// The descriptor, for polling.
     pub fn descriptor(&self) -> &OwnedFd {
         &self.socket
     }
@@ -193,7 +196,7 @@ impl Link {
         self.send(&frame)
     }
 
-    /// Sends the first message, and with it descriptors, which come only over a unix socket.
+    /// Sends the first message with descriptors. They arrive only over a Unix socket.
     ///
     /// # Errors
     /// As [`Link::send`].
@@ -208,12 +211,12 @@ impl Link {
         self.send(&frame[sent..])
     }
 
-    /// The descriptors that have come with the first message.
+    /// Takes the descriptors that arrived with the first message.
     pub(crate) fn take_descriptors(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.descriptors)
     }
 
-    /// Sends a part of the state.
+    /// Sends a section of the state.
     ///
     /// # Errors
     /// As [`Link::send`].
@@ -222,7 +225,8 @@ impl Link {
         self.send(&frame)
     }
 
-    /// Sends a map of `pages` pages of memslot `region`, of which those in `bits` are missing; nothing of parts where none is.
+    /// Sends the map of the missing pages in memslot `region`, which has `pages` pages. Parts
+    /// without missing pages are not sent.
     ///
     /// # Errors
     /// As [`Link::send`].
@@ -239,13 +243,14 @@ impl Link {
         Ok(())
     }
 
-    /// Sends frames whole, or as much of them as the peer takes [in time](Link::set_until).
+    /// Sends whole frames, or as much of them as the peer takes [in time](Link::set_until).
     ///
-    /// A peer that has closed the link may have said why, or more. The first time that something cannot be sent for that reason, the
-    /// error is left to [`Link::receive`], which has the peer's last words first.
+    /// A peer that closed the link may have sent its reason before. The first failure for this
+    /// reason is therefore not reported here. [`Link::receive`] returns the peer's last messages
+    /// and then the error.
     ///
     /// # Errors
-    /// Where the peer is gone, or takes nothing for too long.
+    /// The peer is gone, or reads nothing for too long.
     pub fn send(&mut self, bytes: &[u8]) -> Result<(), Error> {
         match self.send_or_keep(bytes) {
             Err(Error::Closed) if !self.closed => {
@@ -270,12 +275,12 @@ impl Link {
         Ok(())
     }
 
-    /// Whether the kernel has taken all that was sent.
+    /// Whether the kernel has taken all bytes.
     pub(crate) fn is_sent(&self) -> bool {
         self.rest.is_empty()
     }
 
-    /// Sends what the peer takes of `bytes`; how much that was.
+    /// Sends as much of `bytes` as the peer takes. Returns how much that was.
     fn push(&mut self, bytes: &[u8]) -> Result<usize, Error> {
         let (mut done, mut wake) = (0, self.wake.as_deref());
         while done < bytes.len() {
@@ -303,7 +308,8 @@ impl Link {
                         if self.give_up.is_asked() {
                             return Err(Error::GivenUp);
                         }
-                        // It stays readable until its thread reads it, which is after this frame.
+                        // The event stays readable until its thread reads it, which is after this
+                        // frame.
                         wake = None;
                     }
                 }
@@ -314,10 +320,10 @@ impl Link {
         Ok(done)
     }
 
-    /// The next frame, once all of it has come; `None` where it has not.
+    /// The next frame, or `None` if it has not arrived completely.
     ///
     /// # Errors
-    /// Where the peer is gone, or what came is no frame.
+    /// The peer is gone, or the received bytes are not a frame.
     pub fn receive(&mut self) -> Result<Option<Frame<'_>>, Error> {
         let (header, payload) = loop {
             let due = self.header.map_or(HEADER, |header| header.len as usize);
@@ -340,12 +346,12 @@ impl Link {
             if self.taken == self.filled {
                 (self.taken, self.filled) = (0, 0);
             }
-            // Of a payload no more is read than it has: the large ones need not be moved then.
+            // Reads no more than the payload, so that large payloads need not be moved.
             let most = if self.admitted && self.header.is_none() { self.at_once } else { due };
             if self.input.len() < self.taken + most {
                 self.input.copy_within(self.taken..self.filled, 0);
                 (self.taken, self.filled) = (0, self.filled - self.taken);
-                // Grows with what has been announced, which the kind of the frame bounds.
+                // Grows to the announced size, which is bounded by the kind of the frame.
                 self.input.resize(self.input.len().max(most), 0);
             }
             let mut came = Vec::new();
@@ -354,7 +360,7 @@ impl Link {
                 true => socket::receive_some(&self.socket, buffer),
                 false => socket::receive(&self.socket, buffer, &mut came),
             };
-            // Others are closed.
+            // Surplus descriptors are closed.
             came.truncate(MAX_DESCRIPTORS - self.descriptors.len());
             self.descriptors.append(&mut came);
             match received {
@@ -367,7 +373,7 @@ impl Link {
                 Err(error) => return Err(error.into()),
             }
         };
-        // Replies go under the session of the first frame.
+        // Replies use the session of the first frame.
         if let Some(session) = self.decoder.session() {
             self.encoder.set_session(session);
         }
@@ -404,7 +410,8 @@ mod tests {
         assert!(matches!(link.receive(), Err(Error::Closed)));
     }
 
-    /// What was read ahead is given, wherever a frame ends in what came, and no frame is given before all of it is there.
+    /// Bytes read ahead are returned wherever a frame ends in them. No frame is returned before it
+    /// is complete.
     #[test]
     fn what_is_read_ahead_is_not_lost() {
         let mut encoder = Encoder::new(SESSION);
@@ -431,7 +438,7 @@ mod tests {
         }
     }
 
-    /// A header alone would make the other side allocate what it announces.
+    /// A header alone would make the other side allocate the announced size.
     #[test]
     fn nobody_sends_state_who_was_not_admitted() {
         let body = vec![0; 1 << 20];
@@ -468,7 +475,7 @@ mod tests {
         assert!(matches!(link.say(&Message::Query {}), Err(Error::Closed)));
     }
 
-    /// A peer that takes nothing for a while has lost nothing of what was sent to it meanwhile.
+    /// A peer that reads nothing for a while loses nothing that was sent meanwhile.
     #[test]
     fn what_is_not_taken_in_time_goes_first_later() {
         use std::io::Read;

@@ -1,4 +1,4 @@
-//! What the two sides of a migration say to each other, beside pages and state.
+//! The messages of a migration, other than pages and state.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,34 +8,36 @@ use serde::{Deserialize, Serialize};
 pub use vellum_control::Waited;
 use vellum_report::printable;
 
-/// The newest version of the wire that is spoken here.
+/// The newest supported version of the wire protocol.
 pub const VERSION: u32 = 3;
-/// The oldest.
+/// The oldest supported version.
 pub const OLDEST: u32 = 1;
-/// The first in which pages may be compressed.
+/// The first version with compressed pages.
 pub const COMPRESSES: u32 = 2;
-/// The first in which a machine's memory may be handed over as a descriptor.
+/// The first version that can hand over a machine's memory as a descriptor.
 pub const HANDS_OVER: u32 = 3;
-/// The first in which a guest may run on the target before all of its memory is there.
+/// The first version in which a guest may run on the target before all of its memory is there.
 pub const POSTCOPIES: u32 = 3;
-/// The compression that there is.
+/// The only supported compression.
 pub const ZSTD: &str = "zstd";
 
-/// The newest version that a peer which speaks `versions`, oldest and newest, shares with this one.
+/// The newest version that this side shares with a peer. The argument is the peer's oldest and
+/// newest version.
 pub(crate) fn common_version([oldest, newest]: [u32; 2]) -> Option<u32> {
     let common = newest.min(VERSION);
     (oldest.max(OLDEST) <= common).then_some(common)
 }
 
-/// Which migration a message belongs to: random, chosen by the source. Another one's messages are refused.
+/// The migration that a message belongs to. The source chooses it at random. Messages of another
+/// session are refused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SessionId(pub [u8; 16]);
 
 impl SessionId {
-    /// A number that nobody has had and nobody can guess.
+    /// A new random number that cannot be guessed.
     ///
     /// # Errors
-    /// Where the kernel has no randomness.
+    /// The kernel has no randomness.
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0; 16];
         vellum_sys::random::fill(&mut bytes)?;
@@ -49,22 +51,22 @@ impl fmt::Debug for SessionId {
     }
 }
 
-/// One thing that does not fit: what the source has, what the target has, and what would help.
+/// One mismatch: what the source has, what the target has, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Misfit {
-    /// What it is about: `memory`, `cpuid avx512f`, `disk1`.
+    /// The subject: `memory`, `cpuid avx512f`, `disk1`.
     pub what: String,
-    /// What the source has.
+    /// The source's value.
     pub source: String,
-    /// What the target has.
+    /// The target's value.
     pub target: String,
     /// What would make it fit.
     pub remedy: String,
 }
 
 impl fmt::Display for Misfit {
-    /// As the source says it.
+    /// Formats it from the source's point of view.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { what, source, target, remedy } = self;
         write!(f, "{what}: {source} here, {target} there; {remedy}")
@@ -72,26 +74,26 @@ impl fmt::Display for Misfit {
 }
 
 impl Message {
-    /// What it is called on the wire.
+    /// The message's name on the wire.
     pub fn name(&self) -> String {
         let said = serde_json::to_value(self).ok();
         said.as_ref().and_then(|said| said["say"].as_str()).unwrap_or("a message").to_uppercase()
     }
 }
 
-/// What became of the guest on the target.
+/// The guest's state on the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Standing {
-    /// It has everything and waits for COMMIT.
+    /// The target has everything and waits for COMMIT.
     Uncommitted,
-    /// It runs, or has run.
+    /// The guest runs, or has run.
     Ran,
-    /// It never ran here and never will.
+    /// The guest never ran on the target and never will.
     Gone,
 }
 
-/// The longest text of a peer's that is shown, in characters.
+/// The maximum length of a peer's text that is shown, in characters.
 const MAX_SHOWN: usize = 1000;
 
 fn show(text: &mut String) {
@@ -104,149 +106,156 @@ fn show(text: &mut String) {
     }
 }
 
-/// A message. Those of the hand-over carry the attempt that they are about: a final pass that took too long is given up, and what
-/// is still under way of it means nothing to the next one.
+/// A message. Messages of the hand-over carry the number of their attempt. A final pass that took
+/// too long is given up, and late messages of that attempt are ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "say", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Message {
     /// The source begins.
     Hello {
-        /// The versions of the wire that it speaks, oldest and newest.
+        /// The versions of the wire that the source speaks, oldest and newest.
         versions: [u32; 2],
     },
     /// The target knows one of the versions.
     Welcome {
-        /// The newest that both speak.
+        /// The newest version that both speak.
         version: u32,
-        /// Whether it shares the source's [flag](super::commit_flag).
+        /// Whether the target shares the source's [flag](super::commit_flag).
         #[serde(default)]
         fence: bool,
     },
-    /// What the machine is that wants to move.
+    /// Describes the machine to be moved.
     Config {
-        /// Its configuration, which the machine reads.
+        /// Its configuration. The machine parses it.
         config: serde_json::Value,
-        /// Over how many connections its pages come.
+        /// The number of connections that carry its pages.
         connections: u32,
-        /// How they may be compressed, from version 2 on: the name of one that the target must know.
+        /// The compression of pages, since version 2. The target must support it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         compression: Option<String>,
-        /// Whether its RAM has come as a descriptor with HELLO, from version 3 on: no page of that follows.
+        /// Whether RAM was handed over as a descriptor with HELLO, since version 3. No pages of RAM
+        /// follow then.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         handed: bool,
-        /// Whether the guest may have to run before all of its memory has come, from version 3 on. One more connection joins then, as the
-        /// number behind the last: pages that somebody waits for are asked for and come on that.
+        /// Whether the guest may run before all of its memory has arrived, since version 3. One
+        /// more connection then joins, numbered after the last. Faulting pages are requested and
+        /// sent on it.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         postcopy: bool,
     },
-    /// It fits.
+    /// The machine fits.
     Fit {},
-    /// It does not.
+    /// The machine does not fit.
     Misfit {
         /// Every reason.
         misfits: Vec<Misfit>,
     },
-    /// One more connection of a migration that is under way.
+    /// Joins one more connection to a running migration.
     Join {
-        /// Its number, from 1.
+        /// The connection's number, from 1.
         connection: u32,
     },
-    /// It is one.
+    /// The connection has joined.
     Joined {},
-    /// A pass over memory has been sent, as far as this connection has it.
+    /// This connection's part of a pass has been sent.
     PassEnd {
-        /// Its number, from 1.
+        /// The pass's number, from 1.
         pass: u32,
-        /// How many pages have been sent on it.
+        /// How many pages this connection has sent.
         pages: u64,
     },
-    /// The final pass was given up: the guest runs on on the source, and more passes follow.
+    /// The final pass was given up. The guest continues on the source, and more passes follow.
     Again {
-        /// The attempt that comes next.
+        /// The number of the next attempt.
         attempt: u32,
     },
     /// All pages and all state have been sent.
     Final {
-        /// Which attempt this ends.
+        /// The attempt that this ends.
         attempt: u32,
-        /// How many pages have been sent in all passes.
+        /// How many pages all passes have sent.
         pages: u64,
         /// How many sections of state belong to this attempt.
         sections: u32,
-        /// Where memory follows while the guest runs on the target: how many pages of it, the map of which has been sent.
+        /// With postcopy, the number of pages that follow while the guest runs on the target. Their
+        /// map has been sent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         lacking: Option<u64>,
     },
-    /// The target has restored it and could run it.
+    /// The target has restored the state and can run the guest.
     Ready {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
     },
-    /// The sums of every page that may be other than zero have been sent: are they the target's?
+    /// The checksums of every page that may be non-zero have been sent. The target compares them
+    /// with its own.
     Compare {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
-        /// How many pages they were.
+        /// The number of checksummed pages.
         pages: u64,
     },
-    /// The answer.
+    /// The answer to COMPARE.
     Compared {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
         /// How many pages were compared.
         pages: u64,
-        /// How many differ, those among them that the source says nothing of and that are not zero.
+        /// How many differ. This includes pages that the source did not mention and that are not
+        /// zero.
         wrong: u64,
-        /// The guest addresses of the first of these.
+        /// The guest addresses of the first pages that differ.
         first: Vec<u64>,
     },
-    /// The target shall run it.
+    /// The target is to run the guest.
     Commit {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
     },
-    /// It runs on the target.
+    /// The guest runs on the target.
     Done {},
-    /// The target has sent the map of the pages that it lacks: the source is to send them.
+    /// The target has sent the map of its missing pages. The source is to send them.
     Lacking {
-        /// How many.
+        /// The number of missing pages.
         pages: u64,
     },
-    /// The target lacks nothing any more.
+    /// No page is missing on the target.
     Complete {
-        /// For how long each vCPU has waited for pages.
+        /// How long each vCPU has waited for pages.
         waited: Waited,
     },
-    /// The source has understood, and ends.
+    /// The source has received the outcome and ends.
     Bye {
-        /// What was typed for the guest from the pause for the final pass on, which it has not been given.
+        /// Input that arrived since the pause for the final pass and that the guest has not been
+        /// given.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         typed: Vec<u8>,
     },
-    /// After COMMIT: the target cannot run it, and has never run it.
+    /// After COMMIT: the target cannot run the guest and has never run it.
     Refused {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// The migration is off.
+    /// The migration is cancelled.
     Abort {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// What became of it?
+    /// Asks for the outcome.
     Query {},
-    /// The answer.
+    /// The answer to QUERY.
     Status {
-        /// What became of it.
+        /// The guest's state on the target.
         standing: Standing,
     },
 }
 
 impl Message {
-    /// The last word, with nothing to pass on.
+    /// BYE without input to pass on.
     pub(crate) const BYE: Self = Self::Bye { typed: Vec::new() };
 
-    /// As it came from a peer, whose reasons go into logs and onto terminals: each is one line of a length that can be read.
+    /// The message with a peer's texts made safe for logs and terminals: each is one line of
+    /// limited length.
     pub fn shown(mut self) -> Self {
         match &mut self {
             Self::Refused { why } | Self::Abort { why } => show(why),

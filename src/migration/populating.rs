@@ -1,5 +1,6 @@
-//! Memory of a machine that comes and that is to be there in full: it is populated beside the pages that come, on a thread of its own,
-//! and the target is not ready before. What has come by then is not changed by that.
+//! Populating all memory of an incoming machine. A separate thread does this while pages arrive,
+//! and the target is not ready before it has finished. Populating does not change pages that have
+//! arrived.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +10,7 @@ use std::time::Duration;
 use vellum_kvm::memory::Memory;
 use vellum_sandbox::{Sandbox, ThreadKind};
 
-/// The thread, as those who wait for it see it. It stops where nobody does any more.
+/// A handle on the thread. The thread stops when the handle is dropped.
 #[derive(Debug)]
 pub struct Populating {
     stop: Arc<AtomicBool>,
@@ -17,31 +18,31 @@ pub struct Populating {
 }
 
 impl Populating {
-    /// Begins to populate `memory`.
+    /// Starts to populate `memory`.
     ///
     /// # Errors
-    /// Where the host refuses a thread.
+    /// The thread cannot be created.
     pub fn start(memory: Memory, sandbox: Sandbox) -> Result<Self, String> {
         let (said, end) = channel();
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let populate = move || {
-            // It needs no more than the thread of a connection.
+            // The thread needs no more than the thread of a connection.
             sandbox.enter(ThreadKind::Connection, "populating").map_err(|error| error.to_string())?;
             let whole = memory.populate_here(|_| !stopped.load(Ordering::Relaxed));
             whole.map(drop).map_err(|error| format!("populating memory: {error}"))
         };
-        // Whoever waits no longer is not told.
+        // The send fails only if the handle was dropped.
         let body = move || drop(said.send(populate()));
         let started = std::thread::Builder::new().name("populating".into()).spawn(body);
         started.map_err(|error| format!("the thread that populates memory: {error}"))?;
         Ok(Self { stop, end })
     }
 
-    /// Whether all of it is there; waits for that for `time`.
+    /// Waits up to `time` and returns whether all memory is populated.
     ///
     /// # Errors
-    /// Why it never will be.
+    /// Populating has failed.
     pub(crate) fn is_done(&self, time: Duration) -> Result<bool, String> {
         match self.end.recv_timeout(time) {
             Ok(result) => result.map(|()| true),

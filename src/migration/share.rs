@@ -1,17 +1,18 @@
-//! Which connection carries which pages. Memory is cut into chunks, and each chunk belongs to one connection for as long as the
-//! migration lasts: what one connection carries never overtakes what another has carried of the same page.
+//! Which connection carries which pages. Memory is divided into chunks, and each chunk belongs to
+//! one connection for the whole migration. So data of a page never overtakes earlier data of the
+//! same page.
 
 use std::ops::Range;
 
 use super::wire::Run;
 use vellum_sys::plant::{self, Mistake};
 
-/// The most connections of one migration.
+/// The maximum number of connections of one migration.
 pub(crate) const MAX_CONNECTIONS: u32 = 16;
-/// Pages of a chunk: a multiple of what one frame carries.
+/// Pages per chunk: a multiple of what one frame carries.
 const CHUNK: u64 = 512;
 
-/// The part of one connection.
+/// The share of one connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     connection: u32,
@@ -19,17 +20,17 @@ pub struct Share {
 }
 
 impl Share {
-    /// Of connection `connection`, from 0, of `of`.
+    /// The share of connection `connection`, from 0, of `of`.
     pub fn new(connection: u32, of: u32) -> Self {
         Self { connection, of }
     }
 
-    /// Of how many connections.
+    /// The number of connections.
     pub fn of(&self) -> u32 {
         self.of
     }
 
-    /// What it carries in pass `pass`: always the same.
+    /// The share in pass `pass`: always the same.
     pub(crate) fn in_pass(self, pass: u32) -> Self {
         let other = plant::is(Mistake::ChunkChangesConnection) && pass > 1;
         Self { connection: (self.connection + u32::from(other)) % self.of, ..self }
@@ -39,7 +40,7 @@ impl Share {
         (chunk + u64::from(region)) % u64::from(self.of) == u64::from(self.connection)
     }
 
-    /// The first pages from `from` on, of a region of `pages`, that this connection carries.
+    /// The first pages from `from` on that this connection carries, in a region of `pages` pages.
     pub fn next(&self, region: u32, from: u64, pages: u64) -> Option<Range<u64>> {
         if self.of == 1 {
             return Some(from..pages).filter(|range| !range.is_empty());

@@ -1,19 +1,19 @@
-//! What ties one snapshot to the next: the log of dirty pages between them.
+//! Connects one snapshot to the next: the log of dirty pages between them.
 
 use std::fmt;
 
 use super::pending::PendingPages;
 use vellum_kvm::dirty::Method;
 
-/// Who has written to memory since a point. The log of dirty pages is on for as long as this lives.
+/// Dirty tracking since a point. The dirty log stays on for as long as this value exists.
 pub struct Since {
     /// How dirty pages are collected.
     pub method: Method,
-    /// The pages that the next point has to have.
+    /// The pages that the next point must contain.
     pub(crate) owed: PendingPages,
-    /// Of which directory the point is.
+    /// The directory of the point.
     pub chain: String,
-    /// Which it is.
+    /// The number of the point.
     pub point: u32,
 }
 

@@ -1,33 +1,34 @@
-//! The side that has the guest, as a pure machine: what it does next follows from where it is and what happens, and from nothing
-//! else. Whoever drives it carries out the [`Action`]s in their order and brings [`Event`]s.
+//! The source side of a migration as a pure state machine. The next step depends only on the state
+//! and the event. The driver executes the [`Action`]s in order and delivers [`Event`]s.
 
 use super::commit_flag::Ownership;
 use super::message::{COMPRESSES, HANDS_OVER, Message, Misfit, POSTCOPIES, Standing, ZSTD};
 use vellum_sys::plant::{self, Mistake};
 
-/// Where the source is.
+/// The state of the source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     /// HELLO has been sent.
     Greeting,
     /// CONFIG has been sent.
     Offering,
-    /// Passes over memory, while the guest runs.
+    /// Passes over memory are sent while the guest runs.
     Copying,
-    /// The guest is paused, the last pages and the state are under way, READY is awaited.
+    /// The guest is paused. The last pages and the state are being sent, and READY is awaited.
     Finishing,
-    /// Both sides stand still and compare their memory.
+    /// Both sides are paused and compare their memory.
     Comparing,
     /// COMMIT has been sent. The guest may run on the target.
     Committing,
-    /// The link was cut after COMMIT: nobody here knows whether the guest runs on the target.
+    /// The link dropped after COMMIT. The source does not know whether the guest runs on the
+    /// target.
     Unconfirmed {
-        /// Whether the operator wants it back.
+        /// Whether the operator wants the guest back.
         withdraw: bool,
     },
-    /// The guest runs on the target, which lacks some of its memory: that is sent.
+    /// The guest runs on the target, which lacks some of its memory. The source sends it.
     Serving,
-    /// The link was cut meanwhile: both stand still until there is another.
+    /// The link dropped while the target lacked memory. Both sides wait for another one.
     Severed,
     /// The guest runs on the target. This process ends.
     Moved,
@@ -35,30 +36,30 @@ pub enum State {
     Stayed,
 }
 
-/// What happens.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The target says something.
+    /// A message from the target.
     Said(Message),
-    /// The link is cut, or the target has been silent for too long.
+    /// The link dropped, or the target has been silent for too long.
     Cut,
-    /// There is a link again.
+    /// A new link is available.
     Linked,
-    /// The plan says that the rest can be sent while the guest stands still.
+    /// The plan decided that the rest fits into the downtime.
     Converged,
-    /// The plan says that the guest is to run on the target before the rest is sent.
+    /// The plan decided that the guest is to run on the target before the rest is sent.
     Ahead,
     /// The final pass takes too long.
     Overrun,
-    /// The operator does not want it any more, or its time is over, or the guest has ended by itself.
+    /// The operator cancels, the timeout has expired, or the guest has ended.
     Cancel(String),
-    /// The operator says that the guest does not run on the target, and takes the blame.
+    /// The operator asserts that the guest does not run on the target, and takes responsibility.
     Force,
-    /// What the fence says.
+    /// The state of the commit flag.
     Fenced(Ownership),
 }
 
-/// What to do.
+/// An action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Send a message.
@@ -67,66 +68,70 @@ pub enum Action {
     Offer,
     /// Switch the dirty log on, and send passes over memory.
     Copy,
-    /// Pause the guest, save its state, harvest for the last time, and send all of it and FINAL.
+    /// Pause the guest, save its state, harvest for the last time, and send the pages, the state
+    /// and FINAL.
     Finish {
         /// The number that FINAL carries.
         attempt: u32,
     },
-    /// Send the sums of all pages, and COMPARE.
+    /// Send the checksums of all pages, and COMPARE.
     Compare {
         /// The number that COMPARE carries.
         attempt: u32,
     },
-    /// Let the guest run on: it had been paused for the final pass.
+    /// Resume the guest that was paused for the final pass.
     Resume,
-    /// The guest runs on the target: have the pages that it asks for sent, and wait for the map of those that it lacks.
+    /// The guest runs on the target. Send the pages that it requests, and wait for the map of
+    /// missing pages.
     Serve,
-    /// Send all that the target lacks by its map.
+    /// Send all pages that are missing on the target according to its map.
     Stream,
-    /// The target waits for pages and there is no link to it: tell the operator.
+    /// The target waits for pages without a link: tell the operator.
     Sever,
-    /// Give up locks and addresses that the target needs in order to run the guest.
+    /// Release locks and addresses that the target needs to run the guest.
     Release,
-    /// Take them again, once the target has given them up.
+    /// Take them again after the target has released them.
     Retake,
-    /// Store in the fence that it is committed, and then say COMMIT; [`Event::Fenced`] follows where that comes too late.
+    /// Set the commit flag to committed, then send COMMIT. If the flag was already decided,
+    /// [`Event::Fenced`] follows.
     Commit {
         /// The number that COMMIT carries.
         attempt: u32,
     },
-    /// Take it back by the fence, where the target has not run it; [`Event::Fenced`] follows.
+    /// Withdraw the guest in the commit flag unless the target has run it. [`Event::Fenced`]
+    /// follows.
     Settle,
-    /// Switch the dirty log and the throttle off: everything is as it was before.
+    /// Switch off the dirty log and throttling.
     Undo,
-    /// Get a link to the target again.
+    /// Get a new link to the target.
     Reconnect,
     /// End the process: the guest has moved.
     End,
-    /// Tell the operator why it stays.
+    /// Tell the operator why the guest stays.
     Report(String),
 }
 
 /// The source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Source {
-    /// Where it is.
+    /// The current state.
     pub state: State,
     attempt: u32,
     verifies: bool,
     compresses: bool,
-    /// Whether RAM is handed over, and not copied.
+    /// Whether RAM is handed over instead of copied.
     hands_over: bool,
-    /// Whether the guest may have to run on the target before all of its memory is there, and whether this attempt has it so.
+    /// Whether postcopy is allowed. `ahead` says whether this attempt uses it.
     postcopies: bool,
     ahead: bool,
-    /// Whether the link was cut after COMMIT, and there was no other.
+    /// Whether the link dropped after COMMIT and has not been replaced.
     cut: bool,
-    /// Whether it has a fence to offer; then whether the target shares it.
+    /// Whether the source offers a commit flag. After WELCOME, whether the target shares it.
     fenced: bool,
 }
 
 impl Source {
-    /// A source that has said HELLO.
+    /// A source that has sent HELLO.
     pub fn new() -> Self {
         Self {
             state: State::Greeting,
@@ -141,25 +146,25 @@ impl Source {
         }
     }
 
-    /// The same source, which has all memory compared before it commits.
+    /// The same source with a comparison of all memory before COMMIT.
     pub fn verifying(mut self, verifies: bool) -> Self {
         self.verifies = verifies;
         self
     }
 
-    /// The same source, whose pages are to be compressed.
+    /// The same source with compressed pages.
     pub(crate) fn compressing(mut self, compresses: bool) -> Self {
         self.compresses = compresses;
         self
     }
 
-    /// The same source, whose RAM is handed over as a descriptor.
+    /// The same source with RAM handed over as a descriptor.
     pub(crate) fn handing_over(mut self, hands_over: bool) -> Self {
         self.hands_over = hands_over;
         self
     }
 
-    /// The same source, whose guest may have to run on the target before all of its memory is there.
+    /// The same source with postcopy allowed.
     pub fn postcopying(mut self, postcopies: bool) -> Self {
         self.postcopies = postcopies;
         self
@@ -170,13 +175,13 @@ impl Source {
         self.ahead
     }
 
-    /// The same source, which has a fence to offer.
+    /// The same source with a commit flag to offer.
     pub fn fenced(mut self, offers: bool) -> Self {
         self.fenced = offers;
         self
     }
 
-    /// What follows from `event`.
+    /// Processes `event` and returns the actions.
     pub fn step(&mut self, event: Event) -> Vec<Action> {
         match self.state {
             State::Greeting | State::Offering | State::Copying | State::Finishing | State::Comparing => {
@@ -185,7 +190,7 @@ impl Source {
             State::Committing | State::Unconfirmed { .. } => self.after_commit(event),
             State::Serving | State::Severed => self.behind(event),
             State::Moved => match event {
-                // The target has not heard BYE, and asks to hear it.
+                // The target has not received BYE and asks for it.
                 Event::Said(
                     Message::Done {} | Message::Status { standing: Standing::Ran } | Message::Complete { .. },
                 ) => {
@@ -209,7 +214,8 @@ impl Source {
                 );
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
-            // Two that have the same memory must never both run it, whatever becomes of their link.
+            // Two processes with the same memory must never both run it, even if the link drops.
+            // Only the commit flag ensures that.
             (State::Greeting, Event::Said(M::Welcome { version, fence }))
                 if self.hands_over && (version < HANDS_OVER || !fence) =>
             {
@@ -258,7 +264,7 @@ impl Source {
                 vec![Action::Finish { attempt: self.attempt }]
             }
             (State::Finishing, Event::Said(M::Ready { attempt })) if attempt == self.attempt => {
-                // What is not there yet cannot be compared.
+                // Missing memory cannot be compared.
                 if self.verifies && !self.ahead {
                     self.state = State::Comparing;
                     return vec![Action::Compare { attempt }];
@@ -281,13 +287,13 @@ impl Source {
                 );
                 self.stay(why.clone(), Some(M::Abort { why }))
             }
-            // What is sent while the guest stands still is little then, and has no limit.
+            // With postcopy, little is sent during the pause, and no limit applies.
             (State::Finishing, Event::Overrun) if !self.ahead => {
                 self.state = State::Copying;
                 self.attempt += 1;
                 vec![Action::Resume, Action::Send(M::Again { attempt: self.attempt }), Action::Copy]
             }
-            // What is still under way of an attempt that was given up, and what the plan says too late.
+            // Late messages of an attempt that was given up, and late decisions of the plan.
             (_, Event::Said(M::Ready { .. }) | Event::Overrun | Event::Converged | Event::Linked)
             | (_, Event::Ahead | Event::Fenced(_)) => Vec::new(),
             (_, Event::Cut) => self.stay("the link was cut before the hand-over".into(), None),
@@ -337,7 +343,7 @@ impl Source {
                 let why = "the target has not run it and never will".to_owned();
                 self.take_back(why, Some(M::BYE))
             }
-            // Nobody has to be asked: who is first at the fence has the guest.
+            // No message is needed: the first to change the commit flag has the guest.
             Event::Cut | Event::Cancel(_) | Event::Force if self.fenced => vec![Action::Settle],
             Event::Cut => {
                 self.state = State::Unconfirmed { withdraw };
@@ -345,7 +351,7 @@ impl Source {
             }
             Event::Linked => vec![Action::Send(M::Query {})],
             Event::Cancel(_) if self.state == State::Committing => {
-                // Too late to take back by ourselves: the target is asked first.
+                // Too late to take the guest back without the target: ask it first.
                 self.state = State::Unconfirmed { withdraw: true };
                 vec![Action::Send(M::Query {})]
             }
@@ -374,8 +380,8 @@ impl Source {
         vec![Action::Serve]
     }
 
-    /// The guest runs on the target, and what the target lacks is here alone: nothing but that it lacks nothing any more ends this
-    /// side.
+    /// The guest runs on the target, and only this side has the missing pages. Only COMPLETE ends
+    /// this side.
     fn behind(&mut self, event: Event) -> Vec<Action> {
         use Message as M;
         match event {
@@ -392,7 +398,8 @@ impl Source {
                 self.state = State::Serving;
                 vec![Action::Send(M::Query {})]
             }
-            // As it was when it stood still for the hand-over: whoever says this knows that the target is gone.
+            // The guest returns to its state at the hand-over. The operator asserts that the target
+            // is gone.
             Event::Force if self.state == State::Severed => {
                 self.take_back("the operator took it back, as it was at the hand-over".into(), None)
             }
@@ -402,7 +409,7 @@ impl Source {
 
     fn commit(&mut self) -> Vec<Action> {
         self.state = State::Committing;
-        // Released first: the target takes them when it hears COMMIT.
+        // Locks are released first: the target takes them on COMMIT.
         let attempt = self.attempt;
         let say =
             if self.fenced { Action::Commit { attempt } } else { Action::Send(Message::Commit { attempt }) };
@@ -413,11 +420,11 @@ impl Source {
         actions
     }
 
-    /// Nothing has been handed over: the guest runs on.
+    /// Nothing was handed over: the guest continues here.
     fn stay(&mut self, why: String, last: Option<Message>) -> Vec<Action> {
         let paused = matches!(self.state, State::Finishing | State::Comparing);
         self.state = State::Stayed;
-        // A target that is ready answers ABORT, and stays until it hears that nobody needs it.
+        // A ready target answers ABORT and stays until it receives BYE.
         let last = last.into_iter().flat_map(|abort| [abort, Message::BYE]);
         let mut actions: Vec<Action> = last.map(Action::Send).collect();
         actions.push(Action::Undo);
@@ -428,7 +435,7 @@ impl Source {
         actions
     }
 
-    /// The target will never run it: it runs here again.
+    /// The target will never run the guest: it resumes here.
     fn take_back(&mut self, why: String, last: Option<Message>) -> Vec<Action> {
         self.state = State::Stayed;
         let mut actions = vec![Action::Retake, Action::Undo, Action::Resume];

@@ -1,11 +1,11 @@
-//! The side that the guest moves to, as a pure machine. Whoever drives it carries out the [`Action`]s in their order and brings
-//! [`Event`]s.
+//! The target side of a migration as a pure state machine. The driver executes the [`Action`]s in
+//! order and delivers [`Event`]s.
 
 use super::commit_flag::Ownership;
 use super::message::{Message, Misfit, OLDEST, Standing, VERSION, ZSTD, common_version};
 use vellum_sys::plant::{self, Mistake};
 
-/// Where the target is.
+/// The state of the target.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     /// HELLO is awaited.
@@ -14,104 +14,109 @@ pub enum State {
     Welcomed,
     /// CONFIG is compared with this host and this command line.
     Judging,
-    /// Pages and state come in.
+    /// Pages and state arrive.
     Receiving,
-    /// Everything has come, and is restored.
+    /// Everything has arrived and is being restored.
     Restoring {
-        /// Which attempt.
+        /// The attempt.
         attempt: u32,
     },
-    /// Everything is there and paused: READY has been said. After a cut it stays so until somebody decides.
+    /// Everything is restored and paused, and READY has been sent. After a lost link this state
+    /// lasts until a decision.
     Ready {
-        /// Which attempt.
+        /// The attempt.
         attempt: u32,
     },
-    /// COMMIT has come: locks are taken, and what was held back is written.
+    /// COMMIT has arrived. Locks are taken, and deferred writes to guest memory are done.
     Starting,
     /// The guest runs here.
     Running,
-    /// The guest never ran here and never will; its memory is given back. MigrationBlocker to say so until the source has understood.
+    /// The guest never ran here and never will. Its memory is freed. The process stays to report
+    /// this until the source has received it.
     Gone,
-    /// Nobody needs this process any more.
+    /// The process is no longer needed.
     Ended,
 }
 
-/// What happens.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The source says something.
+    /// A message from the source.
     Said(Message),
-    /// All memory is there, of which some followed while the guest ran.
+    /// All memory has arrived, including what followed while the guest ran.
     Whole,
-    /// The link is cut, or the source has been silent for too long.
+    /// The link dropped, or the source has been silent for too long.
     Cut,
-    /// There is a link again.
+    /// A new link is available.
     Linked,
-    /// How the judgement went: every misfit.
+    /// The result of judging the configuration: every misfit.
     Judged(Vec<Misfit>),
     /// The state is restored.
     Restored,
-    /// It cannot be restored.
+    /// The state cannot be restored.
     Failed(String),
-    /// What came of comparing all memory: [`Message::Compared`].
+    /// The result of comparing all memory: [`Message::Compared`].
     Compared(Message),
     /// The first vCPU is about to enter the guest.
     Started,
-    /// It cannot be started, and no vCPU has entered the guest.
+    /// The guest cannot be started, and no vCPU has entered it.
     NotStarted(String),
-    /// The operator says that the guest does not run on the source, and takes the blame.
+    /// The operator asserts that the guest does not run on the source, and takes responsibility.
     Force,
-    /// The operator does not want it.
+    /// The operator cancels.
     Cancel(String),
-    /// What the fence says.
+    /// The state of the commit flag.
     Fenced(Ownership),
 }
 
-/// What to do.
+/// An action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Send a message.
     Send(Message),
-    /// Compare the configuration with this host; [`Event::Judged`] follows.
+    /// Compare the configuration with this host. [`Event::Judged`] follows.
     Judge {
-        /// What the machine is.
+        /// The machine's configuration.
         config: serde_json::Value,
-        /// Over how many connections its pages come.
+        /// The number of connections that carry its pages.
         connections: u32,
-        /// Whether its RAM has come as a descriptor.
+        /// Whether its RAM has arrived as a descriptor.
         handed: bool,
-        /// Whether it may have to run before all of them have come.
+        /// Whether the guest may run before all pages have arrived.
         postcopy: bool,
     },
-    /// Restore vCPUs, interrupt controller and devices, all but what writes guest memory; [`Event::Restored`] follows.
+    /// Restore vCPUs, interrupt controller and devices, except for writes to guest memory.
+    /// [`Event::Restored`] follows.
     Restore {
         /// How many pages the source has sent.
         pages: u64,
-        /// How many sections of state.
+        /// How many sections of state it has sent.
         sections: u32,
-        /// Of how many pages the map says that they follow, where it runs before they have come.
+        /// With postcopy, the number of pages that follow according to the source's map.
         lacking: Option<u64>,
     },
-    /// Say which pages are missing here: their map, and [`Message::Lacking`].
+    /// Send the map of missing pages, and [`Message::Lacking`].
     Lack,
-    /// Say that none is: [`Message::Complete`].
+    /// Send [`Message::Complete`]: no page is missing.
     Complete,
     /// Pages are missing, and there is no link to the source: tell the operator.
     Sever,
-    /// Compare this memory with the sums that have come, of so many pages; [`Event::Compared`] follows.
+    /// Compare this memory with the received checksums. [`Event::Compared`] follows.
     Compare {
-        /// Of which attempt.
+        /// The attempt.
         attempt: u32,
-        /// Of how many pages sums were sent.
+        /// The number of pages whose checksums were sent.
         pages: u64,
     },
-    /// Take locks, write what was held back, and run; [`Event::Started`] follows, before the first vCPU enters the guest.
+    /// Take locks, do deferred writes, and run. [`Event::Started`] follows before the first vCPU
+    /// enters the guest.
     Start,
-    /// Store in the fence that it never runs here, where nobody has committed; [`Event::Fenced`] follows.
+    /// Withdraw the guest in the commit flag unless the source has committed. [`Event::Fenced`]
+    /// follows.
     Settle,
-    /// Store in the fence that it never runs here.
+    /// Set the commit flag to withdrawn.
     Withdraw,
-    /// Give everything back.
+    /// Free everything.
     Free,
     /// Tell the operator.
     Report(String),
@@ -120,14 +125,15 @@ pub enum Action {
 /// The target.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Target {
-    /// Where it is.
+    /// The current state.
     pub state: State,
-    /// Whether it shares a fence with the source: known before HELLO is heard.
+    /// Whether it shares a commit flag with the source. Known before HELLO is processed.
     pub fenced: bool,
-    /// Whether the guest runs, or is to run, before all of its memory is there; and whether that is there now.
+    /// Whether the guest runs, or is to run, before all of its memory is there. `whole` says
+    /// whether all memory has arrived.
     ahead: bool,
     whole: bool,
-    /// Whether the link is cut.
+    /// Whether the link has dropped.
     cut: bool,
 }
 
@@ -137,15 +143,15 @@ impl Target {
         Self { state: State::Listening, fenced: false, ahead: false, whole: false, cut: false }
     }
 
-    /// Whether the guest is to run, or runs, while some of its memory is missing here.
+    /// Whether the guest runs, or is to run, while some of its memory is missing here.
     pub fn lacks(&self) -> bool {
         self.ahead && !self.whole
     }
 
-    /// What follows from `event`.
+    /// Processes `event` and returns the actions.
     pub fn step(&mut self, event: Event) -> Vec<Action> {
         match event {
-            // The end of one connection after the other.
+            // Several connections end one after the other. Only the first end counts.
             Event::Cut if self.cut && self.state == State::Running => return Vec::new(),
             Event::Cut => self.cut = true,
             Event::Linked => self.cut = false,
@@ -221,7 +227,7 @@ impl Target {
                 self.whole = true;
                 Vec::new()
             }
-            // Behind an ABORT.
+            // BYE after an ABORT.
             (_, Event::Said(M::Bye { .. })) => Vec::new(),
             (_, Event::Cut) => {
                 self.state = State::Ended;
@@ -266,14 +272,15 @@ impl Target {
                 actions.push(Action::Report(why));
                 actions
             }
-            // It has never run, and cannot without its source.
+            // The guest has never run here, and cannot run without the source.
             (State::Ready { .. }, Event::Cut) if self.ahead => {
                 self.state = self.gone();
                 let why = "the link was cut before the hand-over".to_owned();
                 vec![Action::Withdraw, Action::Free, Action::Report(why)]
             }
             (State::Ready { .. }, Event::Force) if self.ahead => Vec::new(),
-            // Nobody has to be asked, nor may insist: who is first at the fence has the guest.
+            // No message is needed, and no one can override it: the first to change the commit flag
+            // has the guest.
             (State::Ready { .. }, Event::Cut) if self.fenced => vec![Action::Settle],
             (State::Ready { .. }, Event::Force) if self.fenced => Vec::new(),
             (State::Ready { .. }, Event::Fenced(Ownership::Committed)) => {
@@ -324,22 +331,23 @@ impl Target {
                 self.state = State::Ended;
                 Vec::new()
             }
-            // Cuts decide nothing here, and what comes twice does nothing.
+            // A lost link decides nothing here, and repeated messages have no effect.
             _ => Vec::new(),
         }
     }
 
-    /// What is said behind that the guest runs here, where it runs ahead of its memory.
+    /// With postcopy, the action that follows the report that the guest runs here.
     fn rest(&self) -> Option<Action> {
         self.ahead.then_some(if self.whole { Action::Complete } else { Action::Lack })
     }
 
-    /// Where a target is that will never run it: by the fence the source sees that, and needs nobody to say it.
+    /// The state of a target that will never run the guest. With a commit flag, the source sees
+    /// that there, so this process can end.
     fn gone(&self) -> State {
         if self.fenced { State::Ended } else { State::Gone }
     }
 
-    /// Nothing has been said that would let the source give the guest away: it keeps it.
+    /// No message has allowed the source to give up the guest: the source keeps it.
     fn give_up(&mut self, why: String) -> Vec<Action> {
         self.state = State::Ended;
         vec![Action::Send(Message::Abort { why: why.clone() }), Action::Free, Action::Report(why)]
@@ -355,7 +363,7 @@ impl Default for Target {
 fn status(standing: Standing) -> Vec<Action> {
     vec![Action::Send(Message::Status { standing })]
 }
-/// Why it is not taken, in one line.
+/// The reasons for a misfit, in one line.
 fn does_not_fit(misfits: &[Misfit]) -> String {
     let each: Vec<_> = misfits.iter().map(|misfit| format!("{}: {}", misfit.what, misfit.remedy)).collect();
     format!("the source's machine does not fit here: {}", each.join("; "))

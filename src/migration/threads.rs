@@ -1,5 +1,5 @@
-//! What the two threads of one side say to each other: the event loop's, which has the machine, and the migration's own, which has the
-//! link. Each is woken by an event for what the other says.
+//! Messages between the two threads of one side. The event loop's thread has the machine. The
+//! migration's thread has the link. An eventfd wakes each for the other's messages.
 
 use std::io;
 use std::sync::Arc;
@@ -7,18 +7,19 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// An event for [`pair`], or for whoever else wakes the event loop.
+/// An eventfd for [`pair`], or for another thread that wakes the event loop.
 ///
 /// # Errors
-/// Where there is no descriptor left.
+/// No descriptor is left.
 pub fn event() -> io::Result<Arc<EventFd>> {
     EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map(Arc::new)
 }
 
-/// Both ends: the migration's thread says `S`, and is told `T`. `wake` wakes the event loop.
+/// Both ends of a channel: the migration's thread sends `S` and receives `T`. `wake` wakes the
+/// event loop.
 ///
 /// # Errors
-/// Where there is no descriptor left.
+/// No descriptor is left.
 pub fn pair<S, T>(wake: Arc<EventFd>) -> io::Result<(Mine<S, T>, MachineEnd<S, T>)> {
     let tells = event()?;
     let ((say, said), (tell, told)) = (channel(), channel());
@@ -38,17 +39,17 @@ pub struct Mine<S, T> {
 }
 
 impl<S, T> Mine<S, T> {
-    /// Says something to the event loop's thread.
+    /// Sends a message to the event loop's thread.
     pub fn say(&self, what: S) -> Result<(), Orphaned> {
         self.say.send(what).map_err(|_| Orphaned)?;
-        // Full only after 2^64 - 2 words that nobody took.
+        // Full only after 2^64 - 2 unread messages.
         let _ = self.wake.write(1);
         Ok(())
     }
 
-    /// What it has said, if anything.
+    /// The next message, if there is one.
     pub fn heard(&self) -> Result<Option<T>, Orphaned> {
-        // Before the look: what comes after it wakes again.
+        // Reads the event before the channel, so that a later message wakes again.
         let _ = self.tells.read();
         match self.told.try_recv() {
             Ok(told) => {
@@ -61,12 +62,12 @@ impl<S, T> Mine<S, T> {
         }
     }
 
-    /// The next thing that it says.
+    /// Waits for the next message.
     pub fn wait(&self) -> Result<T, Orphaned> {
         self.told.recv().map_err(|_| Orphaned)
     }
 
-    /// Readable when it has said something.
+    /// Readable when a message has been sent.
     pub fn descriptor(&self) -> &Arc<EventFd> {
         &self.tells
     }
@@ -81,12 +82,12 @@ pub struct MachineEnd<S, T> {
 }
 
 impl<S, T> MachineEnd<S, T> {
-    /// What the migration's thread has said, if anything.
+    /// The next message of the migration's thread, if there is one.
     pub fn heard(&self) -> Option<S> {
         self.said.try_recv().ok()
     }
 
-    /// Tells it something, if it is there.
+    /// Sends a message to the migration's thread, if it still exists.
     pub fn tell(&self, what: T) {
         if self.tell.send(what).is_ok() {
             let _ = self.tells.write(1);

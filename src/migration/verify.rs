@@ -1,11 +1,13 @@
-//! `--verify`: whether both sides have the same memory, asked while both stand still.
+//! `--verify`: compares both sides' memory while both are paused.
 //!
-//! The source sums every page that may be other than zero ([`Sums`]), and the target compares with sums of its own ([`Comparison`]).
-//! A page of which the source says nothing is zero there, and has to be zero here. What nobody has touched is known to be zero and
-//! is read on neither side. The two know that each for itself, from the kernel and not from what was harvested or sent: a page that
-//! was lost in between differs.
+//! The source checksums every page that may be non-zero ([`Sums`]). The target compares them with
+//! its own ([`Comparison`]). A page that the source does not mention is zero there and must be zero
+//! here. Untouched pages are known to be zero, and neither side reads them. Each side learns from
+//! its own kernel which pages are untouched, not from harvested or sent pages. So a page that was
+//! lost in between differs.
 //!
-//! A sum is the page's CRC-64/NVME: 8 bytes, which no change of up to 64 bits in a row and one in 2^64 of all others leave alike.
+//! The checksum is CRC-64/NVME: 8 bytes. It detects every error burst of up to 64 bits, and misses
+//! one in 2^64 of other changes.
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 use crc_fast::checksum;
@@ -18,13 +20,13 @@ use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::pagemap::Pagemap;
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Of so many pages that differ the addresses are told.
+/// The maximum number of differing pages whose addresses are reported.
 pub const MAX_TOLD: usize = 16;
 
-/// A memslot, and which of its pages may be other than zero, a bit a page.
+/// A memslot, and a bitmap of its pages that may be non-zero.
 pub type Touched = (Slot, Vec<u64>);
 
-/// Which pages of `slots` may be other than zero, asked while nobody writes to them.
+/// Which pages of `slots` may be non-zero. The guest must be paused.
 pub fn touched<'a>(
     ram: &Memory,
     pagemap: Option<&Pagemap>,
@@ -38,7 +40,7 @@ pub fn touched<'a>(
     slots.map(touched).collect()
 }
 
-/// Sums pages, one at a time.
+/// Checksums pages, one at a time.
 struct Summer(Box<[u8; PAGE]>);
 
 impl Summer {
@@ -52,25 +54,25 @@ impl Summer {
     }
 }
 
-/// The source's side: sums to send, frame by frame.
+/// The source's side: the checksums to send, frame by frame.
 pub struct Sums {
     memory: Vec<Touched>,
-    /// Memslot and page that are next.
+    /// The next memslot and page.
     at: (usize, u64),
     summer: Summer,
     payload: Vec<u8>,
-    /// How many pages have been summed.
+    /// How many pages have been checksummed.
     pub pages: u64,
 }
 
 impl Sums {
-    /// Of `memory`, to which nobody writes meanwhile.
+    /// Checksums of `memory`, which must not change meanwhile.
     pub fn new(memory: Vec<Touched>) -> Self {
         let payload = Vec::with_capacity(MAX_SUMS as usize * SUM);
         Self { memory, at: (0, 0), summer: Summer::new(), payload, pages: 0 }
     }
 
-    /// The next run and the sums of its pages, until there is none.
+    /// The next run and the checksums of its pages. None at the end.
     pub(crate) fn next_run(&mut self) -> Option<(Run, &[u8])> {
         loop {
             let (slot, words) = self.memory.get(self.at.0)?;
@@ -92,23 +94,23 @@ impl Sums {
     }
 }
 
-/// The target's side: what has been compared so far.
+/// The target's side: the result so far.
 pub struct Comparison {
     memory: Vec<Touched>,
-    /// The pages of which the source has said something, a bit a page.
+    /// A bitmap of the pages that the source has checksummed.
     said: Vec<Vec<u64>>,
     summer: Summer,
     zero: u64,
-    /// How many pages the source has summed.
+    /// How many pages the source has checksummed.
     pub pages: u64,
-    /// How many differ.
+    /// How many pages differ.
     pub wrong: u64,
-    /// The guest addresses of the first that differ, at most [`MAX_TOLD`].
+    /// The guest addresses of the first pages that differ, at most [`MAX_TOLD`].
     pub first: Vec<u64>,
 }
 
 impl Comparison {
-    /// With `memory`, to which nobody writes meanwhile.
+    /// A comparison with `memory`, which must not change meanwhile.
     pub fn new(memory: Vec<Touched>) -> Self {
         let said = memory.iter().map(|(_, words)| vec![0; words.len()]).collect();
         let zero = checksum(Crc64Nvme, &[0; PAGE]);
@@ -118,7 +120,7 @@ impl Comparison {
     /// Compares the pages of `run`, which has been checked ([`Run::check`]), with `sums`.
     ///
     /// # Panics
-    /// Where they are not inside the memslot.
+    /// The pages are not inside the memslot.
     pub fn take(&mut self, run: &Run, sums: &[u8]) {
         let region = run.region as usize;
         for (page, sum) in (run.first..).zip(sums.as_chunks::<SUM>().0) {
@@ -133,7 +135,7 @@ impl Comparison {
         self.pages += u64::from(run.pages);
     }
 
-    /// Looks at the pages of which the source has said nothing.
+    /// Checks the pages that the source has not mentioned.
     pub fn finish(&mut self) {
         for region in 0..self.memory.len() {
             for word in 0..self.said[region].len() {
@@ -205,7 +207,7 @@ mod tests {
             let summed = from.iter().map(|word| u64::from(word.count_ones())).sum::<u64>().min(pages);
             assert_eq!(compare(vec![(here.clone(), from)], vec![(there.clone(), to)]), (summed, 0, vec![]));
         }
-        // A page that never came, one that came wrong, and one that nobody sent.
+        // A page that never arrived, one that arrived wrong, and one that was never sent.
         write(&here, 3, 1);
         write(&there, 700, 6);
         write(&there, 1999, 1);

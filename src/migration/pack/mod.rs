@@ -1,9 +1,11 @@
-//! Pages that travel compressed: a run of them as one frame of Zstandard (RFC 8878) that says how long they are.
+//! Compressed pages: a run of pages as one Zstandard frame (RFC 8878) that contains its
+//! uncompressed size.
 //!
-//! What is written here is a part of the format: literals as they are, and sequences with the tables that the format defines. That is
-//! fast, and total: a guest chooses what its memory holds, and no content may end the process that has it. Any decoder of the format
-//! reads it. What is read is what a peer sends: its header is checked before anything is allocated by it, and no more is decoded than
-//! the pages that were announced.
+//! The compressor writes a subset of the format: raw literals, and sequences with the format's
+//! predefined tables. This is fast, and it cannot fail: the guest chooses the contents of its
+//! memory, and no content may end the VMM. Any Zstandard decoder reads the result. The decompressor
+//! reads a peer's data. It checks the header before it allocates anything, and it never decodes
+//! more than the announced pages.
 
 mod sequences;
 
@@ -13,29 +15,31 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 use self::sequences::{Sequence, Tables};
 
-/// RFC 8878, 3.1.1: the magic number, and the descriptor of a frame in one segment whose size has four bytes, without a checksum.
+/// RFC 8878, 3.1.1: the magic number, and the descriptor of a single-segment frame with a size of
+/// four bytes and without a checksum.
 const MAGIC: [u8; 4] = 0xfd2f_b528_u32.to_le_bytes();
 const DESCRIPTOR: u8 = 0xa0;
-/// Bytes of a frame's header: these two and its size.
+/// The size of a frame's header in bytes: magic number, descriptor and size.
 const HEADER: usize = 9;
-/// The most bytes of a block before compression (3.1.1.2.4).
+/// The maximum uncompressed size of a block in bytes (3.1.1.2.4).
 const BLOCK: usize = 128 << 10;
-/// Types of a block.
+/// Block types.
 const RAW: u32 = 0;
 const COMPRESSED: u32 = 2;
 
-/// The fewest bytes that are worth a sequence, which has some 30 bits: as many are compared at once and hashed.
+/// The minimum number of bytes that are worth a sequence, which takes about 30 bits. As many bytes
+/// are hashed and compared at once.
 const MIN_MATCH: usize = 6;
-/// Bits of an index into the table of what was seen.
+/// The number of bits of an index into the hash table.
 const SEEN: u32 = 14;
-/// After so many misses the steps get longer: what does not repeat is passed over fast.
+/// The step grows by one after every 2^6 misses, so that data without repetition is skipped fast.
 const MISSES_BEFORE_SKIPPING: u32 = 6;
 
-/// Compresses. Made once for a connection.
+/// Compresses pages. One instance serves a connection for its whole life.
 #[derive(Debug)]
 pub struct Packer {
     tables: Tables,
-    /// Where bytes of each hash were seen last, counted from 1; 0 for nowhere.
+    /// For each hash, where its bytes were last seen, counted from 1. 0 for nowhere.
     seen: Vec<u32>,
     sequences: Vec<Sequence>,
     literals: Vec<u8>,
@@ -43,13 +47,14 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// One that has its buffers.
+    /// A packer with allocated tables.
     pub fn new() -> Self {
         let (sequences, literals, packed) = (Vec::new(), Vec::new(), Vec::new());
         Self { tables: Tables::new(), seen: vec![0; 1 << SEEN], sequences, literals, packed }
     }
 
-    /// `pages` as one frame, where that is shorter by an eighth at least: less is not worth the time that the other side takes.
+    /// `pages` as one frame if that is shorter by at least an eighth. A smaller gain is not worth
+    /// the time of decompression.
     pub fn pack(&mut self, pages: &[u8]) -> Option<&[u8]> {
         let len = u32::try_from(pages.len()).ok()?;
         self.packed.clear();
@@ -70,7 +75,7 @@ impl Packer {
         (from > 0).then_some(&self.packed)
     }
 
-    /// Adds the bytes from `from` to `to` as a block, which may refer to all before it.
+    /// Appends the bytes from `from` to `to` as a block, which may refer to all bytes before it.
     fn block(&mut self, pages: &[u8], from: usize, to: usize) {
         self.find(pages, from, to);
         let head = self.packed.len();
@@ -88,14 +93,14 @@ impl Packer {
         self.packed[head..head + 3].copy_from_slice(&(last | kind << 1 | size << 3).to_le_bytes()[..3]);
     }
 
-    /// Cuts the bytes from `from` to `to` into literals and copies of what came before.
+    /// Splits the bytes from `from` to `to` into literals and copies of earlier bytes.
     fn find(&mut self, pages: &[u8], from: usize, to: usize) {
         self.sequences.clear();
         self.literals.clear();
         let (mut at, mut rest, mut misses) = (from, from, 0u32);
         while at + 8 <= to {
             let word = load(pages, at);
-            // Of its first six bytes (`MIN_MATCH`).
+            // The hash covers the first six bytes (`MIN_MATCH`).
             let hash = ((word << 16).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SEEN)) as usize;
             let before = std::mem::replace(&mut self.seen[hash], at as u32 + 1) as usize;
             let matches = before > 0 && (load(pages, before - 1) ^ word) << 16 == 0;
@@ -118,7 +123,7 @@ impl Packer {
         self.literals.extend_from_slice(&pages[rest..to]);
     }
 
-    /// Literals as they are, with a size of 20 bits (3.1.1.3.1.1).
+    /// Raw literals with a size of 20 bits (3.1.1.3.1.1).
     fn section_of_literals(&mut self) {
         let header = 3 << 2 | (self.literals.len() as u32) << 4;
         self.packed.extend_from_slice(&header.to_le_bytes()[..3]);
@@ -137,7 +142,7 @@ fn load(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// How many bytes of `one` and `other` are the same.
+/// The length of the common prefix of `one` and `other`.
 fn alike(one: &[u8], other: &[u8]) -> usize {
     let (words, _) = one.as_chunks::<8>();
     let (others, _) = other.as_chunks::<8>();
@@ -152,25 +157,25 @@ fn alike(one: &[u8], other: &[u8]) -> usize {
     same + one[same..].iter().zip(&other[same..]).take_while(|(one, other)| one == other).count()
 }
 
-/// Decompresses. Made once for a connection.
+/// Decompresses pages. One instance serves a connection for its whole life.
 pub(crate) struct Unpacker {
     decoder: FrameDecoder,
     pages: Vec<u8>,
 }
 
 impl Unpacker {
-    /// One without buffers: they grow with what is announced.
+    /// An unpacker without buffers. They grow with the announced sizes.
     pub fn new() -> Self {
         Self { decoder: FrameDecoder::new(), pages: Vec::new() }
     }
 
-    /// The `len` bytes of which `packed` is the frame.
+    /// Decompresses the frame `packed` into `len` bytes.
     ///
     /// # Errors
-    /// Where it is no such frame.
+    /// It is not such a frame.
     pub fn unpack(&mut self, packed: &[u8], len: usize) -> Result<&[u8], String> {
         let size = u32::try_from(len).map_err(|_| format!("{len} bytes in a frame"))?;
-        // The decoder allocates what the header says, so nothing but this is said.
+        // The decoder allocates the size in the header, so the header must match exactly.
         let header = [&MAGIC[..], &[DESCRIPTOR], &size.to_le_bytes()].concat();
         if packed.get(..HEADER) != Some(&header[..]) {
             return Err(format!("no frame of Zstandard of {len} bytes in one segment"));
@@ -179,8 +184,9 @@ impl Unpacker {
         self.pages.resize(len, 0);
         let wrong = |what: &dyn std::fmt::Display| format!("Zstandard: {what}");
         self.decoder.reset(&mut rest).map_err(|error| wrong(&error))?;
-        // Block by block: each takes at least three bytes of what came, and makes no more than `BLOCK`. Before the end what can be
-        // collected is what is beyond the window, which is as long as was announced.
+        // Decodes block by block. Each block takes at least three input bytes and yields at most
+        // `BLOCK` bytes. Before the end, only bytes beyond the window can be collected, and the
+        // window is as long as was announced.
         let one = || BlockDecodingStrategy::UptoBlocks(1);
         while !self.decoder.decode_blocks(&mut rest, one()).map_err(|error| wrong(&error))? {
             if self.decoder.can_collect() > 0 {
@@ -201,7 +207,7 @@ impl Default for Unpacker {
     }
 }
 
-/// It holds nothing but buffers between two frames.
+/// Between two frames an unpacker holds only buffers.
 impl Clone for Unpacker {
     fn clone(&self) -> Self {
         Self::new()
@@ -246,7 +252,7 @@ mod tests {
             pages.chunks_mut(4096).for_each(|page| page[..32].fill_with(&mut random));
             let stamped = comes_back(&mut packer, &mut unpacker, &pages).unwrap();
             assert!(stamped < len / 40, "{len} bytes take {stamped}");
-            // Every byte twice, the second far away.
+            // Random bytes twice, far apart.
             let half: Vec<u8> = (0..len / 2).map(|_| random()).collect();
             let twice = [&half[..], &half[..]].concat();
             let took = comes_back(&mut packer, &mut unpacker, &twice).unwrap();
@@ -289,7 +295,7 @@ mod tests {
         let frame = Packer::new().pack(&pages).unwrap().to_vec();
         let unpack = |bytes: &[u8], len: usize| Unpacker::new().unpack(bytes, len).map(<[u8]>::to_vec);
         assert_eq!(unpack(&frame, 8192), Ok(pages));
-        // Other than was announced, in either place.
+        // Another length than announced, in either place.
         assert!(unpack(&frame, 4096).is_err() && unpack(&frame, 12_288).is_err());
         for announced in [4096u32, 12_288, u32::MAX] {
             let mut other = frame.clone();
@@ -302,7 +308,7 @@ mod tests {
             assert!(unpack(&frame[..len], 8192).is_err(), "{len} bytes of it");
         }
         assert!(unpack(&[&frame[..], &frame[..]].concat(), 8192).is_err(), "two frames");
-        // A window of 2 GiB, and blocks without end that say nothing.
+        // A window of 2 GiB, and a long series of empty blocks.
         let mut window = MAGIC.to_vec();
         window.extend([0, 0xa8]);
         assert!(unpack(&window, 8192).is_err());

@@ -1,18 +1,19 @@
-//! The section of a block that has its sequences (RFC 8878, 3.1.1.3.2): so many literals, then a copy of what came before. Their codes
-//! are written with the tables that the format defines, as finite state entropy (4.1), last sequence first.
+//! A block's sequences section (RFC 8878, 3.1.1.3.2). A sequence is a number of literals and then a
+//! copy of earlier bytes. Its codes are written with the format's predefined tables as finite state
+//! entropy (4.1), last sequence first.
 
-/// Literals, and a copy behind them.
+/// Literals followed by a copy.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
-    /// How many literals there are, below 128 Ki.
+    /// The number of literals, below 128 Ki.
     pub literals: u32,
-    /// Bytes of the copy, at least 3, at most 128 Ki.
+    /// The length of the copy in bytes, at least 3 and at most 128 Ki.
     pub len: u32,
-    /// How far back it begins, at least 1, below 2^28.
+    /// The distance back to its source, at least 1 and below 2^28.
     pub offset: u32,
 }
 
-/// 3.1.1.3.2.2.1 to 3: how often each code is expected, of 64, 64 and 32; -1 for less than once.
+/// 3.1.1.3.2.2.1 to 3: the expected frequency of each code, of 64, 64 and 32. -1 is less than once.
 const LITERALS: [i16; 36] = [
     4, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 2, 1, 1, 1, 1, 1, -1, -1,
     -1, -1,
@@ -24,15 +25,15 @@ const COPIES: [i16; 53] = [
 const OFFSETS: [i16; 29] =
     [1, 1, 1, 1, 1, 1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1];
 
-/// 3.1.1.3.2.1.1: the least length of each code from 16 on for literals, and from 32 on for copies; a code has as many bits more as it
-/// takes to reach the next.
+/// 3.1.1.3.2.1.1: the minimum length of each code, from code 16 on for literals and from code 32 on
+/// for copies. A code has as many extra bits as it takes to reach the next code.
 const LONG_LITERALS: [u32; 20] =
     [16, 18, 20, 22, 24, 28, 32, 40, 48, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536];
 const LONG_COPIES: [u32; 21] = [
     35, 37, 39, 41, 43, 47, 51, 59, 67, 83, 99, 131, 259, 515, 1027, 2051, 4099, 8195, 16_387, 32_771, 65_539,
 ];
 
-/// A code, and the bits that follow it.
+/// A code and its extra bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Code {
     code: usize,
@@ -40,7 +41,8 @@ struct Code {
     bits: u32,
 }
 
-/// The code of `length`, which has one of its own below `first` + `least`, where codes count from `least`.
+/// The code of `length`. Lengths below `long[0]` have a code each, and codes count from the length
+/// `least`.
 fn code(length: u32, least: u32, long: &[u32]) -> Code {
     let first = long[0];
     if length < first {
@@ -51,14 +53,15 @@ fn code(length: u32, least: u32, long: &[u32]) -> Code {
     Code { code: (first - least) as usize + at, more: length - long[at], bits }
 }
 
-/// The code of an offset: none of those that repeat one before it (3.1.1.3.2.1.1), so it counts from 4.
+/// The code of an offset. Offset values 1 to 3 mean repeated offsets (3.1.1.3.2.1.1), so an offset
+/// is encoded as its value plus 3.
 fn offset(offset: u32) -> Code {
     let value = offset + 3;
     let bits = value.ilog2();
     Code { code: bits as usize, more: value - (1 << bits), bits }
 }
 
-/// Bits that are read from the last one on.
+/// A bit stream that is read backwards.
 struct Bits<'a> {
     out: &'a mut Vec<u8>,
     held: u64,
@@ -66,7 +69,7 @@ struct Bits<'a> {
 }
 
 impl Bits<'_> {
-    /// Adds the low `count` bits of `value`, 20 at most.
+    /// Appends the low `count` bits of `value`, at most 20.
     fn put(&mut self, value: u32, count: u32) {
         self.held |= (u64::from(value) & ((1 << count) - 1)) << self.count;
         self.count += count;
@@ -77,7 +80,7 @@ impl Bits<'_> {
         }
     }
 
-    /// Ends them with a bit that is set, and zeroes up to a byte.
+    /// Ends the stream with a set bit, padded with zeroes to a full byte.
     fn end(mut self) {
         self.put(1, 1);
         let bytes = self.count.div_ceil(8) as usize;
@@ -85,13 +88,13 @@ impl Bits<'_> {
     }
 }
 
-/// One kind of code: the states of its table, in which a state is a number from the table's size on.
+/// The table of one kind of code. States are numbered from the table's size on.
 #[derive(Debug)]
 struct Table {
     log: u32,
     states: Vec<u32>,
-    /// Of each code: how many bits a state gives away to get there, as a number whose sum with the state has it in its upper half; and
-    /// where its states are.
+    /// For each code: a number whose sum with the state has, in its upper half, the number of bits
+    /// that the transition emits. Then the offset of the code's states in `states`.
     codes: Vec<(u32, i32)>,
 }
 
@@ -100,7 +103,8 @@ impl Table {
         let size = 1usize << log;
         let mut high = size;
         let mut cells = vec![0; size];
-        // 4.1.1: those that are expected less than once have the last states, the others are spread over the rest.
+        // 4.1.1: codes with a frequency below one get the last states. The others are spread over
+        // the rest.
         for (code, _) in expected.iter().enumerate().filter(|(_, often)| **often == -1) {
             high -= 1;
             cells[high] = code;
@@ -118,7 +122,7 @@ impl Table {
         let (mut codes, mut starts, mut total) = (Vec::new(), Vec::new(), 0);
         for often in expected {
             let count = i32::from(often.unsigned_abs());
-            // As many bits as leave one of its `count` states.
+            // As many bits as leave one of the code's `count` states.
             let bits = if count <= 1 { log } else { log - (count as u32 - 1).ilog2() };
             codes.push(((bits << 16).wrapping_sub((count as u32) << bits), total - count));
             starts.push(total as usize);
@@ -132,7 +136,7 @@ impl Table {
         Self { log, states, codes }
     }
 
-    /// The state from which `code` is read first.
+    /// The initial state, from which `code` is read first.
     fn begin(&self, code: usize) -> u32 {
         let (bits, start) = self.codes[code];
         let count = bits.wrapping_add(1 << 15) >> 16;
@@ -140,7 +144,8 @@ impl Table {
         self.states[((value >> count) as i32 + start) as usize]
     }
 
-    /// The state from which `code` is read and then `state` reached; what it takes to get there is put.
+    /// The state from which `code` is read before `state` is reached. Writes the bits of the
+    /// transition.
     fn next(&self, state: u32, code: usize, out: &mut Bits<'_>) -> u32 {
         let (bits, start) = self.codes[code];
         let count = state.wrapping_add(bits) >> 16;
@@ -149,7 +154,7 @@ impl Table {
     }
 }
 
-/// The tables of all three.
+/// The tables of all three kinds of code.
 #[derive(Debug)]
 pub(super) struct Tables {
     literals: Table,
@@ -163,7 +168,7 @@ impl Tables {
         Self { literals, copies, offsets: Table::new(&OFFSETS, 5) }
     }
 
-    /// Adds the section of `sequences` to `out`.
+    /// Appends the section of `sequences` to `out`.
     pub fn write(&self, sequences: &[Sequence], out: &mut Vec<u8>) {
         match sequences.len() as u32 {
             count @ ..128 => out.push(count as u8),
@@ -174,7 +179,7 @@ impl Tables {
             }
         }
         let Some((last, rest)) = sequences.split_last() else { return };
-        // All three by the tables of the format.
+        // All three kinds use the predefined tables.
         out.push(0);
         let codes = |sequence: &Sequence| {
             let literals = code(sequence.literals, 0, &LONG_LITERALS);

@@ -1,15 +1,18 @@
-//! Pages between guest memory and the wire: a [`Block`] makes frames of harvested runs, [`Incoming`] writes what comes.
+//! Pages between guest memory and the wire: a [`Block`] makes frames of harvested runs, and
+//! [`Incoming`] writes arriving pages.
 //!
-//! vCPUs write to memory while it is sent. A page is therefore copied into the block first, and the copy is summed and sent: a sum
-//! over memory itself would differ from what the kernel copies a moment later. Copy and sum are made page by page, so that the
-//! second finds in the cache what the first has brought there. A page that changes while it is copied is in the next harvest, for
-//! its bit was cleared before.
+//! vCPUs write to memory while it is sent. So each page is copied into the block first, and the
+//! copy is checksummed and sent. A checksum over guest memory itself could differ from what the
+//! kernel copies a moment later. Copy and checksum alternate page by page, so that the checksum
+//! finds the page in the cache. A page that changes during its copy is in the next harvest, because
+//! its dirty bit was cleared before.
 //!
-//! Zero pages travel as their numbers alone, and those that the target has never been told of do not travel at all where its
-//! memory began empty. From then on that a page is zero again is as much news as anything ([`Outgoing`] keeps account).
+//! A zero page is sent as its number only. If the target's memory began empty, zero pages that the
+//! target was never sent are not sent at all. Once a page was sent, its return to zero is sent too
+//! ([`Outgoing`] keeps track).
 //!
-//! No function here waits, locks or, once its buffers are there, allocates. Several connections share one [`Outgoing`] or
-//! [`Incoming`] as long as no page is under way on two of them in one pass.
+//! No function here waits or locks. None allocates once its buffers exist. Several connections can
+//! share one [`Outgoing`] or [`Incoming`] if no page is sent on two of them in one pass.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -24,30 +27,30 @@ use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// A frame that carries pages, without the pages.
+/// The size of a frame of pages without the pages.
 const HEAD: usize = HEADER + RUN;
 
-/// Which memslots of a machine are all zero in one that was just made for it: those of RAM, which comes first. What else there is
-/// may have been written already: a built-in guest's own memory has its code.
+/// Which memslots are all zero in a newly created machine: those of RAM, which comes first. Other
+/// memory may have been written already: a built-in guest's own memory contains its code.
 pub fn fresh(memory: &[Slot]) -> Vec<bool> {
     memory.iter().map(|slot| Arc::ptr_eq(slot.mapping(), memory[0].mapping())).collect()
 }
 
-/// So many pages are faster made by one call than by a fault each.
+/// The minimum number of pages for which one populate call is faster than a fault per page.
 const WORTH_A_CALL: u32 = 4;
 
-/// What of one memslot the target has been sent.
+/// What the target has been sent of one memslot.
 #[derive(Debug)]
 pub struct Outgoing {
     slot: Slot,
     region: u32,
-    /// The pages whose content the target has been told, or did not begin with as zero.
+    /// The pages that the target has been sent, and those that were not zero there at first.
     sent: Bits,
 }
 
 impl Outgoing {
-    /// `slot` as region `region` of the machine, of which nothing has been sent. `fresh` says that the target's memory is all
-    /// zero at first: a page that has been zero ever since is not sent then.
+    /// `slot` as region `region` of the machine, before anything is sent. `fresh` says that the
+    /// target's memory is all zero at first. A page that has always been zero is then not sent.
     pub fn new(slot: Slot, region: u32, fresh: bool) -> Self {
         let sent = Bits::new(slot.pages());
         if !fresh {
@@ -56,7 +59,7 @@ impl Outgoing {
         Self { slot, region, sent }
     }
 
-    /// Which region of the machine it is.
+    /// The region's index in the machine.
     pub fn region(&self) -> u32 {
         self.region
     }
@@ -66,12 +69,13 @@ impl Outgoing {
         &self.slot
     }
 
-    /// From now on the target is told of those of `pages` too that are zero.
+    /// From now on, zero pages among `pages` are sent too.
     pub fn tell(&self, pages: Range<u64>) {
         self.sent.set(pages);
     }
 
-    /// Whether the first page of `run` is zero, and up to where the pages after it are the same.
+    /// Whether the first page of `run` is zero, and the range from there in which all pages agree
+    /// with it.
     fn alike(&self, run: Range<u64>) -> (bool, Range<u64>) {
         let zero = self.is_zero(run.start);
         let end = (run.start + 1..run.end).find(|page| self.is_zero(*page) != zero).unwrap_or(run.end);
@@ -80,22 +84,22 @@ impl Outgoing {
 
     fn is_zero(&self, page: u64) -> bool {
         let start = (self.slot.offset() + page * PAGE_SIZE) as usize / 8;
-        // A cache line a step: what is not zero mostly says so in the first.
+        // One cache line per step: a non-zero page mostly shows in the first.
         let (lines, _) = self.slot.mapping().words()[start..start + PAGE / 8].as_chunks::<8>();
         lines.iter().all(|line| line.iter().fold(0, |all, word| all | word.load(Ordering::Relaxed)) == 0)
     }
 }
 
-/// What a block took.
+/// What a block has taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
     /// Pages with their content.
     pub pages: u64,
-    /// Pages of which is said that they are zero.
+    /// Pages that are sent as zero.
     pub zeroes: u64,
-    /// Pages of which nothing needs to be said.
+    /// Pages that are not sent.
     pub skipped: u64,
-    /// Bytes by which frames are shorter for being compressed.
+    /// Bytes saved by compression.
     pub spared: u64,
 }
 
@@ -108,18 +112,20 @@ impl std::ops::AddAssign for Taken {
     }
 }
 
-/// Frames that wait to be written to a link. Made once for a connection.
+/// Frames waiting to be written to a link. One block serves a connection for its whole life.
 #[derive(Debug)]
 pub struct Block {
     buffer: Vec<u8>,
-    /// Where the frames begin: so that the pages of the first lie at the start of a page, which makes their copy faster.
+    /// Where the frames begin. The first frame's pages then start at a page boundary, which makes
+    /// their copy faster.
     start: usize,
     end: usize,
     packer: Option<Packer>,
 }
 
 impl Block {
-    /// The most bytes of frames: where every other page of the most is zero, each of the others has a frame of its own.
+    /// The maximum size of the frames in bytes. If every other page is zero, each of the rest has
+    /// its own frame.
     const BYTES: usize = MAX_PAGES as usize * (HEAD + PAGE);
 
     /// An empty block.
@@ -130,28 +136,28 @@ impl Block {
         Self { buffer, start, end: start, packer: None }
     }
 
-    /// The same, whose pages are compressed where that pays.
+    /// The same block with compression where that saves enough.
     pub(crate) fn packing(mut self, packs: bool) -> Self {
         self.packer = packs.then(Packer::new);
         self
     }
 
-    /// What is to be written to the link: whole frames.
+    /// Complete frames, to be written to the link.
     pub fn bytes(&self) -> &[u8] {
         &self.buffer[self.start..self.end]
     }
 
-    /// Empties it: its frames have been written.
+    /// Empties the block after its frames have been written.
     pub fn clear(&mut self) {
         self.end = self.start;
     }
 
-    /// How many pages may be added, whatever they hold.
+    /// How many pages can be added, whatever their content.
     pub fn room(&self) -> u64 {
         ((self.start + Self::BYTES - self.end) / (HEAD + PAGE)) as u64
     }
 
-    /// Makes frames of the pages `run` of `from` alone: [`Self::clear`] and [`Self::add`].
+    /// Makes frames of only the pages `run` of `from`: [`Self::clear`] and [`Self::add`].
     ///
     /// # Panics
     /// As [`Self::add`].
@@ -160,10 +166,10 @@ impl Block {
         self.add(from, run, pass, encoder)
     }
 
-    /// Makes frames of the pages `run` of `from`, behind those that it has. `encoder` is that of the link to which they go.
+    /// Appends frames of the pages `run` of `from`. `encoder` belongs to the link that sends them.
     ///
     /// # Panics
-    /// Where `run` is not inside the memslot, or is longer than there is [room](Self::room).
+    /// `run` is not inside the memslot, or is longer than the [room](Self::room).
     pub fn add(&mut self, from: &Outgoing, run: Range<u64>, pass: u32, encoder: &mut Encoder) -> Taken {
         assert!(run.end <= from.slot.pages(), "pages {run:?} of {:?}", from.slot);
         assert!(
@@ -195,7 +201,7 @@ impl Block {
         taken
     }
 
-    /// Adds a frame; by how many bytes it is shorter for being compressed.
+    /// Appends a frame. Returns how many bytes compression has saved.
     fn frame(
         &mut self,
         from: &Outgoing,
@@ -226,7 +232,8 @@ impl Block {
                 .for_each(|(page, at)| from.slot.mapping().copy_to(at, page));
         }
         if let Some(packed) = self.packer.as_mut().and_then(|packer| packer.pack(&rest[..all])) {
-            // What is restored is summed as it was, what is sent as it is.
+            // The inner checksum covers the uncompressed payload, the outer one the bytes that are
+            // sent.
             rest[..PACKED].copy_from_slice(&[sum.finish().to_le_bytes(), [0; 4]].concat());
             (kind, data) = (Kind::Packed, PACKED + packed.len());
             rest[PACKED..data].copy_from_slice(packed);
@@ -247,19 +254,19 @@ impl Default for Block {
     }
 }
 
-/// One memslot of the target, and what has come of it.
+/// One memslot of the target, and which of its pages have arrived.
 #[derive(Debug)]
 pub struct Incoming {
     slot: Slot,
-    /// The pages that may be other than zero.
+    /// The pages that may be non-zero.
     written: Bits,
-    /// Where they go from when the guest runs here and some of them are still to come.
+    /// Where pages go once the guest runs here while some are still missing.
     landing: OnceLock<Arc<PostcopyMemory>>,
 }
 
 impl Incoming {
-    /// `slot`, of which nothing has come. `fresh` says that it is all zero: a page of which is said that it is zero is not touched
-    /// then, unless it has come before.
+    /// `slot`, before anything has arrived. `fresh` says that it is all zero. Then a page that is
+    /// sent as zero is not touched unless its content arrived earlier.
     pub fn new(slot: Slot, fresh: bool) -> Self {
         let written = Bits::new(slot.pages());
         if !fresh {
@@ -268,16 +275,18 @@ impl Incoming {
         Self { slot, written, landing: OnceLock::new() }
     }
 
-    /// From now on what comes goes into this, and nothing that is there is written over.
+    /// From now on, arriving pages go to `landing`, which does not overwrite pages that are
+    /// present.
     pub(crate) fn land(&self, landing: &Arc<PostcopyMemory>) {
-        // Nobody else sets it.
+        // No other caller sets it.
         let _ = self.landing.set(landing.clone());
     }
 
-    /// Writes the pages of `run`, which has been checked ([`Run::check`]): `data`, or zeroes where there is none.
+    /// Writes the pages of `run`, which has been checked ([`Run::check`]): `data`, or zeroes
+    /// without it.
     ///
     /// # Panics
-    /// Where they are not inside the memslot, or `data` is not as long as they are.
+    /// The pages are not inside the memslot, or `data` has another length.
     pub fn take(&self, run: &Run, data: Option<&[u8]>) {
         let pages = run.first..run.first + u64::from(run.pages);
         let offset = |page: u64| self.slot.offset() + page * PAGE_SIZE;
@@ -292,7 +301,7 @@ impl Incoming {
         if let Some(data) = data {
             assert_eq!(data.len() as u64, u64::from(run.pages) * PAGE_SIZE, "{run:?}");
             if run.pages >= WORTH_A_CALL && self.written.first_run(pages.clone()).is_none() {
-                // Of no consequence where it fails: then each page faults.
+                // If it fails, each page faults instead.
                 let _ = self.slot.mapping().populate(offset(pages.start), data.len() as u64);
             }
             self.slot.mapping().copy_from(offset(pages.start), data);

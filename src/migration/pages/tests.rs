@@ -1,4 +1,4 @@
-//! A sender and a receiver with nothing but bytes between them.
+//! A sender and a receiver with only bytes between them.
 
 use std::iter::once;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use vellum_kvm::dirty::scan;
 use vellum_sys::mmap::{Mapping, Source};
 
 const SESSION: SessionId = SessionId(*b"pages of a guest");
-/// More than one frame's, and no multiple of a word of bits.
+/// More than one frame holds, and no multiple of 64 bits.
 const PAGES: u64 = 150;
 const WORDS: usize = PAGE / 8;
 
@@ -52,7 +52,7 @@ impl Pair {
         &self.to.slot
     }
 
-    /// Sends `runs`; the frames as they came, and what was taken.
+    /// Sends `runs`. Returns the received frames, and what the block has taken.
     fn send(
         &mut self,
         pass: u32,
@@ -94,16 +94,17 @@ impl Pair {
 fn frames_end_where_they_are_full_or_zeroes_begin_and_end() {
     let mut pair = Pair::new(true);
     let set = |pair: &Pair, pages: Range<u64>, value: u64| {
-        // Its last word alone: a page is not zero before it has been looked at as a whole.
+        // Only the last word, so that the whole page must be read to find it non-zero.
         pages.for_each(|at| page(pair.from.slot(), at)[WORDS - 1].store(value, Ordering::Relaxed));
     };
     set(&pair, 0..70, 1);
     set(&pair, 73..74, 1);
     let (frames, taken) = pair.send(1, once(0..PAGES));
-    // No frame is longer than 64 pages, and no block than its room.
+    // No frame is longer than 64 pages, and no block exceeds its room.
     assert_eq!(frames, [(0, 64, true), (64, 6, true), (73, 1, true)]);
     assert_eq!(taken, Taken { pages: 71, skipped: 79, ..Taken::default() });
-    // What has been sent and is zero now is sent as zero, beside what never was.
+    // Pages that were sent and are zero now are sent as zero. Pages that were never sent are
+    // skipped.
     set(&pair, 60..80, 0);
     let (frames, taken) = pair.send(2, once(50..PAGES));
     assert_eq!(frames, [(50, 10, true), (60, 10, false), (73, 1, false)]);
@@ -121,11 +122,11 @@ fn nothing_is_skipped_where_the_target_does_not_begin_empty() {
     assert!(
         (0..PAGES).all(|at| page(pair.target(), at).iter().all(|word| word.load(Ordering::Relaxed) == 0))
     );
-    // The pages around the slot are not the slot's.
+    // The pages around the slot do not belong to it.
     assert_eq!([0, words(pair.target()).len() - 1].map(|at| words(pair.target())[at]), [7, 7]);
 }
 
-/// How many pages of `slot` there are in memory.
+/// How many pages of `slot` are resident.
 fn resident(slot: &Slot) -> usize {
     let mut there = vec![0u8; PAGES as usize];
     // SAFETY: the range is the slot's, and there is a byte for each of its pages.
@@ -157,21 +158,21 @@ fn ram_is_fresh_and_what_else_there_is_may_not_be() {
 #[test]
 fn a_block_holds_the_worst_that_its_room_promises() {
     let mut pair = Pair::new(false);
-    // Every other page is zero, so that each is a frame.
+    // Every other page is zero, so each of the rest is a frame.
     (0..PAGES).step_by(2).for_each(|at| page(pair.from.slot(), at)[0].store(1, Ordering::Relaxed));
     assert_eq!(pair.block.room(), u64::from(MAX_PAGES));
     pair.block.add(&pair.from, 0..u64::from(MAX_PAGES), 1, &mut pair.encoder);
     let mut frames = Vec::new();
     pair.receive(&mut frames);
     assert_eq!(frames.len(), MAX_PAGES as usize);
-    // Frames that are small leave room for more.
+    // Small frames leave room for more.
     pair.block.add(&pair.from, 1..2, 1, &mut pair.encoder);
     assert_eq!(pair.block.room(), u64::from(MAX_PAGES) - 1);
     pair.send(2, once(0..PAGES));
     assert_eq!(words(pair.from.slot()), words(pair.target()));
 }
 
-/// What is written before a pass: to which page, which word, and what; and which pages are sent although nothing was.
+/// The writes before a pass: page, word and value.
 type Writes = Vec<(u64, usize, u64)>;
 
 fn writes() -> impl Strategy<Value = Writes> {
@@ -192,13 +193,13 @@ proptest! {
         for (pass, (writes, more)) in (1..).zip(&passes) {
             let mut dirty = vec![0u64; scan::words_for(PAGES)];
             let mut mark = |page: u64| dirty[(page / 64) as usize] |= 1 << (page % 64);
-            // The first pass is over all of memory.
+            // The first pass covers all of memory.
             if pass == 1 {
                 (0..PAGES).for_each(&mut mark);
             }
             more.iter().copied().for_each(&mut mark);
             for (at, word, value) in writes {
-                // A zero clears the page, which is how pages become zero.
+                // A zero clears the whole page, so pages become zero again.
                 let words = page(pair.from.slot(), *at);
                 if *value == 0 {
                     words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
@@ -231,7 +232,7 @@ proptest! {
     }
 }
 
-/// Ends the writer, also where the test fails.
+/// Ends the writer, even if the test fails.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -248,7 +249,8 @@ fn what_is_written_meanwhile_makes_no_sum_wrong() {
     let rounds = AtomicU64::new(0);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // Zero and not zero take turns, so that pages become either between two looks at them.
+            // Zero and non-zero values alternate, so that a page can become either between two
+            // reads.
             let mut value = 0u64;
             while !over.load(Ordering::Relaxed) {
                 value = if value == 0 { rounds.load(Ordering::Relaxed) + 1 } else { 0 };
@@ -260,13 +262,14 @@ fn what_is_written_meanwhile_makes_no_sum_wrong() {
         });
         let _over = Over(&over);
         let mut pass = 0;
-        // `receive` fails where a sum is wrong. Until the writer has been over all of memory often enough to have met the copy.
+        // `receive` fails on a wrong checksum. The loop lasts until the writer has been over all of
+        // memory often enough to have met the copy.
         while rounds.load(Ordering::Relaxed) < 200 || pass < 50 {
             pass += 1;
             pair.send(pass, once(0..PAGES));
         }
     });
-    // What was written last is in the pass after it.
+    // The last writes are in the pass after them.
     pair.send(u32::MAX, once(0..PAGES));
     assert_eq!(words(pair.from.slot()), words(pair.target()));
 }

@@ -1,9 +1,10 @@
-//! When to send another pass, when to pause the guest for the last one, and when to give up: arithmetic on what passes have measured,
-//! on a clock that the caller brings.
+//! When to send another pass, when to pause the guest for the last one, and when to give up. The
+//! plan computes this from the measurements of passes, on the caller's clock.
 //!
-//! The limit on downtime is a cap. Where the rest would fit into it, another pass is still taken as long as it pays: as long as it
-//! leaves clearly less to send than it began with. A guest that writes faster than the link takes converges never, unless time is
-//! taken from it ([`Throttling`]); then the timeout decides.
+//! The downtime limit is a cap. If the rest would fit into it, passes continue as long as they pay:
+//! as long as each leaves clearly fewer pages than it began with. A guest that writes faster than
+//! the link sends never converges unless it is throttled ([`Throttling`]). The timeout then
+//! decides.
 
 use std::time::Duration;
 
@@ -12,12 +13,12 @@ use vellum_control::{Then, Throttling};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
 
-/// What one pass measured.
+/// The measurements of one pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
     /// Pages that it had to send.
     pub pages: u64,
-    /// Bytes that it sent, as many as they were before they were compressed.
+    /// Bytes that it sent, counted before compression.
     pub bytes: u64,
     /// How long it took.
     pub took: Duration,
@@ -26,53 +27,57 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Pages that the guest writes anew in a second.
+    /// Pages that the guest dirties per second.
     pub fn dirty_rate(&self) -> f64 {
         self.dirty as f64 / self.took.as_secs_f64().max(1e-6)
     }
 
-    /// Bytes a second that the link takes.
+    /// Bytes per second that the link sends.
     pub fn bandwidth(&self) -> f64 {
         self.bytes as f64 / self.took.as_secs_f64().max(1e-6)
     }
 }
 
-/// What the passes so far say of the whole.
+/// A forecast from the passes so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Estimate {
-    /// How long it will have taken from its beginning until the guest runs on the target.
+    /// The time from the beginning until the guest runs on the target.
     pub total: Duration,
-    /// How long the guest will stand still.
+    /// How long the guest will be paused.
     pub downtime: Duration,
 }
 
-/// What comes after a pass.
+/// What follows a pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Another one while the guest runs.
+    /// Another pass while the guest runs.
     Again,
-    /// The last one, with the guest paused.
+    /// The last pass, with the guest paused.
     Converged,
-    /// The last one, and what is left then follows while the guest runs on the target.
+    /// The last pass. The remaining pages follow while the guest runs on the target.
     Ahead,
-    /// The guest stays.
+    /// The guest stays. Contains the reason.
     GiveUp(String),
 }
 
-/// Pausing, saving and restoring take this long before and after the pages of the last pass, until a pass has taught better.
+/// The time that pausing, saving and restoring add to the pages of the last pass. An estimate,
+/// because no pass measures it.
 const OVERHEAD: Duration = Duration::from_millis(5);
-/// A pass pays where it leaves less than this share of what it had.
+/// A pass pays if it leaves less than this share of the pages that it had.
 const PAYS: f64 = 0.8;
-/// A final pass of a limit below this is not given up earlier: what is measured in milliseconds varies by milliseconds.
+/// A final pass is never given up before this time, even if the limit is lower: times of
+/// milliseconds vary by milliseconds.
 const MIN_OVERRUN: Duration = Duration::from_secs(1);
-/// A pass that is over sooner, leaves as much as it had, and too much for the limit, is followed by the next one no sooner than this.
+/// The minimum time between passes that leave as much as they had and too much for the limit.
 const REST: Duration = Duration::from_millis(50);
-/// How long the sender waits at most before it looks up.
+/// The longest that the sender waits before it checks for events.
 const LOOK: Duration = Duration::from_millis(20);
-/// Passes over little that change nothing any more: after these the rest is sent even where each still pays a little.
+/// After this many passes the rest is sent even if each pass still pays a little. Long runs of
+/// small passes gain nothing.
 const MAX_SMALL_PASSES: u32 = 20;
 
-/// Percent of its time that is taken from a guest at first, and more of it at each step; it always keeps a little, so that it lives.
+/// The percentage of time that throttling takes from a guest at first, and what each step adds. The
+/// guest always keeps a little, so that it stays alive.
 const FIRST_STEP: u32 = 20;
 const STEP: u32 = 10;
 const MAX_TAKEN: u32 = 95;
@@ -82,28 +87,29 @@ const MAX_TAKEN: u32 = 95;
 pub struct Plan {
     downtime: Duration,
     timeout: Option<(Duration, Then)>,
-    /// The most that the link has been seen to take, in bytes a second.
+    /// The bandwidth of the link in bytes per second. A small pass can only raise it.
     link: f64,
     last: Option<Measured>,
     passes: u32,
     throttling: Throttling,
-    /// Percent of its time that is taken from the guest.
+    /// The percentage of time taken from the guest.
     taken: u32,
-    /// The same of each vCPU, once it is known who writes; `taken` is the most of them then.
+    /// The percentage for each vCPU, once the pages that each wrote are known. `taken` is then the
+    /// maximum.
     each: Vec<u32>,
-    /// How many pages each has written in the last pass, where that is known.
+    /// How many pages each vCPU wrote in the last pass, if known.
     written: Vec<u64>,
-    /// What [`Self::estimate`] said after the first pass.
+    /// What [`Self::estimate`] returns: the forecast after the first pass.
     estimate: Option<Estimate>,
     /// The cap on bandwidth.
     pace: Pace,
-    /// Since the beginning, until when the next pass waits.
+    /// The next pass waits until this time, counted from the beginning.
     rests_until: Duration,
 }
 
 impl Plan {
-    /// A plan for a machine that may stand still for `downtime`, be under way for as long as `timeout` says, and use so many bytes
-    /// a second of its link.
+    /// A plan for a machine that may be paused for `downtime`. The migration may take as long as
+    /// `timeout` says and use `bandwidth` bytes per second.
     pub fn new(downtime: Duration, timeout: Option<(Duration, Then)>, bandwidth: Option<u64>) -> Self {
         Self {
             downtime,
@@ -121,34 +127,35 @@ impl Plan {
         }
     }
 
-    /// The same plan, which slows the guest down in this way where passes do not pay.
+    /// The same plan with throttling for passes that do not pay.
     pub fn throttling(mut self, throttling: Throttling) -> Self {
         self.throttling = throttling;
         self
     }
 
-    /// Percent of its time that is to be taken from the guest while it runs: from the vCPU that loses most, where they differ.
+    /// The percentage of time to take from the guest while it runs. If vCPUs differ, the maximum.
     pub fn taken(&self) -> u32 {
         self.taken
     }
 
-    /// Percent of its time that is to be taken from vCPU `vcpu`.
+    /// The percentage of time to take from vCPU `vcpu`.
     pub fn taken_from(&self, vcpu: usize) -> u32 {
         let own = self.each.get(vcpu).filter(|_| !plant::is(Mistake::AllThrottledAlike));
         own.copied().unwrap_or(self.taken)
     }
 
-    /// How many pages each vCPU has written in the pass that has ended; of none where nobody knows. Said before [`Plan::pass_ended`].
+    /// Sets how many pages each vCPU has written in the pass that has ended. All zero if unknown.
+    /// Called before [`Plan::pass_ended`].
     pub fn wrote(&mut self, pages: Vec<u64>) {
         self.written = pages;
     }
 
-    /// What was to be expected when the first pass had ended: `None` before, and where there was no end in sight.
+    /// The forecast after the first pass. `None` before it, and if no end was in sight.
     pub fn estimate(&self) -> Option<Estimate> {
         self.estimate
     }
 
-    /// Other limits from now on, where they are given.
+    /// Changes the limits that are given.
     pub fn set(&mut self, downtime: Option<Duration>, bandwidth: Option<u64>) {
         self.downtime = downtime.unwrap_or(self.downtime);
         if bandwidth.is_some() {
@@ -161,14 +168,15 @@ impl Plan {
         self.last
     }
 
-    /// How long a final pass that is under way `now` after the beginning may take before it is given up; `None` where the guest is to
-    /// move however long that takes.
+    /// How long a final pass that runs `now` after the beginning may take before it is given up.
+    /// `None` if the guest is to move however long that takes.
     pub(crate) fn most_downtime(&self, now: Duration) -> Option<Duration> {
         let forced = matches!(self.timeout, Some((timeout, Then::Force)) if now >= timeout);
         (!forced).then(|| self.downtime.max(MIN_OVERRUN))
     }
 
-    /// How long the guest would stand still if the final pass began now, once a pass has measured the link.
+    /// How long the guest would be paused if the final pass began now. None until a pass has
+    /// measured the link.
     pub fn expected_downtime(&self) -> Option<Duration> {
         let last = self.last?;
         if last.dirty == 0 {
@@ -182,11 +190,11 @@ impl Plan {
         (self.link > 0.0).then(|| OVERHEAD + Duration::from_secs_f64((bytes / self.link).min(1e9)))
     }
 
-    /// What follows on a pass that measured this, `now` after the beginning.
+    /// Decides what follows a pass with these measurements, `now` after the beginning.
     pub fn pass_ended(&mut self, measured: Measured, now: Duration) -> Decision {
         self.passes += 1;
         self.last = Some(measured);
-        // A pass of nothing says nothing of the link.
+        // An empty pass does not measure the link.
         if measured.bytes > 0 {
             let small = measured.bytes < 1 << 20;
             self.link = if small { self.link.max(measured.bandwidth()) } else { measured.bandwidth() };
@@ -194,7 +202,7 @@ impl Plan {
         if self.passes == 1 {
             self.estimate = self.foresee(measured, now);
         }
-        // Below what pausing and one frame take there is nothing that a pass could gain.
+        // A pass cannot reduce downtime below the time for pausing and one frame.
         let least = self.downtime_for(u64::from(super::wire::MAX_PAGES)).unwrap_or(OVERHEAD);
         let limit = self.downtime.max(least);
         let fits = self.expected_downtime().is_some_and(|expected| expected <= limit);
@@ -218,7 +226,7 @@ impl Plan {
         Decision::Again
     }
 
-    /// How much is taken after a pass that did not pay.
+    /// Increases throttling after a pass that did not pay.
     fn take_more(&mut self, measured: Measured) {
         let all: u64 = self.written.iter().sum();
         match self.throttling {
@@ -227,7 +235,8 @@ impl Plan {
             Throttling::Steps => self.taken = (self.taken + STEP).min(MAX_TAKEN),
             Throttling::DirtyLimit => {
                 let rate = measured.dirty_rate() * PAGE_SIZE as f64;
-                // What a vCPU writes with the time that it has left says what it would write with all of it.
+                // The unthrottled rate of a vCPU follows from its rate and the time that it had
+                // left.
                 let free = |rate: f64, taken: u32| rate * 100.0 / f64::from(100 - taken);
                 let limited = |free: f64, limit: f64, taken: u32| {
                     let keeps = (limit / free.max(1.0)).min(1.0);
@@ -249,8 +258,9 @@ impl Plan {
         }
     }
 
-    /// What follows if the guest goes on writing as it did during a pass: each pass is shorter than the one before by the ratio of
-    /// what it writes to what the link takes, down to what no pass makes less.
+    /// The forecast for a guest that keeps writing at the rate of this pass. Each pass is shorter
+    /// than the one before by the ratio of the dirty rate to the link's bandwidth, down to the size
+    /// of one frame.
     fn foresee(&self, measured: Measured, now: Duration) -> Option<Estimate> {
         let seconds = |bytes: f64| Duration::from_secs_f64((bytes / self.link).min(1e9));
         let bytes = measured.dirty as f64 * PAGE_SIZE as f64;
@@ -274,7 +284,7 @@ impl Plan {
         }
     }
 
-    /// Why it is to be given up in the middle of a pass, `now` after the beginning.
+    /// The reason to give up in the middle of a pass, `now` after the beginning.
     pub fn is_over(&self, now: Duration) -> Option<String> {
         match self.timeout {
             Some((timeout, Then::Cancel)) if now >= timeout => Some(self.too_late(timeout)),
@@ -295,17 +305,18 @@ impl Plan {
         why
     }
 
-    /// Whether the rest is to follow when the guest runs on the target, also in the middle of a pass, `now` after the beginning.
+    /// Whether to switch to postcopy, also in the middle of a pass, `now` after the beginning.
     pub(crate) fn is_to_follow(&self, now: Duration) -> bool {
         matches!(self.timeout, Some((timeout, Then::Postcopy)) if now >= timeout)
     }
 
-    /// So many bytes have been sent, `now` after the beginning.
+    /// Records that `bytes` have been sent, `now` after the beginning.
     pub fn sent(&mut self, bytes: u64, now: Duration) {
         self.pace.sent(bytes, now);
     }
 
-    /// How long the next block is to wait, for the cap on bandwidth or because another pass at once would gain nothing.
+    /// How long the next block is to wait. It waits for the cap on bandwidth, or because an
+    /// immediate pass would gain nothing.
     pub fn holds_back(&self, now: Duration) -> Option<Duration> {
         let rest = self.rests_until.saturating_sub(now);
         let rest = (!rest.is_zero()).then(|| rest.min(LOOK));
@@ -313,8 +324,8 @@ impl Plan {
     }
 }
 
-/// How much each of those may have who want so much, so that together they have no more than `budget`: who wants less leaves the rest to
-/// the others. Infinite where there is enough for all.
+/// The limit per vCPU that keeps the sum within `budget`, given what each wants. A vCPU that wants
+/// less leaves the rest to the others. Infinite if the budget is enough for all.
 fn limit_of_each(wanted: &[f64], budget: f64) -> f64 {
     let mut rising = wanted.to_vec();
     rising.sort_by(f64::total_cmp);

@@ -4,8 +4,9 @@ use super::*;
 
 const PAGE: f64 = PAGE_SIZE as f64;
 
-/// A guest of so many pages that writes `rate` pages a second over `hot` of them, over a link of `link` bytes a second: the
-/// passes until the decision, and the pages that are left for the final one.
+/// Simulates a guest of `pages` pages that writes `rate` pages per second over `hot` of them. The
+/// link sends `link` bytes per second. Returns the passes until the decision, the decision, and the
+/// pages left for the final pass.
 fn simulate(plan: &mut Plan, pages: u64, rate: f64, hot: u64, link: f64) -> (u32, Decision, u64) {
     let (mut now, mut owed, mut passes) = (0.0, pages, 0);
     loop {
@@ -38,7 +39,7 @@ fn an_idle_guest_takes_one_pass() {
 
 #[test]
 fn the_limit_is_a_cap_and_not_an_aim() {
-    // Half of what the link takes: each pass halves what is left, so passes pay until little is left.
+    // Half of the link's bandwidth: each pass halves the rest, so passes pay until little is left.
     let mut plan = Plan::new(LIMIT, None, None);
     let (passes, decision, left) = simulate(&mut plan, 65_536, LINK / PAGE / 2.0, 65_536, LINK);
     assert_eq!(decision, Decision::Converged);
@@ -48,7 +49,7 @@ fn the_limit_is_a_cap_and_not_an_aim() {
 
 #[test]
 fn a_hot_set_that_fits_ends_when_passes_no_longer_pay() {
-    // 1,000 hot pages, written over and over: 40 ms.
+    // 1,000 hot pages, written repeatedly: 40 ms.
     let mut plan = Plan::new(LIMIT, None, None);
     let (passes, decision, left) = simulate(&mut plan, 65_536, 1e6, 1000, LINK);
     assert_eq!((decision, left), (Decision::Converged, 1000));
@@ -67,14 +68,15 @@ fn a_guest_faster_than_its_link_is_given_up_or_forced_in_the_end() {
     let mut plan = Plan::new(LIMIT, Some((timeout, Then::Force)), None);
     let (_, decision, left) = simulate(&mut plan, 65_536, rate, 65_536, LINK);
     assert_eq!((decision, left), (Decision::Converged, 65_536));
-    // Given up again it would never move.
+    // If the final pass were given up again, the guest would never move.
     assert_eq!((plan.most_downtime(timeout), plan.most_downtime(timeout / 2)), (None, Some(MIN_OVERRUN)));
-    // Never before its time, and for ever without one.
+    // Never before the timeout, and endless passes without one.
     let mut plan = Plan::new(LIMIT, None, None);
     assert_eq!(simulate(&mut plan, 65_536, rate, 65_536, LINK).1, Decision::Again);
 }
 
-/// As above, of a guest from which the plan takes time: how much in the end, and how long it took.
+/// The same for a guest that the plan throttles. Returns the decision, the final throttling, and
+/// the time it took.
 fn simulate_throttled(plan: &mut Plan, pages: u64, rate: f64) -> (Decision, u32, Duration) {
     let (mut now, mut owed) = (0.0, pages);
     for _ in 0..1000 {
@@ -100,18 +102,19 @@ fn a_guest_that_is_slowed_down_converges() {
     // 20 %, 30 %, …: at 60 % a pass leaves 84 %, at 70 % it pays.
     let (decision, taken, _) = simulate_throttled(&mut plan(Throttling::Steps), 65_536, twice);
     assert_eq!((decision, taken), (Decision::Converged, 70));
-    // A guest that writes 2.1 times what the link takes keeps a little less than a quarter of its time.
+    // A guest that writes 2.1 times the link's bandwidth keeps a little less than a quarter of its
+    // time.
     let (decision, taken, _) = simulate_throttled(&mut plan(Throttling::DirtyLimit), 65_536, twice);
     assert_eq!(decision, Decision::Converged);
     assert!((50..=77).contains(&taken), "{taken} %");
-    // One that has time enough keeps it, as does one that nobody may slow down.
+    // A guest slower than the link keeps its time. So does a guest without throttling.
     let half = LINK / PAGE / 2.0;
     for throttling in [Throttling::Steps, Throttling::DirtyLimit] {
         assert_eq!(simulate_throttled(&mut plan(throttling), 65_536, half).1, 0);
     }
     let (decision, taken, _) = simulate_throttled(&mut plan(Throttling::Off), 65_536, twice);
     assert_eq!((decision, taken), (Decision::Again, 0));
-    // However fast it writes, it keeps some of its time.
+    // A guest keeps some of its time however fast it writes.
     let (_, taken, _) = simulate_throttled(&mut plan(Throttling::Steps), 65_536, 1000.0 * twice);
     assert_eq!(taken, MAX_TAKEN);
 }
@@ -129,7 +132,7 @@ fn who_wants_little_is_not_limited_and_leaves_the_rest_to_others() {
 fn only_vcpus_above_their_share_are_slowed_down() {
     let mut plan = Plan::new(LIMIT, None, None).throttling(Throttling::DirtyLimit);
     let second = Duration::from_secs(1);
-    // The link takes 100 MiB/s, and they write 200: 160, 40, next to nothing, and nothing.
+    // The link sends 100 MiB/s, and the vCPUs write 200: 160, 40, next to nothing, and nothing.
     let pages = (2.0 * LINK / PAGE) as u64;
     let measured = |dirty| Measured { pages, bytes: LINK as u64, took: second, dirty };
     plan.wrote(vec![pages * 8 / 10, pages * 2 / 10, 1, 0]);
@@ -138,7 +141,7 @@ fn only_vcpus_above_their_share_are_slowed_down() {
     let taken: Vec<u32> = (0..4).map(|vcpu| plan.taken_from(vcpu)).collect();
     assert!((84..=85).contains(&taken[0]) && (37..=38).contains(&taken[1]), "{taken:?}");
     assert_eq!((&taken[2..], plan.taken()), (&[0, 0][..], taken[0]));
-    // A pass by which nobody knows who writes takes no less from any.
+    // A pass without counts per vCPU does not reduce the throttling of any.
     plan.wrote(vec![0; 4]);
     plan.pass_ended(measured(pages), 2 * second);
     assert!((0..4).all(|vcpu| plan.taken_from(vcpu) >= taken[vcpu]));
@@ -162,7 +165,7 @@ fn what_comes_is_what_was_estimated() {
         );
         assert!(near(estimate.downtime, plan.expected_downtime().unwrap()), "{share}: {estimate:?}");
     }
-    // No end is in sight, unless it is forced.
+    // No end is in sight unless the final pass is forced.
     let mut plan = Plan::new(LIMIT, None, None);
     simulate_throttled(&mut plan, 65_536, 2.0 * LINK / PAGE);
     assert_eq!(plan.estimate(), None);
@@ -181,7 +184,7 @@ fn a_limit_that_no_guest_can_keep_makes_no_pass_of_nothing() {
     let mut plan = Plan::new(limit, None, None);
     plan.pass_ended(measured(65_536, 10), took);
     assert_eq!(plan.pass_ended(measured(10, 0), took), Decision::Converged);
-    // What is written in each pass is more than a frame, and too much for the limit.
+    // Each pass leaves more than a frame, and too much for the limit.
     let mut plan = Plan::new(limit, None, None);
     let (mut now, mut passes) = (Duration::ZERO, 0);
     while now < Duration::from_secs(2) {

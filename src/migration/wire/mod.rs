@@ -1,29 +1,44 @@
-//! Messages, state and pages as bytes, and back. No I/O: whoever reads a link reads a header, allocates at most what
-//! [`Header::len`] says, which the header's kind has bounded, and hands the payload over.
+//! Messages, state and pages as bytes, and back. No I/O: the reader of a link reads a header and
+//! allocates at most [`Header::len`] bytes, which is bounded by the header's kind. It then passes
+//! the payload here.
 //!
-//! A frame is a header and a payload, everything in little-endian order:
+//! A frame is a header and a payload. All numbers are little-endian:
 //!
 //! ```text
-//! header, 48 bytes                                  payload of each kind
-//!   0  "VLMG"                                         message   JSON of a Message
-//!   4  u16 kind                                       section   u16 length of the name, u16 version, the name, JSON
-//!   6  u16 0                                          pages     a run (24 bytes), then the pages
-//!   8  u32 bytes of payload                           zeroes    a run
-//!  12  u32 CRC32C of the payload                      sums      a run, then the sum of each page, 8 bytes
-//!  16  u64 number of the frame on its connection    run, 24 bytes
-//!  24  the session, 16 bytes                          0  u32 region
-//!  40  u32 0                                          4  u32 pass
-//!  44  u32 CRC32C of the 44 bytes before              8  u64 first page of the region
-//!                                                    16  u32 pages
-//!                                                    20  u32 0
-//! missing, from version 3 on: a run, then a bit a page in words of 64, set where the page is missing; the rest of the last word is 0
-//! wanted, from version 3 on: a run
-//! packed, from version 2 on: a run, u32 CRC32C of what the payload would be as `pages`, u32 0, the pages as a frame of Zstandard
+//! header, 48 bytes
+//!   0  "VLMG"
+//!   4  u16 kind
+//!   6  u16 0
+//!   8  u32 bytes of payload
+//!  12  u32 CRC32C of the payload
+//!  16  u64 number of the frame on its connection
+//!  24  the session, 16 bytes
+//!  40  u32 0
+//!  44  u32 CRC32C of the 44 bytes before
+//!
+//! run, 24 bytes
+//!   0  u32 region
+//!   4  u32 pass
+//!   8  u64 first page of the region
+//!  16  u32 pages
+//!  20  u32 0
+//!
+//! payload of each kind
+//!   message   JSON of a Message
+//!   section   u16 length of the name, u16 version, the name, JSON
+//!   pages     a run, then the pages
+//!   zeroes    a run
+//!   sums      a run, then the checksum of each page, 8 bytes
+//!   packed    from version 2 on: a run, u32 CRC32C of the equivalent `pages` payload, u32 0,
+//!             the pages as a Zstandard frame
+//!   missing   from version 3 on: a run, then a bitmap in 64-bit words; a bit is set where the page
+//!             is missing, and unused bits of the last word are 0
+//!   wanted    from version 3 on: a run
 //! ```
 //!
-//! Frames are numbered on each connection from 0: one that is lost, repeated or out of its place is an error of the link, as is
-//! one whose sums are wrong. What a peer sends is hostile: every length is checked here, every page against the regions of the
-//! machine ([`Run::check`]).
+//! Frames are numbered on each connection from 0. A frame that is lost, repeated or out of order is
+//! a link error, and so is a wrong checksum. Peers are hostile: this file checks every length, and
+//! checks every page against the machine's regions ([`Run::check`]).
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 use crc_fast::{Digest, checksum};
@@ -31,42 +46,44 @@ use crc_fast::{Digest, checksum};
 use super::message::{Message, SessionId};
 use super::pack::Unpacker;
 
-/// Bytes of a header.
+/// The size of a header in bytes.
 pub const HEADER: usize = 48;
-/// Bytes of a run.
+/// The size of a run in bytes.
 pub const RUN: usize = 24;
-/// The most pages that one frame carries; as bytes of 4 KiB pages they stay in the cache between being copied, summed and sent.
+/// The maximum number of pages in one frame. 64 pages of 4 KiB stay in the cache while they are
+/// copied, checksummed and sent.
 pub const MAX_PAGES: u32 = 64;
-/// Bytes of the sum of one page, and the most sums that one frame carries.
+/// The size of one page's checksum in bytes.
 pub const SUM: usize = 8;
-/// As above.
+/// The maximum number of checksums in one frame.
 pub(crate) const MAX_SUMS: u32 = 512;
-/// Bytes between a run and its packed pages: the sum of both as they are restored.
+/// Bytes between a run and its packed pages. They contain the checksum of the run and the unpacked
+/// pages.
 pub(crate) const PACKED: usize = 8;
 
-/// The most pages of which one frame says whether they are missing.
+/// The maximum number of pages in one map of missing pages.
 pub const MAX_MAPPED: u32 = 1 << 15;
 
 const MAGIC: [u8; 4] = *b"VLMG";
 
-/// What a frame carries.
+/// The contents of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A [`Message`].
     Message,
-    /// A part of the machine's state.
+    /// A section of the machine's state.
     Section,
     /// A [`Run`] and its pages.
     Pages,
-    /// A [`Run`] of pages that are all zero.
+    /// A [`Run`] of zero pages.
     Zeroes,
-    /// A [`Run`] and a sum of each of its pages, to be compared.
+    /// A [`Run`] and the checksum of each page, to be compared.
     Sums,
     /// A [`Run`] and its pages [compressed](super::pack).
     Packed,
-    /// A [`Run`] and which of its pages are missing, a bit each.
+    /// A [`Run`] and a bitmap of its missing pages.
     Missing,
-    /// A [`Run`] of pages that somebody waits for.
+    /// A [`Run`] of pages that the peer waits for.
     Wanted,
 }
 
@@ -86,87 +103,87 @@ impl Kind {
         Self::ALL.iter().find(|(_, kind)| *kind == self).map_or(0, |(number, _)| *number)
     }
 
-    /// The most bytes of payload.
+    /// The maximum size of the payload in bytes.
     pub fn most(self, page: u32) -> u32 {
         match self {
-            // A list of misfits is the longest.
+            // A list of misfits is the longest message.
             Self::Message => 1 << 20,
-            // vCPUs take some 40 KiB each; the largest machine has hundreds.
+            // A vCPU takes about 40 KiB, and the largest machines have hundreds.
             Self::Section => 64 << 20,
             Self::Pages => RUN as u32 + MAX_PAGES * page,
             Self::Zeroes | Self::Wanted => RUN as u32,
             Self::Missing => RUN as u32 + MAX_MAPPED / 8,
             Self::Sums => RUN as u32 + MAX_SUMS * SUM as u32,
-            // Those that do not get shorter go as they are.
+            // Pages that do not shrink are sent uncompressed.
             Self::Packed => (RUN + PACKED) as u32 + MAX_PAGES * page,
         }
     }
 }
 
-/// Why bytes are no frame.
+/// Why bytes are not a valid frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Something else speaks.
+    /// The peer speaks another protocol.
     #[error("the peer does not speak Vellum's migration protocol")]
     Magic,
-    /// A header that was changed on its way.
+    /// A corrupted header.
     #[error("a header's checksum is wrong: the link has changed it")]
     HeaderSum,
-    /// A payload that was changed on its way.
+    /// A corrupted payload.
     #[error("the checksum of a payload of {0} bytes is wrong: the link has changed it")]
     PayloadSum(usize),
-    /// A frame that is not the next.
+    /// A frame out of order.
     #[error("frame {found} came where frame {expected} was due: one was lost, or came twice")]
     Sequence {
-        /// Which was due.
+        /// The expected number.
         expected: u64,
-        /// Which came.
+        /// The received number.
         found: u64,
     },
-    /// Another migration's.
+    /// A frame of another migration.
     #[error("a frame of migration {found:?} came on a link of {expected:?}")]
     Session {
-        /// Which was due.
+        /// The expected session.
         expected: SessionId,
-        /// Which came.
+        /// The received session.
         found: SessionId,
     },
-    /// No kind of this version.
+    /// A kind that this version does not know.
     #[error("a frame is of kind {0}, which this version does not know")]
     Kind(u16),
-    /// More than its kind allows.
+    /// A payload longer than its kind allows.
     #[error("a frame of {kind:?} has {len} bytes, where {most} are allowed")]
     TooLong {
-        /// What it carries.
+        /// The kind of the frame.
         kind: Kind,
-        /// How long it is.
+        /// Its length in bytes.
         len: u32,
-        /// How long it may be.
+        /// The maximum length in bytes.
         most: u32,
     },
-    /// A payload that contradicts itself.
+    /// An inconsistent payload.
     #[error("a payload of {0:?} is malformed: {1}")]
     Malformed(Kind, String),
     /// Pages that the machine does not have.
     #[error("pages {first} to {last} of region {region} came, and the machine has {has}")]
     Outside {
-        /// The region that was named.
+        /// The region of the run.
         region: u32,
         /// The first page.
         first: u64,
-        /// The page behind the last.
+        /// The page after the last.
         last: u64,
-        /// How many pages that region has; 0 where there is no such region.
+        /// The number of pages in that region. 0 if there is no such region.
         has: u64,
     },
 }
 
-/// What precedes a payload.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the payload is.
+    /// The kind of the payload.
     pub kind: Kind,
-    /// Its bytes, at most [`Kind::most`].
+    /// The size of the payload in bytes, at most [`Kind::most`].
     pub len: u32,
     sum: u32,
     sequence: u64,
@@ -196,22 +213,22 @@ fn word<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("the caller has checked the length")
 }
 
-/// The CRC32C of a payload that is made part by part.
+/// The CRC32C of a payload that is built in parts.
 #[derive(Clone, Debug)]
 pub struct Sum(Digest);
 
 impl Sum {
-    /// Of no bytes.
+    /// The checksum of no bytes.
     pub fn new() -> Self {
         Self(Digest::new(Crc32Iscsi))
     }
 
-    /// `part` follows what has been added so far.
+    /// Appends `part`.
     pub fn add(&mut self, part: &[u8]) {
         self.0.update(part);
     }
 
-    /// What has been added up.
+    /// The checksum of all parts so far.
     pub fn finish(&self) -> u32 {
         self.0.finalize() as u32
     }
@@ -223,7 +240,7 @@ impl Default for Sum {
     }
 }
 
-/// One connection's sending half: numbers the frames.
+/// The sending half of one connection. It numbers the frames.
 #[derive(Clone, Debug)]
 pub struct Encoder {
     session: SessionId,
@@ -236,19 +253,20 @@ impl Encoder {
         Self { session, next: 0 }
     }
 
-    /// Makes the frames that follow frames of `session`: a target learns it with the first frame that comes.
+    /// Sets the session of later frames. A target learns it from the first frame that arrives.
     pub fn set_session(&mut self, session: SessionId) {
         self.session = session;
     }
 
-    /// The header of the next frame, whose payload is `parts` one after the other.
+    /// The header of the next frame, whose payload consists of `parts`.
     pub fn header(&mut self, kind: Kind, parts: &[&[u8]]) -> [u8; HEADER] {
         let mut sum = Sum::new();
         parts.iter().for_each(|part| sum.add(part));
         self.header_of(kind, parts.iter().map(|part| part.len()).sum::<usize>() as u32, &sum)
     }
 
-    /// The header of the next frame, whose payload has `len` bytes and this sum: for those who have summed it already.
+    /// The header of the next frame, whose payload has `len` bytes and this checksum. For callers
+    /// that have computed it already.
     pub(crate) fn header_of(&mut self, kind: Kind, len: u32, sum: &Sum) -> [u8; HEADER] {
         let sequence = self.next;
         self.next += 1;
@@ -263,25 +281,25 @@ impl Encoder {
         frame
     }
 
-    /// Sums of the pages of `run` as a frame.
+    /// The checksums of the pages of `run` as a frame.
     pub fn sums(&mut self, run: &Run, sums: &[u8]) -> Vec<u8> {
         let run = run.bytes();
         [&self.header(Kind::Sums, &[&run, sums])[..], &run, sums].concat()
     }
 
-    /// Which pages of `run` are missing as a frame, a bit each.
+    /// A bitmap of the missing pages of `run` as a frame.
     pub fn missing(&mut self, run: &Run, bits: &[u64]) -> Vec<u8> {
         let (run, bits) = (run.bytes(), bits.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>());
         [&self.header(Kind::Missing, &[&run, &bits])[..], &run, &bits].concat()
     }
 
-    /// That somebody waits for the pages of `run` as a frame.
+    /// A request for the pages of `run` as a frame.
     pub fn wanted(&mut self, run: &Run) -> Vec<u8> {
         let run = run.bytes();
         [&self.header(Kind::Wanted, &[&run])[..], &run].concat()
     }
 
-    /// A part of the state as a frame.
+    /// A section of the state as a frame.
     pub fn section(&mut self, section: &Section<'_>) -> Vec<u8> {
         let mut payload = Vec::with_capacity(4 + section.name.len() + section.body.len());
         payload.extend_from_slice(&(section.name.len() as u16).to_le_bytes());
@@ -294,7 +312,7 @@ impl Encoder {
     }
 }
 
-/// One connection's receiving half: knows which frame is next.
+/// The receiving half of one connection. It checks the order of the frames.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     session: Option<SessionId>,
@@ -304,8 +322,8 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A connection on which nothing has come. Its first frame says which session it is of, unless `session` does. Pages are of
-    /// `page` bytes.
+    /// A connection on which nothing has arrived. Without `session`, the first frame determines the
+    /// session. Pages have `page` bytes.
     pub fn new(session: Option<SessionId>, page: u32) -> Self {
         Self { session, next: 0, page, unpacker: Unpacker::new() }
     }
@@ -315,10 +333,11 @@ impl Decoder {
         self.session
     }
 
-    /// Reads the header of the next frame.
+    /// Parses the header of the next frame.
     ///
     /// # Errors
-    /// Where it is none, or not the next of this session. The link is of no use afterwards.
+    /// The header is invalid, or is not the next of this session. The link cannot be used
+    /// afterwards.
     pub fn header(&mut self, bytes: &[u8; HEADER]) -> Result<Header, Error> {
         if bytes[..4] != MAGIC {
             return Err(Error::Magic);
@@ -354,10 +373,10 @@ impl Decoder {
         Ok(header)
     }
 
-    /// Reads the payload that belongs to `header`.
+    /// Parses the payload that belongs to `header`.
     ///
     /// # Errors
-    /// Where it was changed on its way, or contradicts itself.
+    /// The payload is corrupted or inconsistent.
     pub fn payload<'a>(&'a mut self, header: &Header, payload: &'a [u8]) -> Result<Frame<'a>, Error> {
         if payload.len() != header.len as usize || sum(payload) != header.sum {
             return Err(Error::PayloadSum(payload.len()));
@@ -428,20 +447,21 @@ impl Decoder {
 pub enum Frame<'a> {
     /// A message.
     Message(Message),
-    /// A part of the state.
+    /// A section of the state.
     Section(Section<'a>),
-    /// Pages with their content; all zero where there is none.
+    /// Pages with their content. Without content they are all zero.
     Run(Run, Option<&'a [u8]>),
-    /// Pages with a sum of each.
+    /// Pages with a checksum of each.
     Sums(Run, &'a [u8]),
-    /// Pages, and which of them are missing, a bit each: as many words as they need, and no bit beyond them.
+    /// Pages, and a bitmap of the missing ones. The bitmap has exactly the words that it needs, and
+    /// no bit beyond the last page.
     Missing(Run, Vec<u64>),
-    /// Pages that somebody waits for.
+    /// Pages that the peer waits for.
     Wanted(Run),
 }
 
 impl Frame<'_> {
-    /// What it is, for whoever did not expect it.
+    /// A name of the frame for error messages.
     pub fn name(&self) -> String {
         match self {
             Self::Message(message) => message.name(),
@@ -454,12 +474,12 @@ impl Frame<'_> {
     }
 }
 
-/// A part of the state: which, in which version, and its JSON.
+/// A section of the state: its name, its version and its JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Section<'a> {
     /// Its name: `vcpu0`, `irqchip`, `disk1`.
     pub name: &'a str,
-    /// The version that its fields are of.
+    /// The version of its fields.
     pub version: u16,
     /// The state.
     pub body: &'a [u8],
@@ -476,21 +496,21 @@ fn section(payload: &[u8]) -> Result<Section<'_>, String> {
     Ok(Section { name, version, body })
 }
 
-/// Pages of one region of memory, one after the other.
+/// Consecutive pages of one memory region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Which region, by its place in the configuration.
+    /// The index of the region in the configuration.
     pub region: u32,
-    /// In which pass over memory they are sent, from 1.
+    /// The pass over memory that sends them, from 1.
     pub pass: u32,
-    /// The first, from the region's start.
+    /// The first page, counted from the start of the region.
     pub first: u64,
-    /// How many, at least one.
+    /// The number of pages, at least one.
     pub pages: u32,
 }
 
 impl Run {
-    /// As it stands in a payload.
+    /// The run as bytes of a payload.
     pub fn bytes(&self) -> [u8; RUN] {
         let mut bytes = [0; RUN];
         bytes[..4].copy_from_slice(&self.region.to_le_bytes());
@@ -500,10 +520,10 @@ impl Run {
         bytes
     }
 
-    /// Checks it against `regions`, the pages of each.
+    /// Checks the run against `regions`, which has the number of pages of each.
     ///
     /// # Errors
-    /// Where it is not inside of one.
+    /// The run is not inside a region.
     pub fn check(&self, regions: &[u64]) -> Result<(), Error> {
         let has = regions.get(self.region as usize).copied().unwrap_or(0);
         let last = self.first.saturating_add(self.pages.into());

@@ -1,4 +1,4 @@
-//! What the wire promises, frame by frame.
+//! Tests of the wire format, frame by frame.
 
 use super::*;
 use crate::pack::Packer;
@@ -38,7 +38,7 @@ fn what_is_sent_comes() {
     assert_eq!(decoder.session(), Some(SESSION));
 }
 
-/// A frame of packed pages, whose inner sum is of the run as it is in `summed`.
+/// A frame of packed pages. Its inner checksum is computed over `summed` instead of `run`.
 fn packed(encoder: &mut Encoder, run: &Run, summed: &Run, data: &[u8]) -> Vec<u8> {
     let mut restored = Sum::new();
     [&summed.bytes()[..], data].into_iter().for_each(|part| restored.add(part));
@@ -56,10 +56,10 @@ fn packed_pages_come_as_they_were_or_not_at_all() {
     let frame = packed(&mut encoder, &run, &run, &data);
     assert!(frame.len() < 200, "{}", frame.len());
     assert_eq!(decode(&mut decoder, &frame), Ok(Frame::Run(run, Some(&data))));
-    // Pages that are not those that were summed.
+    // Pages other than those in the checksum.
     let other = packed(&mut encoder, &run, &Run { first: 8, ..run }, &data);
     assert_eq!(decode(&mut decoder, &other), Err(Error::PayloadSum(RUN + data.len())));
-    // More or fewer than the run says, and more than a frame may have.
+    // More or fewer pages than the run says, and more than a frame may have.
     for pages in [1, 3, MAX_PAGES + 1, u32::MAX] {
         let run = Run { pages, ..run };
         let error = decode(&mut decoder, &packed(&mut encoder, &run, &run, &data)).unwrap_err();
@@ -128,12 +128,12 @@ fn a_map_has_a_bit_for_each_of_its_pages_and_no_other() {
     assert_eq!(decode(&mut Decoder::new(None, PAGE), &frame), Ok(Frame::Missing(whole, bits)));
 }
 
-/// Frames of this version as they were first written: they are read for as long as the version is.
+/// The first frame as version 1 wrote it. It must stay readable as long as version 1 is supported.
 #[test]
 fn frames_of_version_1_are_still_read() {
     let frame = Encoder::new(SESSION).message(&Message::Hello { versions: [1, 1] });
     assert_eq!(&frame[HEADER..], br#"{"say":"hello","versions":[1,1]}"#);
     assert_eq!(frame[..4], *b"VLMG");
-    // CRC32C of the nine digits, RFC 3720's check value: the sum that both sides mean.
+    // The check value of RFC 3720: CRC32C of the nine digits.
     assert_eq!(sum(b"123456789"), 0xe306_9283);
 }
