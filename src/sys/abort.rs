@@ -1,13 +1,14 @@
 //! abort(3) of static programs.
 //!
-//! musl's raises SIGABRT by tkill(2), which takes a thread of any process. A filter can check the process of tgkill(2) alone, so
-//! the sandbox forbids tkill, and this raises by tgkill. It stands in for musl's when the program is linked.
+//! musl's abort(3) raises SIGABRT with tkill(2), which can signal a thread of any process. A filter
+//! can check the target process only for tgkill(2), so the sandbox forbids tkill. This version uses
+//! tgkill and replaces musl's when the program is linked.
 
-/// Ends the process by SIGABRT.
+/// Ends the process with SIGABRT.
 #[unsafe(no_mangle)]
 extern "C" fn abort() -> ! {
-    // SAFETY: the set is initialized before it is used; each call takes numbers and pointers to locals, and a signal handler may make it.
-    // Nobody handles SIGABRT here, so that the signal ends the process.
+    // SAFETY: the set is initialized before it is used. Each call takes numbers and pointers to
+    // locals and is async-signal-safe. SIGABRT has no handler here, so the signal ends the process.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut set);

@@ -1,5 +1,5 @@
-//! The CR3 cache, which only a KVM with the series `cr3-cache` of `kernel-patches/` has: its numbers, and its ioctls of a vCPU
-//! (arch/x86/include/uapi/asm/kvm_cr3_cache.h of the series).
+//! The CR3 cache: its numbers and its vCPU ioctls. Only a KVM with the series `cr3-cache` of
+//! `kernel-patches/` has it (arch/x86/include/uapi/asm/kvm_cr3_cache.h of the series).
 
 use std::io;
 
@@ -8,22 +8,22 @@ use kvm_ioctls::VcpuFd;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
 use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
 
-/// `KVM_CAP_CR3_CACHE`. As an extension it has the number of entries, or 0.
+/// `KVM_CAP_CR3_CACHE`. KVM_CHECK_EXTENSION returns the number of entries, or 0.
 pub const CAPABILITY: u32 = 25443;
 /// `KVM_FEATURE_CR3_CACHE`, in EAX of CPUID leaf 0x4000_0001.
 pub const FEATURE: u32 = 1 << 20;
-/// `KVM_HC_CR3_CACHE`, a number of VMCALL.
+/// `KVM_HC_CR3_CACHE`, a hypercall number for VMCALL.
 pub const HYPERCALL: u64 = 120;
-/// The operation of that hypercall that registers a page.
+/// The hypercall's operation that registers a page.
 pub const REGISTER: u64 = 0;
-/// The one that forgets all roots of the vCPU, and with them all entries.
+/// The operation that drops all roots of the vCPU, and with them all entries.
 pub const FLUSH: u64 = 1;
-/// The one that ends a registration.
+/// The operation that ends a registration.
 pub const UNREGISTER: u64 = 2;
-/// A section is no longer than this.
+/// The maximum length of a section in bytes.
 pub const MAX_SECTION: u64 = 256;
 
-/// `KVM_CR3_CACHE_REGISTERED`: the only flag there is.
+/// `KVM_CR3_CACHE_REGISTERED`: the only flag.
 const REGISTERED: u64 = 1;
 
 /// `struct kvm_cr3_cache`.
@@ -50,11 +50,11 @@ pub const GET: u32 = 0xf3;
 /// The number of `KVM_SET_CR3_CACHE`.
 pub const SET: u32 = 0xf4;
 
-/// What a vCPU has registered.
+/// A vCPU's registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Registration {
-    /// The guest-physical address of its page.
+    /// The guest-physical address of the registered page.
     pub gpa: u64,
     /// The linear address of the code that reads the page and loads CR3.
     pub section: u64,
@@ -66,7 +66,7 @@ fn done(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What `vcpu` has registered. KVM empties its page first, which the dirty log sees.
+/// Returns the registration of `vcpu`. KVM first empties its page, which marks the page dirty.
 pub fn get(vcpu: &VcpuFd) -> io::Result<Option<Registration>> {
     let mut raw = Raw::default();
     // SAFETY: the kernel fills one structure of this size.
@@ -75,7 +75,7 @@ pub fn get(vcpu: &VcpuFd) -> io::Result<Option<Registration>> {
     Ok((flags & REGISTERED != 0).then_some(Registration { gpa, section, section_len }))
 }
 
-/// Registers for `vcpu`. KVM empties the page.
+/// Registers a page for `vcpu`. KVM empties the page.
 pub fn set(vcpu: &VcpuFd, registration: &Registration) -> io::Result<()> {
     let Registration { gpa, section, section_len } = *registration;
     let raw = Raw { flags: REGISTERED, gpa, section, section_len, reserved: [0; 4] };

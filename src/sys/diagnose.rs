@@ -1,23 +1,24 @@
-//! Whose fault an error is, and which field of the configuration it is about.
+//! Says whose fault an error is, and which field of the configuration it is about.
 //!
-//! An error says what is wrong and what would work. It does not name the flag that a value came from, because one field has
-//! other flags in other subcommands: a machine's memory is `--memory` of one and `-b` of the next. Instead it implements
-//! [`Diagnose`], and `cli/` puts the flag in front, from a table that each subcommand has.
+//! An error says what is wrong and what would work. It does not name the flag that a value came
+//! from, because one field has different flags in different subcommands: a machine's memory is
+//! `--memory` in one and `-b` in another. Instead it implements [`Diagnose`], and `cli/` puts the
+//! flag in front, from each subcommand's table.
 
 use std::error::Error;
 
-/// Who can mend it.
+/// Who can fix it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// The user: another command line would have worked.
+    /// The user: a different command line would have worked.
     User,
     /// The host, or Vellum on it: no other value of a flag would have helped.
     Host,
-    /// The guest: what it does is not what its kind of machine allows.
+    /// The guest: it did something that its kind of machine does not allow.
     Guest,
 }
 
-/// What can be configured, and so what an error can be about.
+/// A configurable field that an error can be about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Field {
     /// What backs guest memory.
@@ -36,33 +37,33 @@ pub enum Field {
     Cr3Cache,
     /// How many vCPUs.
     Cpus,
-    /// A device of the guest's, by the key of its kind (`devices/virtio`).
+    /// A device of the guest, by the key of its kind (`devices/virtio`).
     Device(&'static str),
-    /// Whether a disk that is not as it was is taken.
+    /// Whether a disk is accepted although it has changed.
     DiskChanged,
     /// Where a debugger connects.
     Gdb,
-    /// Where memory starts in the guest's physical address space.
+    /// The guest-physical address at which memory starts.
     GuestAddress,
-    /// The page size of the guest's own tables.
+    /// The page size of the guest's own page tables.
     GuestPage,
     /// How much Arm's KVM splits at a time.
     EagerSplit,
     /// The initial RAM disk.
     Initrd,
-    /// Which interrupt controllers there are, and where.
+    /// Which interrupt controllers there are, and at which addresses.
     Irqchip,
     /// The kernel image.
     Kernel,
-    /// Where a source connects.
+    /// The address that a migration's source connects to.
     Listen,
     /// Whether guest memory is locked.
     Lock,
-    /// How much guest memory.
+    /// The size of guest memory.
     Memory,
-    /// The machine's name, and with it its control socket.
+    /// The machine's name, which also names its control socket.
     Name,
-    /// Whether memory comes as somebody wants it.
+    /// Whether memory is loaded on demand.
     OnDemand,
     /// Which faults a userfaultfd handles.
     PageFaults,
@@ -70,54 +71,55 @@ pub enum Field {
     Pin,
     /// Whether guest memory is populated beforehand.
     Prealloc,
-    /// How a kernel is entered.
+    /// The boot protocol by which a kernel is entered.
     Protocol,
-    /// Entries of a dirty ring.
+    /// The number of entries of a dirty ring.
     RingEntries,
     /// Seccomp and Landlock.
     Sandbox,
-    /// What the serial port is.
+    /// The kind of serial port.
     Uart,
-    /// Where the serial port leads.
+    /// The target of the serial port.
     Serial,
-    /// Into how many memslots guest memory is cut.
+    /// The number of memslots that guest memory is divided into.
     Slots,
     /// How the dirty log is collected.
     Tracker,
-    /// Whose privileges are left.
+    /// The user whose privileges are kept.
     User,
 }
 
-/// What an error is about.
+/// Who can fix an error, and the field that it is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ErrorOrigin {
-    /// Who can mend it.
+    /// Who can fix it.
     pub whose: Whose,
-    /// The field that it is about, where it is about one.
+    /// The field that the error is about, if any.
     pub field: Option<Field>,
-    /// Whether this host lacks what was asked for, so that another one may have it: a test is skipped there, and has not failed.
+    /// Whether this host lacks what was requested, so that another host may have it. A test is then
+    /// skipped instead of failed.
     pub lacking: bool,
 }
 
 impl ErrorOrigin {
-    /// The host's, and about no field.
+    /// The host's fault, and about no field.
     pub const HOST: Self = Self { whose: Whose::Host, field: None, lacking: false };
-    /// The user's, and about no field or about several.
+    /// The user's fault, and about no field or about several.
     pub const USER: Self = Self { whose: Whose::User, field: None, lacking: false };
-    /// The guest's.
+    /// The guest's fault, and about no field.
     pub const GUEST: Self = Self { whose: Whose::Guest, field: None, lacking: false };
 
-    /// The user's, who gave `field` a value that does not work.
+    /// The user's fault: `field` has a value that does not work.
     pub const fn user(field: Field) -> Self {
         Self { whose: Whose::User, field: Some(field), lacking: false }
     }
 
-    /// The host's, which cannot do what `field` asks for.
+    /// The host's fault: it cannot do what `field` asks for.
     pub const fn host(field: Field) -> Self {
         Self { whose: Whose::Host, field: Some(field), lacking: false }
     }
 
-    /// The same, of something that this host lacks.
+    /// The same origin, for something that this host lacks.
     pub const fn lacking(self) -> Self {
         Self { lacking: true, ..self }
     }
@@ -125,15 +127,16 @@ impl ErrorOrigin {
 
 /// An error of any crate.
 pub trait Diagnose: Error {
-    /// What it is about; an error that passes another one on says what that one says, unless it knows better.
+    /// The error's origin. An error that wraps another returns the inner one's origin, unless it
+    /// knows better.
     fn origin(&self) -> ErrorOrigin;
 
-    /// Who can mend it.
+    /// Who can fix it.
     fn whose(&self) -> Whose {
         self.origin().whose
     }
 
-    /// The field that it is about.
+    /// The field that the error is about, if any.
     fn field(&self) -> Option<Field> {
         self.origin().field
     }

@@ -1,7 +1,9 @@
-//! KVM's dirty log: the ioctls that kvm-ioctls lacks or makes allocate, and the dirty ring's shared memory.
+//! KVM's dirty log: the ioctls that kvm-ioctls lacks or that allocate there, and the dirty ring's
+//! shared memory.
 //!
-//! KVM's logs know the host's pages. Here they become pages of [`PAGE_SIZE`], of which a host's has [`in_one`]: all of those of one are
-//! dirty, or none. What to call when is the trackers' business (`dirty/`).
+//! KVM's logs count in host pages. This module converts them to pages of [`PAGE_SIZE`]. A host page
+//! has [`in_one`] of these, and they are all dirty or all clean. The trackers (`dirty/`) decide
+//! what to call when.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -39,12 +41,13 @@ fn result(value: libc::c_int) -> io::Result<u32> {
     u32::try_from(value).map_err(|_| io::Error::last_os_error())
 }
 
-/// The bits `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE` and `KVM_DIRTY_LOG_INITIALLY_SET` that this KVM knows; 0 for none.
+/// The bits of `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE` and `KVM_DIRTY_LOG_INITIALLY_SET` that this
+/// KVM supports; 0 for none.
 pub fn manual_protect_bits(vm: &VmFd) -> u32 {
     vm.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()).max(0) as u32
 }
 
-/// Switches manual protection to `bits`; 0 for off.
+/// Sets manual protection to `bits`; 0 turns it off.
 pub fn set_manual_protect(vm: &VmFd, bits: u32) -> io::Result<()> {
     enable(vm, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, bits)
 }
@@ -54,34 +57,36 @@ fn enable(vm: &VmFd, cap: u32, argument: u32) -> io::Result<()> {
     vm.enable_cap(&cap).map_err(|error| io::Error::from_raw_os_error(error.errno()))
 }
 
-/// The sizes of blocks that Arm's KVM can be told to split at a time, as the sum of them; 0 where it cannot be told.
+/// The block sizes that Arm's KVM can split at a time, ORed together; 0 if they cannot be
+/// configured.
 pub fn block_sizes(vm: &VmFd) -> u64 {
     if vm.check_extension_raw(KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE.into()) < 0 {
         return 0;
     }
-    // What is returned is an int whose bits are sizes up to 1 GiB (arch/arm64/kvm/arm.c).
+    // The extension returns an int whose bits are sizes up to 1 GiB (arch/arm64/kvm/arm.c).
     u64::from(vm.check_extension_raw(KVM_CAP_ARM_SUPPORTED_BLOCK_SIZES.into()).max(0).cast_unsigned())
 }
 
-/// Has Arm's KVM split so many bytes at a time as soon as they are logged, in a VM that has no memslots yet.
+/// Makes Arm's KVM split `bytes` bytes at a time as soon as they are logged. The VM must not have
+/// memslots yet.
 pub fn set_eager_split(vm: &VmFd, bytes: u64) -> io::Result<()> {
     let args = [bytes, 0, 0, 0];
     let cap = kvm_enable_cap { cap: KVM_CAP_ARM_EAGER_SPLIT_CHUNK_SIZE, args, ..Default::default() };
     vm.enable_cap(&cap).map_err(|error| io::Error::from_raw_os_error(error.errno()))
 }
 
-/// Pages of [`PAGE_SIZE`] in one of the host's: a power of two that divides 64.
+/// The number of pages of [`PAGE_SIZE`] in a host page: a power of two that divides 64.
 pub fn in_one() -> u64 {
     (host_page() / PAGE_SIZE).min(64)
 }
 
-/// Makes a bit for each of the host's pages, from the start of `words`, `each` bits.
+/// Expands each bit of `words`, one per host page, to `each` bits.
 fn spread(words: &mut [u64], each: u64) {
     if each == 1 {
         return;
     }
     let held = 64 / each;
-    // Backwards, as a word takes its bits from one that is not behind it.
+    // Backwards, because a word takes its bits from itself or from an earlier word.
     for index in (0..words.len()).rev() {
         let first = index as u64 * held;
         let bits = words[(first / 64) as usize] >> (first % 64);
@@ -90,7 +95,8 @@ fn spread(words: &mut [u64], each: u64) {
     }
 }
 
-/// The host's pages of which a bit is set in `words`, of which there are `each` at most.
+/// The inverse of `spread`: one bit per host page, set if any of its `each` bits in `words` is set.
+/// `words` has at most `each` words.
 fn gather(words: &[u64], each: u64) -> u64 {
     let held = 64 / each;
     let any = |word: u64, bit: u64| u64::from(word >> (bit * each) & (u64::MAX >> (64 - each)) != 0);
@@ -98,24 +104,26 @@ fn gather(words: &[u64], each: u64) -> u64 {
     words.iter().zip(0..).fold(0, |bits, (word, nth)| bits | of_word(*word) << (nth * held))
 }
 
-/// Copies the dirty bitmap of slot `id` into `words`, a bit a page; clears and protects at once unless protection is
-/// manual.
+/// Copies the dirty bitmap of slot `id` into `words`, one bit per page. Unless protection is
+/// manual, this also clears the log and protects the pages at once.
 ///
 /// # Safety
 ///
-/// KVM writes a word for each 64 pages of the slot, which are the host's: `words` must have a bit for each page of the slot as KVM has it.
+/// KVM writes a word for each 64 host pages of the slot. `words` must have a bit for each page of
+/// the slot as KVM has it.
 pub unsafe fn get_log(vm: &VmFd, id: u32, words: &mut [u64]) -> io::Result<()> {
     let mut log = kvm_dirty_log { slot: id, ..Default::default() };
     log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
-    // SAFETY: the kernel writes to `words` only, which is long enough (the caller's promise).
+    // SAFETY: the kernel writes only to `words`, which is long enough (the caller's promise).
     result(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) })?;
     spread(words, in_one());
     Ok(())
 }
 
-/// Clears and protects those of the `pages` pages from `first` on whose bits are set in `words`, bit 0 being `first`.
+/// Clears and protects the pages whose bits are set in `words`. The range is the `pages` pages from
+/// `first` on, and bit 0 is `first`.
 ///
-/// `first` is a multiple of 64 of the host's pages; `pages` is too, or reaches the slot's end.
+/// `first` is a multiple of 64 host pages. `pages` is too, or reaches the slot's end.
 pub fn clear_log(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> io::Result<()> {
     let each = in_one();
     let Some(words) = words.get(..pages.div_ceil(64) as usize) else {
@@ -139,33 +147,35 @@ pub fn clear_log(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> i
     Ok(())
 }
 
-/// Words of the host's pages that are cleared at once where those are not [`PAGE_SIZE`].
+/// Words of host-page bits that one call clears, if host pages are not [`PAGE_SIZE`].
 const GATHERED: usize = 128;
 
-/// The same of the host's own pages.
+/// Like `clear_log`, in host pages.
 fn clear_of_host(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> io::Result<()> {
     if words.len() < pages.div_ceil(64) as usize {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
     let mut log = kvm_clear_dirty_log { slot: id, first_page: first, num_pages: pages, ..Default::default() };
     log.__bindgen_anon_1.dirty_bitmap = words.as_ptr().cast_mut().cast();
-    // SAFETY: the kernel only reads the bitmap, a bit for each of `pages`, which `words` holds (checked above).
+    // SAFETY: the kernel only reads the bitmap. It has one bit for each of `pages`, which `words`
+    // holds (checked above).
     result(unsafe { ioctl_with_mut_ref(vm, KVM_CLEAR_DIRTY_LOG(), &mut log) }).map(drop)
 }
 
-/// Protects the pages of all harvested ring entries again and frees the entries; returns how many those were.
+/// Protects the pages of all harvested ring entries again and frees the entries. Returns the number
+/// of entries.
 ///
-/// Signals wait meanwhile. Where one is pending, kvm_dirty_ring_reset() (virt/kvm/dirty_ring.c, Linux 6.16 to at least 7.3) returns
-/// between two entries, and those that it has gathered by then are freed and not protected: the guest's next write to such a page
-/// is in no ring.
+/// Signals are blocked meanwhile. If one is pending, kvm_dirty_ring_reset() (virt/kvm/dirty_ring.c,
+/// Linux 6.16 to at least 7.3) returns between two entries. It then frees the entries gathered so
+/// far without protecting their pages, and the guest's next write to such a page is in no ring.
 pub fn reset_rings(vm: &VmFd) -> io::Result<u32> {
     let _blocked = signal::Blocked::all();
     // SAFETY: the call has no argument.
     result(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) })
 }
 
-/// As [`reset_rings`], but a signal comes after `delay` and is not blocked: a test of what KVM does then. Returns 0 where it came before the
-/// first entry.
+/// Like [`reset_rings`], but a signal arrives after `delay` and is not blocked. This tests what KVM
+/// does then. Returns 0 if the signal arrives before the first entry.
 pub fn reset_rings_interrupted(vm: &VmFd, delay: Duration) -> io::Result<u32> {
     let alarm = Alarm::new()?;
     alarm.set(delay)?;
@@ -176,7 +186,7 @@ pub fn reset_rings_interrupted(vm: &VmFd, delay: Duration) -> io::Result<u32> {
     }
 }
 
-/// The largest dirty ring in entries that this KVM offers; `None` for none.
+/// The largest dirty ring, in entries, that this KVM offers; `None` if it offers none.
 pub fn ring_entries(vm: &VmFd) -> Option<u32> {
     let offered =
         |cap: u32| u32::try_from(vm.check_extension_raw(cap.into())).ok().filter(|&bytes| bytes > 0);
@@ -184,11 +194,12 @@ pub fn ring_entries(vm: &VmFd) -> Option<u32> {
     Some(bytes / size_of::<kvm_dirty_gfn>() as u32)
 }
 
-/// Gives each vCPU to come a dirty ring of `entries` (a power of two), before there are any vCPUs or memslots. Returns
-/// whether KVM keeps a bitmap too, for writes that no vCPU makes.
+/// Gives each future vCPU a dirty ring of `entries` (a power of two). The VM must not have vCPUs or
+/// memslots yet. Returns whether KVM also keeps a bitmap, for writes that no vCPU makes.
 pub fn enable_ring(vm: &VmFd, entries: u32) -> io::Result<bool> {
     let bytes = entries.saturating_mul(size_of::<kvm_dirty_gfn>() as u32);
-    // The first of the two promises acquire and release where the architecture needs them; x86 has both alike.
+    // The first capability promises acquire and release where the architecture needs them. On x86
+    // both behave alike.
     enable(vm, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, bytes)
         .or_else(|_| enable(vm, KVM_CAP_DIRTY_LOG_RING, bytes))?;
     let bitmap = vm.check_extension_raw(KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP.into()) > 0;
@@ -198,7 +209,8 @@ pub fn enable_ring(vm: &VmFd, entries: u32) -> io::Result<bool> {
     Ok(bitmap)
 }
 
-/// Flags of an entry (`include/uapi/linux/kvm.h`, whose macros bindgen cannot follow): written by KVM, and by us.
+/// Flags of an entry (`include/uapi/linux/kvm.h`, whose macros bindgen cannot follow). KVM sets
+/// DIRTY, Vellum sets HARVESTED.
 const DIRTY: u32 = 1 << 0;
 const HARVESTED: u32 = 1 << 1;
 
@@ -210,17 +222,17 @@ pub struct Ring {
     next: u32,
 }
 
-// SAFETY: the mapping belongs to the process, and is accessed by atomics alone.
+// SAFETY: the mapping belongs to the process and is only accessed as atomics.
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// Maps the ring of `vcpu`, of as many entries as [`enable_ring`] was given.
+    /// Maps the ring of `vcpu`. `len` is the number of entries given to [`enable_ring`].
     pub fn map(vcpu: &VcpuFd, len: u32) -> io::Result<Self> {
         if !len.is_power_of_two() {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         let bytes = len as usize * size_of::<kvm_dirty_gfn>();
-        // SAFETY: a new mapping at an address of the kernel's choosing disturbs nothing.
+        // SAFETY: a new mapping at an address that the kernel chooses disturbs nothing.
         let address = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -239,20 +251,25 @@ impl Ring {
         }
     }
 
-    /// Hands every dirty page `(slot, page in the slot)` of [`PAGE_SIZE`] to `page` and marks its entry as harvested; returns how many
-    /// entries those were. The address space is in bits 16 and up of the slot.
+    /// Calls `page` with each dirty page `(slot, page in the slot)`, in pages of [`PAGE_SIZE`], and
+    /// marks its entry as harvested. Returns the number of entries. Bits 16 and up of the slot are
+    /// the address space.
     pub fn harvest(&mut self, mut page: impl FnMut(u32, u64)) -> u32 {
         let (mut count, each) = (0, in_one());
-        // At most once round, so that a vCPU that is faster than we are cannot keep us here.
+        // At most one round, so that a vCPU that dirties pages faster than this loop cannot keep it
+        // running.
         while count < self.len {
-            // SAFETY: the length is a power of two (`Ring::map`), so the masked index lies inside the mapping.
+            // SAFETY: the length is a power of two (`Ring::map`), so the masked index lies inside
+            // the mapping.
             let entry = unsafe { self.entries.as_ptr().add((self.next & (self.len - 1)) as usize) };
-            // SAFETY: an aligned word inside the mapping, accessed as an atomic here and by the kernel beside.
+            // SAFETY: an aligned word inside the mapping. This process and the kernel access it as
+            // an atomic.
             let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
             if flags.load(Ordering::Acquire) & (DIRTY | HARVESTED) != DIRTY {
                 break;
             }
-            // SAFETY: as above. KVM writes both before it sets DIRTY (the acquire above), and not again until it is reset.
+            // SAFETY: as above. KVM writes both before it sets DIRTY (the acquire above), and not
+            // again until the entry is reset.
             let (slot, offset) = unsafe {
                 (AtomicU32::from_ptr(&raw mut (*entry).slot), AtomicU64::from_ptr(&raw mut (*entry).offset))
             };
@@ -294,7 +311,7 @@ mod tests {
                 pages.iter().filter(|page| *page / 64 == word).fold(0, |bits, page| bits | 1 << (page % 64))
             };
             assert_eq!(back, [host(0), host(1)], "{each} in one");
-            // One of a page's bits is enough.
+            // One bit of a page is enough.
             assert_eq!(gather(&[1 << 63], each), 1 << (64 / each - 1));
         }
     }

@@ -1,6 +1,7 @@
-//! Open files: whether one can be written to and whether that waits, space that is set aside for one (fallocate(2)), and locks of
-//! open file descriptions (F_OFD_SETLK). These belong to the open file and not to the process, so they last exactly as long as the
-//! descriptor, and two opens in one process exclude each other too.
+//! Open files: whether one is writable and whether that blocks, space reservation (fallocate(2)),
+//! and locks of open file descriptions (F_OFD_SETLK). Such a lock belongs to the open file and not
+//! to the process. So it lasts exactly as long as the descriptor, and two opens in one process
+//! exclude each other too.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,12 +13,12 @@ use std::path::Path;
 use rustix::fs::{Advice, AtFlags, CWD, FallocateFlags, FlockOperation, OFlags};
 use rustix::io::{Errno, FdFlags};
 
-/// Who may hold the lock at the same time.
+/// The kind of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
-    /// Any number of readers.
+    /// Any number of readers may hold it.
     Shared,
-    /// One writer.
+    /// One writer holds it.
     Exclusive,
 }
 
@@ -27,8 +28,8 @@ pub fn is_writable(file: &File) -> io::Result<bool> {
     Ok(!flags.contains(OFlags::PATH) && flags & OFlags::RWMODE != OFlags::RDONLY)
 }
 
-/// Has the file system set `len` bytes of `file` aside, so that a write within them does not fail for lack of space; the file is
-/// as long at least from then on. Where a file system cannot promise that, nothing happens.
+/// Reserves `len` bytes of `file`, so that a write within them does not fail for lack of space. The
+/// file becomes at least that long. Does nothing if the file system cannot reserve space.
 pub fn reserve(file: &File, len: u64) -> io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
         Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
@@ -36,10 +37,10 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Gives the space of `len` bytes of `file` from `offset` on back; they read as zeroes.
+/// Frees the space of `len` bytes of `file` from `offset` on. They then read as zeroes.
 ///
 /// # Errors
-/// Where a write fails, on a file system that cannot give space back.
+/// A write fails on a file system that cannot punch holes.
 pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
         Ok(()) => Ok(()),
@@ -48,40 +49,44 @@ pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Has the kernel begin to read `len` bytes of `file` from `offset` on, which somebody will want soon. Of no consequence where it does not.
+/// Makes the kernel start to read `len` bytes of `file` from `offset` on, ahead of their use. A
+/// refusal has no consequences.
 pub fn will_need(file: &File, offset: u64, len: u64) {
     let _ = rustix::fs::fadvise(file, offset, NonZeroU64::new(len), Advice::WillNeed);
 }
 
-/// Has the kernel begin to write `len` bytes of `file` from `offset` on to the disk, without waiting for that (sync_file_range(2)): a later
-/// fsync(2) has the less to do. It promises nothing, and is of no consequence where the kernel refuses.
+/// Starts write-back of `len` bytes of `file` from `offset` on, without waiting for it
+/// (sync_file_range(2)). A later fsync(2) then has less to do. This guarantees nothing, and a
+/// refusal has no consequences.
 pub fn begin_write_back(file: &File, offset: u64, len: u64) {
     let (from, bytes) = (offset as libc::off64_t, len as libc::off64_t);
     // SAFETY: takes numbers only.
     let _ = unsafe { libc::sync_file_range(file.as_raw_fd(), from, bytes, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Makes `to` a clone of `from`: the same content in the same blocks, which a write to either parts (FICLONE, ioctl_ficlone(2)).
+/// Makes `to` a clone of `from` (FICLONE, ioctl_ficlone(2)). Both share blocks until one of them
+/// writes.
 ///
 /// # Errors
-/// Where the file system cannot, or they are on two.
+/// The file system does not support it, or the files are on different ones.
 pub fn clone_into(from: &File, to: &File) -> io::Result<()> {
     Ok(rustix::fs::ioctl_ficlone(to, from)?)
 }
 
-/// Whether reads and writes of `file` return instead of waiting.
+/// Whether reads and writes of `file` return instead of blocking.
 pub fn is_nonblocking(file: &File) -> bool {
     rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK))
 }
 
-/// Makes them return. That is so for all descriptors of this open file, in whichever process.
+/// Makes reads and writes of `file` nonblocking. This affects all descriptors of this open file, in
+/// every process.
 pub fn set_nonblocking(file: &File) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(file)?;
     Ok(rustix::fs::fcntl_setfl(file, flags | OFlags::NONBLOCK)?)
 }
 
-/// Whether another open file holds a lock that keeps this one from a writer's: one of [`lock`]'s, or of another program's that
-/// locks by fcntl(2).
+/// Whether another open file holds a lock that conflicts with a write lock on this one: one taken
+/// by [`lock`], or by another program with fcntl(2).
 pub fn is_locked(file: &File) -> io::Result<bool> {
     is_locked_within(file, whole(libc::F_WRLCK))
 }
@@ -91,7 +96,7 @@ fn is_locked_within(file: &File, mut range: libc::flock) -> io::Result<bool> {
     Ok(i32::from(range.l_type) != libc::F_UNLCK)
 }
 
-/// What no crate has: locks of open file descriptions.
+/// Calls fcntl(2) for a lock of the open file description, which no crate wraps.
 fn ask(file: &File, command: libc::c_int, range: &mut libc::flock) -> io::Result<()> {
     // SAFETY: `range` is a valid struct flock for the duration of the call, which writes it.
     match unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(range)) } {
@@ -100,29 +105,31 @@ fn ask(file: &File, command: libc::c_int, range: &mut libc::flock) -> io::Result
     }
 }
 
-/// A lock of this kind on a whole file: a length of 0 reaches to its end, wherever that is.
+/// A lock of this kind on a whole file: a length of 0 extends to the end of the file, wherever that
+/// is.
 fn whole(kind: libc::c_int) -> libc::flock {
     libc::flock { l_type: kind as i16, l_whence: libc::SEEK_SET as i16, l_start: 0, l_len: 0, l_pid: 0 }
 }
 
-/// The byte, far behind the end of any file, that the writer of a log locks: so its lock is told from a disk's, which is on all of a file.
+/// The byte, far beyond the end of any file, that a log's writer locks. It distinguishes a log's
+/// lock from a disk's, which covers the whole file.
 const LOG_BYTE: libc::off_t = libc::off_t::MAX - 1;
 
-/// Who has a file that a log is to be.
+/// Who holds the lock on a file that is to become a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogLock {
     /// This open file, from now on.
     Mine,
     /// Another writer of a log.
     Writers,
-    /// Another user, by a lock of [`lock`]'s or another program's.
+    /// Another user, through [`lock`] or another program's lock.
     Others,
 }
 
 /// Locks `file` as a log's writer, without waiting.
 ///
 /// # Errors
-/// On a file system without locks.
+/// The file system has no locks.
 pub fn lock_log(file: &File) -> io::Result<LogLock> {
     let all_but_log = libc::flock { l_len: LOG_BYTE, ..whole(libc::F_WRLCK) };
     if is_locked_within(file, all_but_log)? {
@@ -132,7 +139,7 @@ pub fn lock_log(file: &File) -> io::Result<LogLock> {
     Ok(if set_lock(file, log)? { LogLock::Mine } else { LogLock::Writers })
 }
 
-/// Locks the whole file without waiting; false if somebody else's lock is in the way.
+/// Locks the whole file without waiting. Returns false if another lock conflicts.
 pub fn lock(file: &File, lock: Lock) -> io::Result<bool> {
     let kind = match lock {
         Lock::Shared => libc::F_RDLCK,
@@ -149,15 +156,16 @@ fn set_lock(file: &File, mut range: libc::flock) -> io::Result<bool> {
     }
 }
 
-/// Gives up what [`lock`] took.
+/// Releases the lock that [`lock`] took.
 pub fn unlock(file: &File) -> io::Result<()> {
     ask(file, libc::F_OFD_SETLK, &mut whole(libc::F_UNLCK))
 }
 
-/// Locks a directory, which is open for reading alone (flock(2)), for as long as it is open; false where somebody else has.
+/// Locks a directory, which can only be open for reading, for as long as it is open (flock(2)).
+/// Returns false if it is already locked.
 ///
 /// # Errors
-/// On a file system without locks.
+/// The file system has no locks.
 pub fn lock_directory(directory: &File) -> io::Result<bool> {
     match rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(true),
@@ -166,15 +174,16 @@ pub fn lock_directory(directory: &File) -> io::Result<bool> {
     }
 }
 
-/// A file without a name (O_TMPFILE) on the file system of `directory`, which this user alone may read.
+/// A file without a name (O_TMPFILE) on the file system of `directory`. Only this user may read it.
 ///
 /// # Errors
-/// What the kernel says, and what would work where the file system has none.
+/// The kernel's error, or, if the file system has no such files, what would work.
 pub fn unnamed(directory: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
     options.open(directory).map_err(|error| match error.raw_os_error() {
-        // EISDIR is what a kernel says that takes it for opening the directory.
+        // A kernel that does not know O_TMPFILE reports EISDIR, because it opens the directory
+        // itself.
         Some(libc::EOPNOTSUPP | libc::EISDIR) => io::Error::new(
             io::ErrorKind::Unsupported,
             "this file system has no files without a name (O_TMPFILE); ext4, xfs, btrfs and tmpfs have them",
@@ -186,29 +195,31 @@ pub fn unnamed(directory: &Path) -> io::Result<File> {
     })
 }
 
-/// Names a file that was opened without a name (O_TMPFILE), on its own file system.
+/// Gives a name on its own file system to a file that was opened without one (O_TMPFILE).
 ///
 /// # Errors
-/// Where there is such a name already, among others.
+/// Among others, the name exists already.
 pub fn name(file: &File, path: &Path) -> io::Result<()> {
     let open = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::linkat(CWD, open, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
 }
 
-/// The descriptor `fd` that this process was started with, for good: once. `None` where there is none.
+/// Takes ownership of the descriptor `fd` that this process was started with. Call it once for
+/// each. `None` if `fd` is not open.
 pub fn taken(fd: RawFd) -> Option<OwnedFd> {
-    // SAFETY: what is beyond the standard ones belongs to nobody who was not told. Where it is not open, this is an error.
+    // SAFETY: a descriptor beyond the standard ones belongs to the caller, who was told of it. If
+    // it is not open, the call fails.
     let there =
         fd > 2 && rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::CLOEXEC).is_ok();
-    // SAFETY: it is open, and its caller's, who takes it once.
+    // SAFETY: it is open and belongs to the caller, who takes it once.
     there.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A copy of the descriptor `fd` that this process was started with; `None` where there is none.
+/// A copy of the descriptor `fd` that this process was started with; `None` if it is not open.
 pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
     if fd < 0 {
         return None;
     }
-    // SAFETY: whoever has it keeps it open meanwhile. Where it is not open, the call is an error.
+    // SAFETY: the owner keeps it open meanwhile. If it is not open, the call fails.
     rustix::io::fcntl_dupfd_cloexec(unsafe { BorrowedFd::borrow_raw(fd) }, 3).ok()
 }

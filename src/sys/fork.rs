@@ -1,5 +1,5 @@
-//! A second process of this program, before it has threads (fork(2)): one of the two becomes a machine, and the other stays with the
-//! user's standard streams.
+//! Forks a second process of this program, before it has threads (fork(2)). One of the two becomes
+//! a machine, and the other keeps the user's standard streams.
 
 use std::fs::File;
 use std::io;
@@ -14,23 +14,23 @@ use super::seccomp::exit_now;
 #[derive(Debug)]
 pub struct Child(Pid);
 
-/// What this process is after [`fork`].
+/// Which of the two processes this is after [`fork`].
 #[derive(Debug)]
 pub enum Forked {
-    /// The one that was there before.
+    /// The original process.
     Parent(Child),
-    /// The new one. It is told to end (SIGTERM) when the other one has gone.
+    /// The new process. It gets SIGTERM when the parent has ended.
     Child,
 }
 
-/// Makes a second process, which reads nothing and writes its standard output to `output`.
+/// Forks a second process. Its standard input is empty, and its standard output is `output`.
 ///
 /// # Errors
-/// Where the host refuses a process.
+/// The host refuses a new process.
 pub fn fork(output: &OwnedFd) -> io::Result<Forked> {
     let nothing = File::open("/dev/null")?;
     let parent = getpid();
-    // SAFETY: there is one thread, so that the child may do whatever this process may.
+    // SAFETY: there is only one thread, so the child may do whatever this process may.
     let child = unsafe { libc::fork() };
     if child < 0 {
         return Err(io::Error::last_os_error());
@@ -42,20 +42,20 @@ pub fn fork(output: &OwnedFd) -> io::Result<Forked> {
         set_parent_process_death_signal(Some(Signal::TERM))?;
         dup2_stdin(&nothing)?;
         dup2_stdout(output)?;
-        // It may have gone before that was set.
+        // The parent may have ended before the signal was set.
         Ok(getppid() == Some(parent))
     };
     if detach() == Ok(true) { Ok(Forked::Child) } else { exit_now(1) }
 }
 
 impl Child {
-    /// Waits for its end: its exit status, or 128 and its signal.
+    /// Waits for its end. Returns its exit status, or 128 plus the signal that ended it.
     ///
     /// # Errors
-    /// Where somebody else has waited for it.
+    /// It has already been waited for.
     pub fn wait(self) -> io::Result<u8> {
         let ended = rustix::io::retry_on_intr(|| waitpid(Some(self.0), WaitOptions::empty()))?;
-        // Without WNOHANG the kernel answers when it has ended.
+        // Without WNOHANG the kernel returns only when the child has ended.
         let (_, status) = ended.ok_or_else(|| io::Error::from(io::ErrorKind::WouldBlock))?;
         let by_signal = || status.terminating_signal().map_or(0, |signal| 128 + signal);
         Ok(status.exit_status().unwrap_or_else(by_signal) as u8)
@@ -66,7 +66,7 @@ impl Child {
 mod tests {
     use std::process::Command;
 
-    /// Forked by a shell, since a test program has threads.
+    /// A shell is spawned here instead of a fork, because a test program has threads.
     #[test]
     #[allow(clippy::zombie_processes, reason = "it is waited for by what is tested")]
     fn the_kernel_says_how_a_child_ended() {

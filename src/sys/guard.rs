@@ -1,9 +1,11 @@
-//! A process that outlives this one by a moment, to remove the names of its sockets: a confined VMM may unlink nothing, and
-//! one that is killed cannot. Nor may it name a file, which its guard does once it says so.
+//! The guard: a process that outlives this one briefly, to remove the names of its sockets. A
+//! confined VMM may not unlink, and one that is killed cannot. A confined VMM may not name a file
+//! either, so its guard does that on its signal.
 //!
-//! It is forked before there are threads, guest memory or a sandbox. It closes every descriptor but those two of a file to be named, hears
-//! no signal but SIGKILL, belongs to no terminal, and reads nothing that the VMM could write: it only waits for its end, and for that word,
-//! and may call no more than that takes.
+//! The guard is forked before there are threads, guest memory or a sandbox. It closes all
+//! descriptors but the two for a file to be named. It blocks all signals but SIGKILL, has no
+//! controlling terminal, and reads nothing that the VMM could write. It only waits for the VMM's
+//! end and for the signal to name the file, and may only make the calls that this needs.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -23,7 +25,7 @@ use super::seccomp::exit_now;
 use super::signal::Blocked;
 use super::socket::Name;
 
-/// A file that was opened without a name (O_TMPFILE) and that the guard names.
+/// A file that was opened without a name (O_TMPFILE), for the guard to name.
 #[derive(Debug)]
 pub struct Naming {
     file: File,
@@ -33,10 +35,11 @@ pub struct Naming {
 }
 
 impl Naming {
-    /// `file` is to be called `name`, in place of what has that name, once `said` is written to. For a moment it is called `before`.
+    /// Names `file` `name` once `said` is written to, replacing what has that name. For a moment it
+    /// is called `before`.
     ///
     /// # Errors
-    /// Where a path has a zero byte, or there is no descriptor left.
+    /// A path has a zero byte, or no descriptor is left.
     pub fn new(file: &File, said: &EventFd, before: &Path, name: &Path) -> io::Result<Self> {
         let path = |path: &Path| CString::new(path.as_os_str().as_bytes());
         Ok(Self {
@@ -47,7 +50,8 @@ impl Naming {
         })
     }
 
-    /// Names it: in the guard, where the file is standard error. Where a call fails the old file stays.
+    /// Names the file, in the guard, where it is standard error. If a call fails, the old file
+    /// stays.
     fn perform(&self) {
         let (before, name) = (self.before.as_c_str(), self.name.as_c_str());
         let _ = rustix::fs::unlink(before);
@@ -57,26 +61,27 @@ impl Naming {
     }
 }
 
-/// A guard that has been started. It has this process's descriptors until it has closed them, which is waited for when this goes: a
-/// socket of a process that has ended by then would be taken for a live one.
+/// A guard that has been started. It holds this process's descriptors until it has closed them.
+/// Dropping this waits for that, because otherwise a socket of a process that has ended by then
+/// would be taken for a live one.
 #[derive(Debug)]
 pub struct Started(Option<File>);
 
 impl Drop for Started {
     fn drop(&mut self) {
         if let Some(mut open) = self.0.take() {
-            // The end of the pipe: nobody writes to it.
+            // The end of the pipe: nothing is written to it.
             let _ = open.read(&mut [0]);
         }
     }
 }
 
-/// Starts the guard of `names`, and of a file to be named. It removes those names that are sockets on which nobody listens any more.
-/// Those that are bound only later it never has. `confine` is its last act before it waits, and allocates
-/// nothing.
+/// Starts the guard of `names` and of a file to be named. The guard removes those names that are
+/// sockets without a listener. It never holds sockets that are bound after this call. `confine` is
+/// its last act before it waits, and allocates nothing.
 ///
 /// # Errors
-/// Where the host refuses a process or a pipe.
+/// The host refuses a process or a pipe.
 pub fn start(
     names: Vec<Name>,
     naming: Option<Naming>,
@@ -86,9 +91,11 @@ pub fn start(
         return Ok(Started(None));
     }
     let (open, closes) = io::pipe()?;
-    // Unlike the end of a pipe, which may come before, a pidfd becomes readable when everything of the process is closed.
+    // A pidfd becomes readable when everything of the process is closed. The end of a pipe may come
+    // earlier.
     let this = pidfd_open(getpid(), PidfdFlags::empty())?;
-    // SAFETY: the child calls nothing that allocates or locks, so it does not matter what other threads were doing.
+    // SAFETY: the child calls nothing that allocates or locks, so the state of other threads does
+    // not matter.
     match unsafe { libc::fork() } {
         0 => watch(&this, &names, naming.as_ref(), confine),
         child => {
@@ -100,8 +107,8 @@ pub fn start(
     }
 }
 
-/// The guard's descriptors are its process, as standard input, and of a file to be named the word and the file, as standard output
-/// and error.
+/// Runs the guard. Its descriptors are the pidfd as standard input, and for a file to be named the
+/// eventfd and the file as standard output and error.
 fn watch(
     process: &OwnedFd,
     names: &[Name],
@@ -113,20 +120,21 @@ fn watch(
     let moved = dup2_stdin(process).and_then(|()| match naming {
         None => Ok(1),
         Some(naming) => {
-            // SAFETY: `naming` has it, and lives until the end.
+            // SAFETY: `naming` owns it and lives until the end.
             dup2_stdout(unsafe { BorrowedFd::borrow_raw(naming.said.as_raw_fd()) })?;
             dup2_stderr(&naming.file)?;
             Ok(3)
         }
     });
     let Ok(first) = moved else { exit_now(1) };
-    // SAFETY: takes numbers only. Every descriptor but those that it keeps is closed for good, and nobody here uses one of them: this
-    // never returns.
+    // SAFETY: takes numbers only. All other descriptors are closed for good. Nothing here uses
+    // them, because this function never returns.
     unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) };
-    // Last: until here it holds what was bound before it was started.
+    // The name is set after the descriptors are closed: a guard with this name holds no socket that
+    // was bound before it started.
     let _ = set_name(c"vellum-guard");
     if confine().is_err() {
-        // The VMM is confined by the same calls, and says why they fail.
+        // The VMM is confined by the same calls and reports why they fail.
         exit_now(1);
     }
     let mut fds = [stdin(), stdout()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
@@ -135,7 +143,7 @@ fn watch(
         if poll(waited, None).is_err() {
             continue;
         }
-        // What was said before the end is heard.
+        // A word written before the VMM's end is still handled.
         if !fds[1].revents().is_empty()
             && let Some(naming) = naming.take()
         {
@@ -146,7 +154,7 @@ fn watch(
         }
     }
     for name in names {
-        // What cannot be removed is found stale by the next to want it.
+        // The next process that wants the name finds it stale and removes it.
         let _ = name.remove_stale();
     }
     exit_now(0)

@@ -1,4 +1,4 @@
-//! The heap: whose it is, and what confined threads need of it.
+//! The heap: the allocator of static programs, and what confined threads need of glibc's.
 
 #[cfg(target_env = "musl")]
 mod own {
@@ -7,12 +7,13 @@ mod own {
 
     use dlmalloc::Dlmalloc;
 
-    /// The allocator of static programs. musl's own keeps objects of each size in groups of a few pages, and maps and unmaps pages
-    /// for a group; a program that has just started is always at the beginning of some group: until a machine runs, 84 calls and 55
-    /// page faults. This one grows one heap, with one lock, as musl's has, and calls nothing that the sandbox forbids. The lock is
-    /// Rust's, which is taken and released in a few instructions where musl's calls two functions.
+    /// The allocator of static programs. musl's own keeps objects of each size in groups of a few
+    /// pages, and maps and unmaps pages for each group. A program that has just started keeps
+    /// starting new groups, which costs 84 calls and 55 page faults before a machine runs. This
+    /// allocator grows one heap. It has one lock, as musl's has, and makes no call that the sandbox
+    /// forbids. The lock is Rust's, which takes a few instructions; musl's calls two functions.
     ///
-    /// It is called and never inlined, which made the program 350 KiB larger.
+    /// The functions are never inlined, because inlining made the program 350 KiB larger.
     struct Heap(Mutex<Dlmalloc>);
 
     #[global_allocator]
@@ -20,16 +21,17 @@ mod own {
 
     impl Heap {
         fn locked(&self) -> MutexGuard<'_, Dlmalloc> {
-            // Nothing in the allocator panics while it is half done.
+            // Nothing in the allocator panics halfway through an operation.
             self.0.lock().unwrap_or_else(PoisonError::into_inner)
         }
     }
 
-    // SAFETY: every call is passed on as it is, under the lock, to an allocator that keeps the trait's promises.
+    // SAFETY: every call is passed on unchanged, under the lock, to an allocator that keeps the
+    // trait's promises.
     unsafe impl GlobalAlloc for Heap {
         #[inline(never)]
         unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-            // SAFETY: the caller's promises are those that are asked for.
+            // SAFETY: the caller's promises are the ones that this call needs.
             unsafe { self.locked().malloc(layout.size(), layout.align()) }
         }
 
@@ -53,14 +55,15 @@ mod own {
     }
 }
 
-/// Keeps glibc to one heap. Called before there are threads.
+/// Keeps glibc to one heap. Call it before there are threads.
 ///
-/// glibc gives threads heaps of their own, and when one of them shrinks for the first time it opens
-/// `/proc/sys/vm/overcommit_memory` (malloc/arena.c, check_may_shrink_heap): a confined thread that frees memory would
-/// be killed for it. The one main heap shrinks by brk(2). What allocates often enough to contend for it is no hot path.
+/// glibc gives threads their own heaps. When one of them shrinks for the first time, glibc opens
+/// `/proc/sys/vm/overcommit_memory` (malloc/arena.c, check_may_shrink_heap), and the sandbox would
+/// kill a confined thread for that. The main heap shrinks with brk(2). No hot path allocates often
+/// enough to contend for it.
 pub fn keep_to_one() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: an option of the allocator, by numbers; no other thread is there to see it change.
+    // SAFETY: sets an option of the allocator with numbers. No other thread exists yet.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }

@@ -13,12 +13,13 @@ pub fn total_memory() -> u64 {
     info.totalram.saturating_mul(info.mem_unit.into())
 }
 
-/// The CPUs that this thread may run on, rising.
+/// The CPUs that this thread may run on, in ascending order.
 pub fn allowed_cpus() -> io::Result<Vec<usize>> {
-    // The kernel refuses a mask shorter than its own: 8192 CPUs are its maximum on x86-64 (NR_CPUS). The types of libc and rustix
-    // end at 1024.
+    // The kernel refuses a mask shorter than its own. Its maximum on x86-64 is 8192 CPUs (NR_CPUS),
+    // and the types of libc and rustix end at 1024.
     let mut mask = [0u64; 128];
-    // SAFETY: the kernel writes at most `size_of_val(&mask)` bytes into `mask`, which any bits make valid.
+    // SAFETY: the kernel writes at most `size_of_val(&mask)` bytes into `mask`, and any bits are
+    // valid there.
     let written =
         unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, size_of_val(&mask), mask.as_mut_ptr()) };
     let words = usize::try_from(written).map_err(|_| io::Error::last_os_error())? / 8;
@@ -26,22 +27,24 @@ pub fn allowed_cpus() -> io::Result<Vec<usize>> {
     Ok((0..words * 64).filter(set).collect())
 }
 
-/// True where this process acts as root.
+/// Whether this process has the effective user ID of root.
 pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// The memory nodes that this thread's policy binds it to (numactl --membind); `None` where it binds to none.
+/// The memory nodes that this thread's policy binds it to (numactl --membind); `None` if it binds
+/// to none.
 pub fn bound_nodes() -> Option<Vec<u32>> {
-    // 1024 nodes are the kernel's maximum (CONFIG_NODES_SHIFT up to 10).
+    // The kernel's maximum is 1024 nodes (CONFIG_NODES_SHIFT up to 10).
     let mut mask = [0u64; 16];
     let mut mode: libc::c_int = 0;
     // SAFETY: the kernel writes one int to `mode` and `maxnode - 1` bits to `mask` (mm/mempolicy.c,
-    // copy_nodes_to_user), which are all that it has.
+    // copy_nodes_to_user), which is the size of `mask`.
     let failed = unsafe {
         libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, mask.as_mut_ptr(), 1024 + 1, 0usize, 0usize)
     };
-    // The upper bits are mode flags. An error means a kernel without NUMA, or a container that forbids the question.
+    // The upper bits are mode flags. An error means a kernel without NUMA, or a container that
+    // forbids the call.
     let binds = failed == 0 && mode & 0xff == libc::MPOL_BIND;
     let set = |node: &u32| mask[*node as usize / 64] >> (node % 64) & 1 == 1;
     binds.then(|| (0..1024).filter(set).collect())
@@ -52,11 +55,12 @@ pub fn memlock_limit() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current
 }
 
-/// A table of `len` times `value`, whose length a file tells: where the allocator refuses, it is an error, and the process goes on. Who may
-/// call sysinfo(2) asks [`check_room`] first.
+/// A table of `len` times `value`, for a length that comes from a file. If the allocator refuses,
+/// this is an error and the process goes on. Callers that may call sysinfo(2) call [`check_room`]
+/// first.
 ///
 /// # Errors
-/// How much memory it would take.
+/// How much memory the table would take.
 pub fn table<T: Clone>(value: T, len: u64) -> io::Result<Vec<T>> {
     let bytes = len.saturating_mul(size_of::<T>() as u64);
     let mut table = Vec::new();
@@ -67,10 +71,10 @@ pub fn table<T: Clone>(value: T, len: u64) -> io::Result<Vec<T>> {
     Ok(table)
 }
 
-/// Whether this host has memory for a table of so many bytes and for all else.
+/// Checks that this host has memory for a table of `bytes` bytes besides everything else.
 ///
 /// # Errors
-/// Where the table would take more than half of it.
+/// The table would take more than half of the host's memory.
 pub fn check_room(bytes: u64) -> io::Result<()> {
     if bytes > total_memory() / 2 { Err(no_room(bytes)) } else { Ok(()) }
 }
