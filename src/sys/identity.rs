@@ -1,26 +1,28 @@
-//! Who this process acts as, and with which capabilities.
+//! The user, group and capabilities of this process.
 
 use std::io;
 
 use rustix::process::{Gid, Uid};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 
-/// Becomes `uid` and `gid` for good, in no other group. Before any thread is started: the change is the calling thread's.
+/// Switches to `uid` and `gid` for good, without supplementary groups. Call it before any thread is
+/// started: the change affects only the calling thread.
 pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
-    // While it still may. No program that it runs as root again gets any of them.
+    // This must come first, while the process still has the privilege. No program that it later
+    // runs as root then gets any capabilities.
     empty_bounding_set();
     let (user, group) = (Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)));
     thread::set_thread_groups(&[])?;
-    // The group first: afterwards this process may no longer change it.
+    // The group first: after the user has changed, this process may no longer change it.
     thread::set_thread_res_gid(group, group, group)?;
     Ok(thread::set_thread_res_uid(user, user, user)?)
 }
 
-/// Takes all capabilities from the calling thread, and from those that it starts, but for those of `kept` that it has; and all from its
-/// bounding set.
+/// Removes all capabilities but `kept` from the calling thread and from the threads that it starts,
+/// and empties its bounding set.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn keep_capabilities(kept: CapabilitySet) -> io::Result<()> {
     let has = thread::capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {
@@ -29,20 +31,23 @@ pub fn keep_capabilities(kept: CapabilitySet) -> io::Result<()> {
     let kept = has.permitted & kept;
     let keeps = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
     if keeps != has {
-        // With it the ambient set goes, which is no larger than the inheritable one.
+        // This also clears the ambient set, which is never larger than the inheritable one.
         thread::set_capabilities(None, keeps)?;
     }
     Ok(())
 }
 
-/// Where this thread may not, it has nothing to lose by it: `no_new_privs` says the same.
+/// If this thread may not change the bounding set, nothing is lost: `no_new_privs` has the same
+/// effect.
 fn empty_bounding_set() {
     limit_bounding_set(CapabilitySet::empty());
 }
 
-/// Leaves `kept` in the bounding set, beyond which no program that is started from here gets any, as far as this thread may.
+/// Reduces the bounding set to `kept`, as far as this thread may. Programs that are started from
+/// here get no capabilities beyond it.
 pub(crate) fn limit_bounding_set(kept: CapabilitySet) {
-    // A kernel has them without a gap, and says so of the first that it has not.
+    // A kernel's capability numbers have no gaps. The call fails for the first number that the
+    // kernel does not have.
     for number in 0..u64::BITS {
         let one = CapabilitySet::from_bits_retain(1 << number);
         if !kept.contains(one) && thread::remove_capability_from_bounding_set(one).is_err() {

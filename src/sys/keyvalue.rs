@@ -1,12 +1,13 @@
 //! `VALUE,key=value,flag`: the form of every argument that has parts.
 //!
-//! The first key may be left out, a key without a value is `on`, and a value with commas goes into brackets:
-//! `pin=[0,2-3]`. An unknown key is answered with the nearest right one. What the keys mean is decided by the argument.
+//! The first key may be omitted, a key without a value is `on`, and a value with commas goes into
+//! brackets: `pin=[0,2-3]`. The error for an unknown key names the nearest known one. Each argument
+//! decides what its keys mean.
 
 use std::fmt::Display;
 use std::str::FromStr;
 
-/// What is wrong with an argument; clap puts the flag and the whole value in front.
+/// What is wrong with an argument. clap puts the flag and the whole value in front.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A key that this argument does not have.
@@ -14,17 +15,17 @@ pub enum Error {
     UnknownKey {
         /// As typed.
         key: String,
-        /// What it may have been meant for, as [`meant`] says it.
+        /// The suggestion from [`meant`].
         meant: String,
-        /// All of them.
+        /// All known keys.
         known: String,
-        /// How the value that needs no key is given where it looks like several.
+        /// How to write the value that needs no key, if it was split by mistake.
         first: String,
     },
-    /// The same key twice.
+    /// The same key is given twice.
     #[error("'{0}' is given twice")]
     Twice(String),
-    /// A key that must be there is not.
+    /// A required key is missing.
     #[error("'{0}=' is missing")]
     Missing(String),
     /// A value that does not parse.
@@ -37,7 +38,7 @@ pub enum Error {
         /// What would have been right.
         reason: String,
     },
-    /// A bracket that is not closed, or closed before it was opened.
+    /// A bracket that is not closed, or that is closed before it was opened.
     #[error("the brackets in '{0}' do not match")]
     Brackets(String),
     /// Nothing between two commas.
@@ -45,14 +46,14 @@ pub enum Error {
     Empty,
 }
 
-/// The parts of one argument. Each value is taken once, by its key.
+/// The parts of one argument, each a key and its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyValues {
     parts: Vec<(String, String)>,
 }
 
 impl KeyValues {
-    /// Splits `text`. `first` is the key that a leading value without one belongs to; `known` lists all keys.
+    /// Splits `text`. A leading value without a key belongs to `first`. `known` lists all keys.
     pub fn parse(text: &str, first: Option<&str>, known: &[&str]) -> Result<Self, Error> {
         let mut parts: Vec<(String, String)> = Vec::new();
         for (index, part) in split(text)?.into_iter().enumerate() {
@@ -86,7 +87,7 @@ impl KeyValues {
         self.parts.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_str())
     }
 
-    /// The value of `key`, read by `read`, whose error says what would have been right.
+    /// The value of `key`, parsed by `read`, whose error says what would have been right.
     pub fn with<T, E: Display>(
         &self,
         key: &str,
@@ -100,7 +101,7 @@ impl KeyValues {
         self.text(key).map(|value| read(value).map_err(|reason| wrong(value, reason))).transpose()
     }
 
-    /// The value of `key`, or an error that it is missing.
+    /// The value of `key`, or an error if it is missing.
     pub fn required<T, E: Display>(
         &self,
         key: &str,
@@ -119,14 +120,14 @@ impl KeyValues {
     }
 }
 
-/// How a path with commas is given, where the value that needs no key is one.
+/// How to write a path with commas, if the value that needs no key is a path.
 fn bracketed(first: Option<&str>) -> String {
     first.filter(|first| ["path", "socket"].contains(first)).map_or(String::new(), |first| {
         format!("; a {first} with `,` or `=` in it goes into brackets: {first}=[…]")
     })
 }
 
-/// Splits at commas outside of brackets.
+/// Splits at commas outside brackets.
 fn split(text: &str) -> Result<Vec<&str>, Error> {
     let unmatched = || Error::Brackets(text.into());
     let (mut parts, mut start, mut inside) = (Vec::new(), 0, false);
@@ -149,8 +150,8 @@ fn split(text: &str) -> Result<Vec<&str>, Error> {
     Ok(parts)
 }
 
-/// What stands behind an unknown word: the candidate that it may have been meant for, or another program's word translated, or
-/// nothing.
+/// The suffix to an error about an unknown word: a suggested candidate, another program's word
+/// translated, or nothing.
 pub fn meant<'a>(word: &str, mut candidates: impl Iterator<Item = &'a str> + Clone) -> String {
     const TRANSLATED: [(&str, &str, &str); 2] =
         [("hugepages", "backing", "backing=hugetlb-2m"), ("boot", "count", "the number alone")];
@@ -164,7 +165,8 @@ pub fn meant<'a>(word: &str, mut candidates: impl Iterator<Item = &'a str> + Clo
     }
 }
 
-/// The candidate for which `word` may have been meant: one of which it is the beginning, or that it is but for a slip or two.
+/// The candidate that `word` may stand for: one that starts with it, or one that differs from it by
+/// few edits.
 fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let slips = |candidate: &str| match candidate.starts_with(word) && word.len() > 1 {
         true => 0,
@@ -174,7 +176,7 @@ fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<
     (near.0 <= (word.chars().count() / 3).max(1)).then_some(near.1)
 }
 
-/// One of `names`, or an error that lists them and names the nearest.
+/// One of `names`, or an error that lists them and suggests the nearest.
 pub fn one_of<T: Copy>(what: &str, text: &str, names: &[(&str, T)]) -> Result<T, String> {
     names.iter().find(|(name, _)| *name == text).map(|&(_, value)| value).ok_or_else(|| {
         let all = names.iter().map(|(name, _)| *name);
@@ -183,7 +185,8 @@ pub fn one_of<T: Copy>(what: &str, text: &str, names: &[(&str, T)]) -> Result<T,
     })
 }
 
-/// A size with a unit: `k`, `m`, `g`, `t`, of either case, with or without `b` or `ib`; a bare number is in `bare` bytes.
+/// A size with a unit: `k`, `m`, `g` or `t`, in either case, with or without `b` or `ib`. A number
+/// without a unit is multiplied by `bare`.
 pub fn size(text: &str, bare: u64) -> Result<u64, String> {
     let wrong = || format!("'{text}' is no size: a number with k, m, g or t, as in 512m or 4g");
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
@@ -206,7 +209,7 @@ pub fn size(text: &str, bare: u64) -> Result<u64, String> {
         .ok_or_else(|| format!("'{text}' is too large: the most is 16383t"))
 }
 
-/// A number between two bounds.
+/// A number in an inclusive range.
 pub fn number<T>(text: &str, range: std::ops::RangeInclusive<T>) -> Result<T, String>
 where
     T: FromStr + PartialOrd + Display,
@@ -217,12 +220,12 @@ where
         .ok_or_else(|| format!("'{text}' is no number from {} to {}", range.start(), range.end()))
 }
 
-/// A path, which is not empty.
+/// A path that is not empty.
 pub fn path(text: &str) -> Result<std::path::PathBuf, &'static str> {
     if text.is_empty() { Err("a path is expected") } else { Ok(text.into()) }
 }
 
-/// A time: `10s`, `5m`, `1h`, `250ms`; a bare number is in seconds.
+/// A duration: `10s`, `5m`, `1h`, `250ms`. A number without a unit is in seconds.
 pub fn duration(text: &str) -> Result<std::time::Duration, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
     let unit = match &text[digits..] {
@@ -241,7 +244,7 @@ pub fn duration(text: &str) -> Result<std::time::Duration, String> {
     }
 }
 
-/// A list of numbers and ranges: `0`, `0-3`, `0,2,5-7`; at most 65,536 of them.
+/// A list of numbers and ranges: `0`, `0-3`, `0,2,5-7`. It has at most 65,536 numbers.
 pub fn list(text: &str) -> Result<Vec<usize>, String> {
     let wrong = |part: &str| format!("'{part}' is no number or range, as in 0-3 or [0,2,5-7]");
     let mut numbers = Vec::new();

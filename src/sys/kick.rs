@@ -1,7 +1,8 @@
-//! The signal that takes a vCPU thread out of `KVM_RUN`.
+//! The signal that makes a vCPU thread leave `KVM_RUN`.
 //!
-//! The handler does nothing: the signal only interrupts. `immediate_exit` in `kvm_run`, set before the signal is sent,
-//! closes the race with a thread that is just about to enter.
+//! The handler does nothing: the signal only interrupts. `immediate_exit` in `kvm_run` is set
+//! before the signal is sent. It closes the race with a thread that is just about to enter the
+//! guest.
 
 use std::io;
 use std::marker::PhantomData;
@@ -18,21 +19,22 @@ use rustix::thread::{Pid, gettid};
 
 use super::mmap::PAGE_SIZE;
 
-/// The signal: the first of the real-time signals that glibc and musl leave to programs.
+/// The signal: the first real-time signal that glibc and musl leave to programs.
 pub fn signal() -> libc::c_int {
     libc::SIGRTMIN()
 }
 
 extern "C" fn nothing(_: libc::c_int) {}
 
-/// Installs the handler, once for the process: before the first vCPU runs, and before a sandbox that has no rt_sigaction(2).
+/// Installs the handler, once for the process. Call it before the first vCPU runs and before a
+/// sandbox without rt_sigaction(2).
 pub fn install() -> io::Result<()> {
     static INSTALLED: AtomicBool = AtomicBool::new(false);
     if INSTALLED.load(Ordering::Acquire) {
         return Ok(());
     }
-    // SAFETY: an all-zero sigaction is valid: no flags (so that system calls are interrupted, not restarted), an
-    // empty mask, and a handler that touches nothing.
+    // SAFETY: an all-zero sigaction is valid: no flags (so that system calls are interrupted, not
+    // restarted), an empty mask, and a handler that touches nothing.
     let result = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = nothing as *const () as usize;
@@ -45,16 +47,17 @@ pub fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// A timer that sends the signal to the thread that made it: a test of calls that a signal interrupts.
+/// A timer that sends the signal to the thread that created it, for tests of calls that a signal
+/// interrupts.
 #[derive(Debug)]
 pub(crate) struct Alarm {
     timer: libc::timer_t,
-    // The signal is for one thread.
+    // The signal goes to one thread.
     _thread: PhantomData<*const ()>,
 }
 
 impl Alarm {
-    /// One that has not been set. [`install`] comes first.
+    /// A timer that is not set yet. [`install`] comes first.
     pub fn new() -> io::Result<Self> {
         // SAFETY: an all-zero sigevent is valid.
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
@@ -67,19 +70,19 @@ impl Alarm {
         if result != 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: timer_create has succeeded, and initialised it.
+        // SAFETY: timer_create has succeeded and initialised it.
         Ok(Self { timer: unsafe { timer.assume_init() }, _thread: PhantomData })
     }
 
-    /// Sends the signal once, so long from now.
+    /// Sends the signal once, after this time.
     pub fn set(&self, after: Duration) -> io::Result<()> {
         let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // Zero would mean never.
+        // Zero would disarm the timer.
         let after = after.max(Duration::from_nanos(1));
         let at =
             libc::timespec { tv_sec: after.as_secs() as _, tv_nsec: after.subsec_nanos() as libc::c_long };
         let once = libc::itimerspec { it_interval: none, it_value: at };
-        // SAFETY: the timer is there as long as this is, and the call reads `once`.
+        // SAFETY: the timer exists as long as this value, and the call reads `once`.
         match unsafe { libc::timer_settime(self.timer, 0, &once, std::ptr::null_mut()) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -89,19 +92,20 @@ impl Alarm {
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        // SAFETY: the timer is this value's alone.
+        // SAFETY: the timer belongs to this value alone.
         unsafe { libc::timer_delete(self.timer) };
     }
 }
 
-/// A vCPU's `kvm_run`, mapped a second time.
+/// A second mapping of a vCPU's `kvm_run`.
 ///
-/// kvm-ioctls hands out its own mapping as `&mut`, beside which no other thread may write. Through this one single bytes are
-/// accessed, as atomics: to the compiler it is other memory, and the kernel shares its side of the page anyway.
+/// kvm-ioctls hands out its own mapping as `&mut`, and no other thread may write beside that. This
+/// mapping is accessed one byte at a time, as atomics. To the compiler it is different memory, and
+/// the kernel shares its side of the page anyway.
 #[derive(Debug)]
 pub struct RunPage(NonNull<u8>);
 
-// SAFETY: the mapping belongs to the process, and only atomics in it are accessed.
+// SAFETY: the mapping belongs to the process, and it is only accessed as atomics.
 unsafe impl Send for RunPage {}
 // SAFETY: as above.
 unsafe impl Sync for RunPage {}
@@ -114,19 +118,19 @@ const _: () =
     assert!(PORT_SIZE < PAGE_SIZE as usize && offset_of!(kvm_run, immediate_exit) < PAGE_SIZE as usize);
 
 impl RunPage {
-    /// Maps that of `vcpu`.
+    /// Maps the page of `vcpu`.
     pub fn map(vcpu: &VcpuFd) -> io::Result<Self> {
         Self::of(vcpu.as_raw_fd(), libc::MAP_SHARED)
     }
 
-    /// One that no vCPU has, for tests without KVM.
+    /// A page without a vCPU, for tests without KVM.
     pub fn without_vcpu() -> io::Result<Self> {
         Self::of(-1, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
     }
 
     fn of(fd: libc::c_int, flags: libc::c_int) -> io::Result<Self> {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choosing disturbs nothing.
+        // SAFETY: a new mapping at an address that the kernel chooses disturbs nothing.
         let page = unsafe { libc::mmap(std::ptr::null_mut(), PAGE_SIZE as usize, prot, flags, fd, 0) };
         if page == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -136,23 +140,23 @@ impl RunPage {
 
     fn byte(&self, offset: usize) -> &AtomicU8 {
         assert!(offset < PAGE_SIZE as usize);
-        // SAFETY: a byte inside the mapping, which lives as long as the borrow; nobody in this process accesses this
-        // mapping but by this function.
+        // SAFETY: a byte inside the mapping, which lives as long as the borrow. This process
+        // accesses this mapping only through this function.
         unsafe { AtomicU8::from_ptr(self.0.as_ptr().add(offset)) }
     }
 
-    /// Whether `KVM_RUN` completes what was begun and enters no guest.
+    /// Whether `KVM_RUN` completes pending operations and returns without entering the guest.
     pub fn immediate_exit(&self) -> bool {
         self.byte(offset_of!(kvm_run, immediate_exit)).load(Ordering::SeqCst) != 0
     }
 
-    /// Sets that.
+    /// Sets `immediate_exit`.
     pub fn set_immediate_exit(&self, on: bool) {
         self.byte(offset_of!(kvm_run, immediate_exit)).store(on.into(), Ordering::SeqCst);
     }
 
-    /// Of how many bytes each access of a string instruction is (`rep insb`), whose data kvm-ioctls gives in one piece: after
-    /// `KVM_EXIT_IO`; something else after another exit.
+    /// The size in bytes of each access of a string instruction (`rep insb`), whose data kvm-ioctls
+    /// gives in one piece. Valid after `KVM_EXIT_IO` only.
     pub fn port_size(&self) -> usize {
         self.byte(PORT_SIZE).load(Ordering::Relaxed).into()
     }
@@ -165,7 +169,7 @@ impl Drop for RunPage {
     }
 }
 
-/// A vCPU thread as somebody else sees it: enough to interrupt it.
+/// A handle on a vCPU thread that can interrupt it.
 #[derive(Debug)]
 pub struct Kick {
     page: Arc<RunPage>,
@@ -173,12 +177,12 @@ pub struct Kick {
 }
 
 impl Kick {
-    /// Of the calling thread, which runs the vCPU whose page this is.
+    /// A handle on the calling thread, which runs the vCPU of `page`.
     pub fn of_this_thread(page: Arc<RunPage>) -> Self {
         Self { page, thread: gettid() }
     }
 
-    /// The thread.
+    /// The thread's ID.
     pub fn thread(&self) -> u32 {
         self.thread.as_raw_pid() as u32
     }
@@ -186,8 +190,9 @@ impl Kick {
     /// Makes the current or the next `KVM_RUN` of the vCPU return with `EINTR`.
     pub fn kick(&self) {
         self.page.set_immediate_exit(true);
-        // SAFETY: the call takes numbers. Where the thread is gone it fails, or finds another thread of this process, which the
-        // signal's handler does no harm. (pthread_kill may be called for a living thread only.)
+        // SAFETY: the call takes numbers. If the thread has ended, the call fails or signals
+        // another thread of this process, which the handler does not harm. (pthread_kill may only
+        // be called for a living thread.)
         unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.thread.as_raw_pid(), signal()) };
     }
 }
@@ -225,14 +230,15 @@ mod tests {
             (rustix::event::poll(&mut [], Some(&minute)), page.immediate_exit())
         });
         let kick = kick.recv_timeout(Duration::from_secs(60)).unwrap();
-        // Until it arrives in the call: one that comes before interrupts nothing there. A real-time signal is queued as often as it is
-        // sent, so that a thread which gets them faster than it takes them would never come to its call.
+        // Repeat until a signal arrives during the call: an earlier one interrupts nothing there.
+        // Every real-time signal that is sent is queued. A thread that receives them faster than it
+        // handles them would never reach its call.
         while !thread.is_finished() {
             kick.kick();
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(thread.join().unwrap(), (Err(rustix::io::Errno::INTR), true));
-        // Nobody is there any more.
+        // The thread has ended.
         kick.kick();
     }
 }

@@ -21,8 +21,8 @@ mod numbers {
     ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
 }
 
-/// A descriptor from which the binary statistics of `of`, a VM or a vCPU, are read (api.rst, 4.133). KVM has it since
-/// Linux 5.14.
+/// A descriptor for the binary statistics of `of`, a VM or a vCPU (api.rst, 4.133). KVM has it
+/// since Linux 5.14.
 pub fn stats_fd(of: &impl AsRawFd) -> io::Result<File> {
     // SAFETY: the call has no argument and makes a new descriptor.
     let fd = unsafe { ioctl(of, KVM_GET_STATS_FD()) };

@@ -1,5 +1,5 @@
-//! KVM's vCPU ioctls that kvm-ioctls lacks or leaves unsafe: SREGS2 (Linux 5.14), the TSC's offset (5.16) and XSAVE of any size
-//! (5.17).
+//! KVM's vCPU ioctls that kvm-ioctls lacks or leaves unsafe: SREGS2 (Linux 5.14), the TSC offset
+//! (5.16) and XSAVE areas of any size (5.17).
 
 use std::io;
 
@@ -10,11 +10,11 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use vmm_sys_util::ioctl::{ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref};
 use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
 
-/// `struct kvm_xsave` without its flexible end.
+/// `struct kvm_xsave` without its flexible array member.
 type Xsave = [u32; XSAVE_MIN / 4];
-/// The size that every KVM has.
+/// The XSAVE size in bytes that every KVM supports.
 pub const XSAVE_MIN: usize = 4096;
-/// More than any host's XSAVE area: AMX's tiles make it about 11 KiB.
+/// The maximum size in bytes. AMX's tiles make an XSAVE area about 11 KiB.
 pub const XSAVE_MAX: usize = 1 << 16;
 
 #[allow(missing_docs, reason = "the macros write public functions, which nobody outside sees")]
@@ -53,10 +53,10 @@ pub fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> io::Result<()> {
 pub struct XsaveSize(usize);
 
 impl XsaveSize {
-    /// As KVM says; [`XSAVE_MIN`] where it does not have `KVM_CAP_XSAVE2`.
+    /// The size that KVM reports; [`XSAVE_MIN`] without `KVM_CAP_XSAVE2`.
     ///
     /// # Errors
-    /// Where it is more than [`XSAVE_MAX`].
+    /// It is larger than [`XSAVE_MAX`].
     pub fn of(vm: &VmFd) -> io::Result<Self> {
         let size = usize::try_from(vm.check_extension_raw(KVM_CAP_XSAVE2.into())).unwrap_or(0).max(XSAVE_MIN);
         if size > XSAVE_MAX {
@@ -70,42 +70,44 @@ impl XsaveSize {
     }
 }
 
-/// The XSAVE area.
+/// Reads the XSAVE area, as 32-bit words.
 pub fn get_xsave(vcpu: &VcpuFd, size: XsaveSize) -> io::Result<Vec<u32>> {
     let request = if size.0 > XSAVE_MIN { KVM_GET_XSAVE2() } else { KVM_GET_XSAVE() };
     let mut area = vec![0u32; XSAVE_MAX / 4];
-    // SAFETY: the kernel writes 4096 bytes, or for the newer request what KVM_CAP_XSAVE2 says of any VM of this process: the
-    // features that guests may use are fixed when the first vCPU is made. XSAVE_MAX is more (`XsaveSize::of`).
+    // SAFETY: KVM_GET_XSAVE writes 4096 bytes. KVM_GET_XSAVE2 writes as many as KVM_CAP_XSAVE2
+    // reports for any VM of this process: the features that guests may use are fixed when the first
+    // vCPU is created. XSAVE_MAX is larger (`XsaveSize::of`).
     done(unsafe { ioctl_with_mut_ptr(vcpu, request, area.as_mut_ptr()) })?;
     area.truncate(size.words());
     Ok(area)
 }
 
-/// `KVM_SET_XSAVE`: reads as many bytes as this KVM's XSAVE area has; a shorter `area` is padded with zeros, a longer one
-/// refused where what would be cut off is not zero.
+/// `KVM_SET_XSAVE`, which reads as many bytes as this KVM's XSAVE area has. A shorter `area` is
+/// padded with zeros. A longer one is refused if the excess is not zero.
 pub fn set_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &[u32]) -> io::Result<()> {
     if area.iter().skip(size.words()).any(|word| *word != 0) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "more extended state than this host has"));
     }
     let mut padded = area.to_vec();
     padded.resize(XSAVE_MAX / 4, 0);
-    // SAFETY: the kernel reads as much as it writes in `get_xsave`; the buffer is as large as there.
+    // SAFETY: the kernel reads as much as it writes in `get_xsave`, and the buffer has the same
+    // size.
     done(unsafe { ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), padded.as_ptr()) })
 }
 
-/// What KVM adds to the host's TSC to have the guest's: `KVM_VCPU_TSC_OFFSET`.
+/// The offset that KVM adds to the host's TSC for the guest: `KVM_VCPU_TSC_OFFSET`.
 pub fn tsc_offset(vcpu: &VcpuFd) -> io::Result<u64> {
     let mut offset = 0u64;
     let attr = offset_attr(&raw mut offset);
-    // SAFETY: the kernel reads the structure, and writes 8 bytes to where it points.
+    // SAFETY: the kernel reads the structure and writes 8 bytes to the address in it.
     done(unsafe { ioctl_with_ref(vcpu, KVM_GET_DEVICE_ATTR(), &attr) })?;
     Ok(offset)
 }
 
-/// Sets it.
+/// Sets the TSC offset.
 pub fn set_tsc_offset(vcpu: &VcpuFd, mut offset: u64) -> io::Result<()> {
     let attr = offset_attr(&raw mut offset);
-    // SAFETY: the kernel reads the structure, and 8 bytes where it points.
+    // SAFETY: the kernel reads the structure and 8 bytes at the address in it.
     done(unsafe { ioctl_with_ref(vcpu, KVM_SET_DEVICE_ATTR(), &attr) })
 }
 

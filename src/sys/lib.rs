@@ -1,6 +1,7 @@
-//! Linux interfaces that no crate wraps: `unsafe` beyond guest memory is here.
+//! Linux interfaces that no crate wraps. All `unsafe` beyond guest memory is here.
 //!
-//! Each file wraps one family of calls in functions that cannot be misused. Policy does not live here.
+//! Each file wraps one family of calls in functions that cannot be misused. Policy does not live
+//! here.
 
 #[cfg(target_env = "musl")]
 mod abort;

@@ -1,4 +1,4 @@
-//! Memory mappings at an alignment of our choosing, and the advice given about them.
+//! Memory mappings with a chosen alignment, and the advice given about them.
 //!
 //! What a mapping is used for is decided elsewhere (`memory/`).
 
@@ -12,11 +12,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstatfs, memfd_create};
 
-/// The page in which memory is followed, sent and kept: the least that a host has. One of [`host_page`] has one or more of them.
+/// The size of the pages in which memory is tracked, sent and stored: the smallest page size of any
+/// host. A [`host_page`] holds one or more of them.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// The size of this host's own pages: 4 KiB, or on Arm 16 or 64 KiB as its kernel was built. What is mapped, and what the kernel is told of
-/// a part of a mapping, begins and ends on one, and KVM's logs know no smaller page.
+/// The size of this host's pages: 4 KiB, or on Arm 16 or 64 KiB, depending on its kernel. Mappings,
+/// and ranges of them that are passed to the kernel, begin and end on a host page. KVM's logs count
+/// in host pages.
 pub fn host_page() -> u64 {
     static SIZE: OnceLock<u64> = OnceLock::new();
     *SIZE.get_or_init(|| {
@@ -26,7 +28,7 @@ pub fn host_page() -> u64 {
     })
 }
 
-/// What a copy of many bytes is aligned to where it should be fast.
+/// The alignment in bytes that makes a large copy fast.
 const CACHE_LINE: usize = 64;
 
 /// A mapping that lives until it is dropped.
@@ -34,29 +36,30 @@ const CACHE_LINE: usize = 64;
 pub struct Mapping {
     addr: NonNull<u8>,
     len: usize,
-    /// Whether its pages stay, whoever would give them back.
+    /// Whether its pages stay, even if a guest reports them as free.
     kept: AtomicBool,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread.
 unsafe impl Send for Mapping {}
-// SAFETY: a shared `Mapping` gives access to its content by atomics (`words`), which threads may share, or by a raw pointer
-// (`as_ptr`), whose users state their own reasons.
+// SAFETY: a shared `Mapping` gives access to its content through atomics (`words`), which threads
+// may share, or through a raw pointer (`as_ptr`), whose users state their own reasons.
 unsafe impl Sync for Mapping {}
 
-/// What to map.
+/// The kind of memory to map.
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
-    /// Anonymous and private; swap and overcommit are not asked.
+    /// Anonymous and private, without a reservation of swap or overcommit.
     Anonymous,
-    /// Anonymous and private from the pool of huge pages of `1 << log2` bytes, all of them reserved by the call.
+    /// Anonymous and private from the pool of huge pages of `1 << log2` bytes. The call reserves
+    /// all of them.
     Huge {
         /// The base-2 logarithm of the page size.
         log2: u32,
     },
-    /// Anonymous and shared: a file on the kernel's own tmpfs that has no descriptor.
+    /// Anonymous and shared: a file on the kernel's internal tmpfs without a descriptor.
     SharedAnonymous,
-    /// `MAP_SHARED` of a file from its start.
+    /// `MAP_SHARED` of a file, from its start.
     Shared(&'a File),
 }
 
@@ -65,7 +68,8 @@ fn check(result: libc::c_int) -> io::Result<()> {
 }
 
 impl Mapping {
-    /// Maps `len` bytes, readable and writable, at a multiple of `align`, a power of two, and of the host's page.
+    /// Maps `len` bytes, readable and writable. The address is a multiple of `align`, a power of
+    /// two, and of the host's page.
     pub fn new(len: u64, align: u64, source: Source<'_>) -> io::Result<Self> {
         let too_big = || io::Error::from_raw_os_error(libc::ENOMEM);
         let len = usize::try_from(len).map_err(|_| too_big())?;
@@ -79,10 +83,10 @@ impl Mapping {
             Source::SharedAnonymous => (libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
             Source::Shared(file) => (libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd()),
         };
-        // The kernel aligns to a page only: reserve enough address space to contain an aligned range, map over that
-        // range, and give the rest back.
+        // The kernel aligns to a page only. So reserve enough address space to contain an aligned
+        // range, map over that range, and unmap the rest.
         let span = len.checked_add(align).ok_or_else(too_big)?;
-        // SAFETY: a fresh reservation at an address of the kernel's choosing disturbs nothing.
+        // SAFETY: a new reservation at an address that the kernel chooses disturbs nothing.
         let reserved = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -97,7 +101,8 @@ impl Mapping {
             return Err(io::Error::last_os_error());
         }
         let start = (reserved as usize).next_multiple_of(align);
-        // SAFETY: [start, start + len) lies inside the reservation made above, which nobody else knows of.
+        // SAFETY: [start, start + len) lies inside the reservation made above, which nothing else
+        // uses yet.
         let addr = unsafe {
             libc::mmap(
                 start as *mut libc::c_void,
@@ -116,7 +121,8 @@ impl Mapping {
         }
         let end = (start + len).next_multiple_of(host_page() as usize);
         let (head, tail) = (start - reserved as usize, (reserved as usize + span).saturating_sub(end));
-        // SAFETY: head and tail are the parts of our reservation outside of the mapping, which reaches to the end of a page.
+        // SAFETY: head and tail are the parts of our reservation outside the mapping, which extends
+        // to the end of a page.
         unsafe {
             if head > 0 {
                 libc::munmap(reserved, head);
@@ -129,7 +135,7 @@ impl Mapping {
         Ok(Self { addr, len, kept: AtomicBool::new(false) })
     }
 
-    /// Where it starts.
+    /// The start address.
     pub fn as_ptr(&self) -> *mut u8 {
         self.addr.as_ptr()
     }
@@ -144,43 +150,48 @@ impl Mapping {
         self.len == 0
     }
 
-    /// Its content as words that anybody, the guest included, may change at any time.
+    /// The content as words that other threads, the kernel and the guest may change at any time.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned, readable and writable, and lives as long as the borrow. This program makes no
-        // other reference to its content: beside these atomics there are the accesses of guests and of the kernel, which are
-        // no Rust, and vm-memory's, which are volatile and through raw pointers.
+        // SAFETY: the mapping is page-aligned, readable and writable, and lives as long as the
+        // borrow. This program creates no other references to its content. The other accesses are
+        // those of guests and the kernel, which are not Rust, and those of vm-memory, which are
+        // volatile and go through raw pointers.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.len / 8) }
     }
 
-    /// Copies `to.len()` bytes from `offset` on, a multiple of 8 both. Where somebody writes there meanwhile, each word is an old
-    /// or a new one.
+    /// Copies `to.len()` bytes from `offset` on. Both are multiples of 8. If the range is written
+    /// to meanwhile, each word copied is an old or a new one.
     ///
     /// # Panics
-    /// Where the range is not inside the mapping.
+    /// The range is not inside the mapping.
     pub fn copy_to(&self, offset: u64, to: &mut [u8]) {
         let words = self.words_in(offset, to.len());
         if !(to.as_ptr() as usize).is_multiple_of(CACHE_LINE) {
-            // glibc copies much with `rep movsb`, which takes several times as long as this where its target is not aligned.
+            // glibc copies large blocks with `rep movsb`. With an unaligned target that takes
+            // several times as long as this loop.
             let (copies, _) = to.as_chunks_mut();
             for (bytes, word) in copies.iter_mut().zip(words) {
                 *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
             }
             return;
         }
-        // SAFETY: both are valid for that many bytes, and do not overlap: nobody else makes references to a mapping's content.
-        // Guests and the kernel may write to the source meanwhile, and any byte is a valid u8; nothing is read twice.
+        // SAFETY: both are valid for that many bytes and do not overlap, because nothing else holds
+        // references to a mapping's content. Guests and the kernel may write to the source
+        // meanwhile. Any byte is a valid u8, and nothing is read twice.
         unsafe { std::ptr::copy_nonoverlapping(words.as_ptr().cast(), to.as_mut_ptr(), to.len()) };
     }
 
-    /// Writes `from` to `offset`, a multiple of 8 both, while others may read and write there.
+    /// Writes `from` to `offset`, while others may read and write there. The length and the offset
+    /// are multiples of 8.
     ///
     /// # Panics
-    /// Where the range is not inside the mapping.
+    /// The range is not inside the mapping.
     pub fn copy_from(&self, offset: u64, from: &[u8]) {
         let words = self.words_in(offset, from.len());
-        // SAFETY: both are valid for that many bytes, and do not overlap: nobody else makes references to a mapping's content,
-        // and `words` are atomics, which may be written to through a shared reference. Guests and the kernel may read and write
-        // there meanwhile; what they see is theirs to settle.
+        // SAFETY: both are valid for that many bytes and do not overlap, because nothing else holds
+        // references to a mapping's content. `words` are atomics, which may be written to through a
+        // shared reference. Guests and the kernel may access the range meanwhile; synchronizing
+        // that is up to them.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), words.as_ptr().cast_mut().cast(), from.len()) };
     }
 
@@ -200,24 +211,27 @@ impl Mapping {
         if end.is_none() {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        // SAFETY: the range lies inside our own mapping, and no advice unmaps it. What some advice does to the content
-        // (MADV_DONTNEED, MADV_REMOVE) others may do at any time, too.
+        // SAFETY: the range lies inside our own mapping, and no advice unmaps it. Some advice
+        // changes the content (MADV_DONTNEED, MADV_REMOVE), as other writers may do at any time
+        // too.
         check(unsafe { libc::madvise(self.as_ptr().add(offset as usize).cast(), len as usize, advice) })
     }
 
-    /// Shows `[from, from + len)` of `file` at `[offset, offset + len)` from now on: privately, so that a write parts a page from the file. All
-    /// are multiples of [`host_page`].
+    /// Maps `[from, from + len)` of `file` at `[offset, offset + len)`. The mapping is private, so
+    /// a write detaches a page from the file. All three are multiples of [`host_page`].
     ///
     /// # Errors
-    /// Where the range is not inside, or the kernel refuses: for lack of mappings (vm.max_map_count) above all.
+    /// The range is not inside, or the kernel refuses. The most likely reason is the limit on
+    /// mappings (vm.max_map_count).
     pub fn show(&self, offset: u64, len: u64, file: &File, from: u64) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
         if end.is_none() || !(offset | len | from).is_multiple_of(host_page()) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        // SAFETY: the range lies inside our own mapping, whose place it takes with the same access. Its content changes as others may change
-        // it at any time, and is accessed as atomics and raw pointers alone. A file that becomes shorter is a SIGBUS, which ends the process
-        // (sys/sigbus.rs).
+        // SAFETY: the new mapping replaces a range inside our own mapping, with the same access.
+        // Its content changes as others may change it at any time, and it is only accessed as
+        // atomics and through raw pointers. A file that becomes shorter causes a SIGBUS, which ends
+        // the process (sys/sigbus.rs).
         let at = unsafe {
             libc::mmap(
                 self.as_ptr().add(offset as usize).cast(),
@@ -234,16 +248,17 @@ impl Mapping {
         self.advise_range(offset, len, libc::MADV_DONTDUMP)
     }
 
-    /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not a signal later.
+    /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not
+    /// a signal later.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.advise_range(offset, len, libc::MADV_POPULATE_WRITE) {
-            // Before Linux 5.14 there is no such advice: touch each page, changing nothing. The mapping of a pool's huge
-            // pages has reserved them, so that no signal comes of it.
+            // Linux before 5.14 lacks this advice: touch each page without changing it. A mapping
+            // of a pool's huge pages has reserved them, so this causes no signal.
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                 let page = PAGE_SIZE as usize / 8;
                 let range = offset as usize / 8..offset.saturating_add(len) as usize / 8;
                 let Some(words) = self.words().get(range) else { return Err(e) };
-                // What the compiler knows to change nothing it makes a load, and drops that.
+                // If the compiler knew the value, it would turn this into a load and drop it.
                 let nothing = std::hint::black_box(0);
                 for word in words.iter().step_by(page) {
                     word.fetch_or(nothing, Ordering::Relaxed);
@@ -254,24 +269,24 @@ impl Mapping {
         }
     }
 
-    /// Whether pages of it are not to be given back to the host, whatever a guest says of them: while some of it is still to come, a
-    /// page that was given back would look like one that is missing.
+    /// Whether its pages must not be given back to the host, whatever a guest says of them. While
+    /// memory is still arriving, a page that was given back would look like one that is missing.
     pub fn is_kept(&self) -> bool {
         self.kept.load(Ordering::Acquire)
     }
 
-    /// Has it so, or no longer.
+    /// Sets whether its pages must stay.
     pub fn keep(&self, kept: bool) {
         self.kept.store(kept, Ordering::Release);
     }
 
-    /// Locks it no longer.
+    /// Unlocks it from memory.
     pub fn unlock(&self) -> io::Result<()> {
         // SAFETY: locking changes no content, and the range is ours.
         check(unsafe { libc::munlock(self.as_ptr().cast(), self.len) })
     }
 
-    /// Locks it in memory; with `on_fault`, only what is touched.
+    /// Locks it in memory. With `on_fault`, a page is locked only once it is touched.
     pub fn lock(&self, on_fault: bool) -> io::Result<()> {
         let flags = if on_fault { libc::MLOCK_ONFAULT } else { 0 };
         // SAFETY: locking changes no content, and the range is ours.
@@ -281,19 +296,21 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and whoever uses its content holds this value: by a borrow of it, or by an `Arc`, as
-        // memslots (`memory::Slot`) and vm-memory's regions (by `memory::write_log::WriteLog`) do.
+        // SAFETY: the mapping is ours. All users of its content hold this value, by a borrow or by
+        // an `Arc`, as memslots (`memory::Slot`) and vm-memory's regions (by
+        // `memory::write_log::WriteLog`) do.
         unsafe { libc::munmap(self.as_ptr().cast(), self.len) };
     }
 }
 
-/// An anonymous file in memory, of `1 << huge_log2` byte pages where that is given, `len` bytes long.
+/// An anonymous file in memory, `len` bytes long. With `huge_log2`, its pages have `1 << huge_log2`
+/// bytes.
 pub fn memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
     memfd_with(name, len, huge_log2, MemfdFlags::empty())
 }
 
 fn memfd_with(name: &CStr, len: u64, huge_log2: Option<u32>, more: MemfdFlags) -> io::Result<File> {
-    // The size's logarithm stands in the flags' upper bits.
+    // The upper bits of the flags hold the logarithm of the page size.
     let size = |log2| MemfdFlags::from_bits_retain(log2 << libc::MAP_HUGE_SHIFT);
     let huge = huge_log2.map_or(MemfdFlags::empty(), |log2| MemfdFlags::HUGETLB | size(log2));
     let file = File::from(memfd_create(name, MemfdFlags::CLOEXEC | huge | more)?);
@@ -301,28 +318,28 @@ fn memfd_with(name: &CStr, len: u64, huge_log2: Option<u32>, more: MemfdFlags) -
     Ok(file)
 }
 
-/// The same, whose length nobody can change any more.
+/// Like `memfd`, but its length can no longer be changed.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn sealed_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
     let file = memfd_with(name, len, huge_log2, MemfdFlags::ALLOW_SEALING)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file)
 }
 
-/// Whether nobody can make `file` shorter: an access to its mapping never faults then.
+/// Whether `file` can no longer be made shorter. An access to its mapping then never faults.
 ///
 /// # Errors
-/// EINVAL where it is no file in memory.
+/// EINVAL if it is not a file in memory.
 pub fn seals_hold(file: &File) -> io::Result<bool> {
     Ok(fcntl_get_seals(file)?.contains(SealFlags::SHRINK))
 }
 
-/// The size of the pages of a file in memory where these are huge ones of the host's pool.
+/// The page size of a file in memory, if its pages are huge pages of the host's pool.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn huge_pages_of(file: &File) -> io::Result<Option<u64>> {
     let of = fstatfs(file)?;
     Ok((of.f_type as i64 == HUGETLBFS).then_some(of.f_bsize as u64))
@@ -359,7 +376,7 @@ mod tests {
                 (bound(range.0)..bound(range.1)).contains(&after) && line.contains("---p")
             })
         };
-        // Another test's reservation may be there for a moment; what is left behind stays.
+        // Another test's reservation may be there for a moment. A leftover of this one would stay.
         assert!((0..100).any(|_| !reserved()), "{after:#x} is still reserved");
     }
 

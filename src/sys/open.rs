@@ -1,8 +1,8 @@
-//! Paths that a user, a snapshot or another program names, opened without waiting: a FIFO or a device at such a path must not stop this
-//! process, whose signals may be blocked.
+//! Opens paths that a user, a snapshot or another program names, without blocking. A FIFO or a
+//! device at such a path must not stop this process, whose signals may be blocked.
 //!
-//! Every open here has O_NONBLOCK and O_NOCTTY, and the type of the file is checked on the open file. Files whose path is fixed, such as
-//! those in /proc, need none of this.
+//! Every open here has O_NONBLOCK and O_NOCTTY, and the file's type is checked on the open file.
+//! Fixed paths, such as those in /proc, do not need this.
 
 use std::fs::{File, FileType, Metadata, OpenOptions};
 use std::io::{self, Read};
@@ -17,20 +17,20 @@ use super::poll::Poll;
 /// How long [`read`] waits for the next bytes of a FIFO.
 const FIFO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What may lie at a path.
+/// The types of file that are accepted at a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A regular file.
     Regular,
-    /// A regular file to which the path leads by no link in its last part.
+    /// A regular file whose path does not end in a symbolic link.
     Unlinked,
     /// A regular file or a block device.
     Disk,
-    /// A block device that nobody else has opened so: no file system that is mounted, no other holder.
+    /// A block device that is not in use: no mounted file system and no other exclusive holder.
     Exclusive,
     /// A directory.
     Directory,
-    /// A regular file, a FIFO that somebody reads, or a character device.
+    /// A regular file, a FIFO with a reader, or a character device.
     Output,
     /// A regular file, a FIFO or /dev/null.
     Input,
@@ -81,14 +81,15 @@ fn unfit(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, what)
 }
 
-/// Opens `path` as `options` say where it is a `kind`. Reads and writes of a FIFO or a device do not wait ([`wait`] changes that).
+/// Opens `path` with `options` and checks that it is a `kind`. Reads and writes of a FIFO or a
+/// device do not block ([`wait`] changes that).
 ///
 /// # Errors
-/// What the kernel says; what lies there instead, and what is wanted; or that nobody reads a FIFO.
+/// The kernel's error; the type found and the type needed; or a FIFO without a reader.
 pub fn open(path: &Path, options: &OpenOptions, kind: Kind) -> io::Result<File> {
     let more = match kind {
         Kind::Unlinked => libc::O_NOFOLLOW,
-        // Without O_CREAT it means a block device's only user (open(2)).
+        // Without O_CREAT it requests exclusive use of a block device (open(2)).
         Kind::Exclusive => libc::O_EXCL,
         Kind::Directory => libc::O_DIRECTORY,
         _ => 0,
@@ -98,7 +99,8 @@ pub fn open(path: &Path, options: &OpenOptions, kind: Kind) -> io::Result<File> 
     let file = opened.map_err(|error| {
         let found = || path.metadata().map(|about| about.file_type());
         match error.raw_os_error() {
-            // Of a FIFO that is opened for writing alone, and of any socket.
+            // The error for a FIFO without a reader that is opened for writing only, and for any
+            // socket.
             Some(libc::ENXIO) if found().is_ok_and(|found| found.is_fifo()) => io::Error::new(
                 io::ErrorKind::NotConnected,
                 "it is a FIFO that nobody reads: start its reader first",
@@ -120,7 +122,7 @@ pub fn open(path: &Path, options: &OpenOptions, kind: Kind) -> io::Result<File> 
     }
 }
 
-/// Opens `path` for reading where it is a `kind`.
+/// Opens `path` for reading and checks that it is a `kind`.
 ///
 /// # Errors
 /// As [`open`].
@@ -128,19 +130,20 @@ pub fn for_reading(path: &Path, kind: Kind) -> io::Result<File> {
     open(path, File::options().read(true), kind)
 }
 
-/// Lets reads and writes of `file` wait from now on.
+/// Makes reads and writes of `file` blocking.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn wait(file: &File) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(file)?;
     Ok(rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)?)
 }
 
-/// The content of an [input](Kind::Input), of which `most` bytes and one more are read at most: who gets more than `most` refuses it.
+/// The content of an [input](Kind::Input). Reads at most `most` + 1 bytes; a caller that gets more
+/// than `most` refuses the input.
 ///
 /// # Errors
-/// As [`open`]; or nobody has written to a FIFO for a while.
+/// As [`open`]; or nothing was written to a FIFO for a while.
 pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let file = for_reading(path, Kind::Input)?;
     let is_fifo = file.metadata()?.file_type().is_fifo();
@@ -163,7 +166,7 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// As [`read`], for text.
+/// Like [`read`], for text.
 ///
 /// # Errors
 /// As [`read`]; or it is not UTF-8.
@@ -187,7 +190,8 @@ mod tests {
     struct Scratch(PathBuf);
 
     impl Scratch {
-        /// A directory with one of each: `file`, `fifo`, `socket`, `dir`, `link` to the file, `lost` to nothing.
+        /// A directory with `file`, `fifo`, `socket`, `dir`, `link` to the file, `fifo-link` to the
+        /// FIFO, and `lost`, a link to nothing.
         fn new(name: &str) -> Self {
             let dir = std::env::temp_dir().join(format!("vellum-open-{name}-{}", std::process::id()));
             fs::create_dir(&dir).unwrap();
@@ -208,7 +212,7 @@ mod tests {
         }
     }
 
-    /// None of these opens waits; each refusal says what is there.
+    /// None of these opens blocks. Each refusal says what is there.
     #[test]
     fn what_lies_at_a_path_is_opened_or_refused_at_once() {
         let dir = Scratch::new("kinds");
@@ -262,12 +266,12 @@ mod tests {
         let mut got = [0; 3];
         (&reader).read_exact(&mut got).unwrap();
         assert_eq!(&got, b"abc");
-        // It does not wait before it is told to.
+        // It does not block before `wait` is called.
         let full = vec![0; 1 << 20];
         let error = writer.write_all(&full).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         drop((reader, writer));
-        // A writer that comes later, and more than a pipe holds.
+        // A writer that comes later and writes more than a pipe holds.
         let (late, long) = (path.clone(), vec![7; 300_000]);
         let expected = long.clone();
         let thread = std::thread::spawn(move || {

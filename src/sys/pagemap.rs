@@ -1,7 +1,8 @@
-//! `/proc/self/pagemap`: which pages of a private mapping there are, in memory or in swap (Documentation/admin-guide/mm/pagemap.rst);
-//! and, of files in memory, which parts have content (lseek(2), SEEK_DATA). Neither brings a page about, as reading it would.
+//! `/proc/self/pagemap` shows which pages of a private mapping are populated, in memory or in swap
+//! (Documentation/admin-guide/mm/pagemap.rst). lseek(2) with SEEK_DATA shows which parts of a file
+//! in memory have content. Neither populates a page, as reading it would.
 //!
-//! A page that nobody has written to reads as zero, whether there is an entry for it or not.
+//! A page that was never written reads as zero, with or without an entry.
 
 use std::fs::File;
 use std::io;
@@ -55,29 +56,31 @@ const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
 const IS_PFNZERO: u64 = 1 << 5;
 
-/// Bits 62 and 63 of an entry: in swap, in memory.
+/// Bits 62 and 63 of an entry: the page is in swap, or in memory.
 const THERE: u64 = 3 << 62;
-/// What the sandbox knows as the request's size (`sandbox/ioctls.rs`).
+/// The sandbox knows this size from the request's number (`sandbox/ioctls.rs`).
 const _: () = assert!(size_of::<Scan>() == 96);
-/// Regions or entries that one call asks for.
+/// Regions or entries per call.
 const REGIONS: usize = 512;
 const ENTRIES: usize = 4096;
 
-/// The file, opened before a sandbox that would refuse it.
+/// The file. It is opened before a sandbox that would refuse it.
 #[derive(Debug)]
 pub struct Pagemap(File);
 
 impl Pagemap {
-    /// Opens it; fails where there is no `/proc`.
+    /// Opens it. Fails without `/proc`.
     pub fn open() -> io::Result<Self> {
         File::open("/proc/self/pagemap").map(Self)
     }
 
-    /// Tells `found` the pages of `mapping` from byte `offset` on, `pages` of them, that are there, as runs that rise, counted from
-    /// `offset`. What only was read, and shows the kernel's page of zeroes, is not there where the kernel can tell (Linux 6.7).
+    /// Calls `found` with the populated pages among the `pages` pages of `mapping` from byte
+    /// `offset` on. Runs come in ascending order, in pages relative to `offset`. A page that was
+    /// only read shows the kernel's zero page. It does not count as populated if the kernel can
+    /// tell (Linux 6.7).
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn there(
         &self,
         mapping: &Mapping,
@@ -87,7 +90,7 @@ impl Pagemap {
     ) -> io::Result<()> {
         let start = mapping.as_ptr() as u64 + offset;
         let end = start + pages * PAGE_SIZE;
-        // What the kernel tells is in pages of the host, of which a part may lie outside.
+        // The kernel reports host pages, which may reach beyond the range.
         let mut found = |there: Range<u64>| {
             let (from, to) = (there.start.max(start), there.end.min(end));
             if from < to {
@@ -96,7 +99,7 @@ impl Pagemap {
         };
         let whole = start / host_page() * host_page()..end.next_multiple_of(host_page());
         match Self::scan(&self.0, whole.clone(), &mut found) {
-            // Before Linux 6.7.
+            // Linux before 6.7.
             Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
                 Self::read(&self.0, whole, &mut found)
             }
@@ -104,7 +107,8 @@ impl Pagemap {
         }
     }
 
-    /// The addresses in `range`, of whole pages of the host, at which something is.
+    /// Calls `found` with the populated addresses in `range`, in whole host pages, with
+    /// PAGEMAP_SCAN.
     fn scan(file: &File, range: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         let Range { start, end } = range;
         let mut regions = [Region::default(); REGIONS];
@@ -122,8 +126,9 @@ impl Pagemap {
                 return_mask: IS_PRESENT,
                 ..Scan::default()
             };
-            // SAFETY: the argument is a pm_scan_arg; the kernel writes to it, and at most `vec_len` regions to `vec`, which are
-            // ours. The flags, none, change nothing of the mapping.
+            // SAFETY: the argument is a pm_scan_arg. The kernel writes to it and writes at most
+            // `vec_len` regions to `vec`. Both are ours. No flag is set that would change the
+            // mapping.
             let count = unsafe { ioctl_with_mut_ref(file, numbers::PAGEMAP_SCAN(), &mut scan) };
             let Ok(count) = usize::try_from(count) else { return Err(io::Error::last_os_error()) };
             for region in &regions[..count.min(REGIONS)] {
@@ -137,7 +142,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// The same, entry by entry.
+    /// Like `scan`, entry by entry.
     fn read(file: &File, range: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         let first = range.start / host_page();
         let pages = range.end / host_page() - first;
@@ -160,14 +165,16 @@ impl Pagemap {
     }
 }
 
-/// Tells `found` which pages of `file` from byte `offset` on, `pages` of them, have content, as runs that rise, counted from `offset`:
-/// for files in memory, those that are in memory or in swap.
+/// Calls `found` with the pages that have content, among the `pages` pages of `file` from byte
+/// `offset` on. For files in memory these are the pages in memory or in swap. Runs come in
+/// ascending order, in pages relative to `offset`.
 ///
 /// # Errors
-/// What the kernel says: EINVAL where the file system cannot tell.
+/// The kernel's error: EINVAL if the file system does not support it.
 pub fn data(file: &File, offset: u64, pages: u64, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let seek = |at: u64, whence| {
-        // SAFETY: takes numbers only. The position of the file is nobody's concern: it is read and written by mappings.
+        // SAFETY: takes numbers only. The file's position is not used, because the file is accessed
+        // through mappings.
         let at = unsafe { libc::lseek(file.as_raw_fd(), at as libc::off_t, whence) };
         u64::try_from(at).map_err(|_| io::Error::last_os_error())
     };
@@ -206,7 +213,7 @@ mod tests {
         let mapping = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap();
         mapping.advise(libc::MADV_NOHUGEPAGE).unwrap();
         touch(&mapping, [0, 5, 6, 7, 1999]);
-        // More runs than one call can tell.
+        // More runs than one call can return.
         touch(&mapping, (10..1900).step_by(2));
         // The kernel's page of zeroes.
         assert_eq!(mapping.words()[1950 * 512].load(Ordering::Relaxed), 0);
@@ -225,7 +232,8 @@ mod tests {
         let mut scanned = Vec::new();
         match Pagemap::scan(&pagemap.0, addresses(1996), &mut |run| scanned.push(page(run))) {
             Ok(()) => {
-                // Without the page of zeroes, which the entries cannot tell from others.
+                // The page of zeroes is not reported. The entries cannot distinguish it from other
+                // pages.
                 expected.push(1995..1996);
                 assert_eq!(scanned, expected);
             }
