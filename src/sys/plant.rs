@@ -1,88 +1,92 @@
-//! Mistakes that tests plant, to see that they are found: each is one that a migration could make. Here are their names, and which of
-//! them is made; where one is made stands [`is`] with its name.
+//! Planted faults: mistakes that tests make on purpose, to check that other tests find them. Each
+//! is a mistake that a migration could make. This module has their names and the one that is
+//! planted. Code that makes a mistake calls [`is`] with its name.
 //!
-//! A release makes none: without debug assertions [`is`] is the constant `false`, and what hangs on it is not compiled.
+//! A release makes none: without debug assertions [`is`] is the constant `false`, and the code that
+//! depends on it is not compiled.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Whether this program can make mistakes.
 pub const POSSIBLE: bool = cfg!(debug_assertions);
 
-/// Why it cannot, where it cannot.
+/// Why it cannot.
 pub const IMPOSSIBLE: &str =
     "needs a program with debug assertions: a release makes no mistakes that tests plant";
 
-/// The variable of the environment that names the mistake to be made, which the command line and test programs look at.
+/// The environment variable that names the mistake to plant. The command line and test programs
+/// read it.
 pub const VARIABLE: &str = "VELLUM_PLANT";
 
-/// A mistake.
+/// A planted mistake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mistake {
-    /// The first dirty page of each collection is forgotten.
+    /// The first dirty page of each collection is dropped.
     DroppedBit = 1,
-    /// Pages are read before the log of them is cleared.
+    /// Pages are read before their log is cleared.
     ReadBeforeClear,
-    /// Nothing is collected once the machine stands still.
+    /// Nothing is collected after the machine has paused.
     NoLastHarvest,
-    /// What is collected last is collected before the machine stands still and its state is saved.
+    /// The last collection happens before the machine pauses and its state is saved.
     HarvestBeforeSave,
-    /// What the VMM itself has written is not collected.
+    /// Pages that the VMM itself has written are not collected.
     VmmWritesLeftOut,
-    /// The built-in guest's own memslot is not followed.
+    /// The built-in guest's own memslot is not tracked.
     OwnSlotLeftOut,
-    /// A page that has become zero is never sent.
+    /// A page that has become all zeroes is never sent.
     ZeroSkipped,
-    /// Pages go over another connection from the second pass on.
+    /// From the second pass on, pages are sent over a different connection.
     ChunkChangesConnection,
-    /// The sum of pages is made of guest memory itself, and not of what is sent.
+    /// The checksum of pages is computed from live guest memory instead of the bytes that are sent.
     SumOfLiveMemory,
-    /// The source lets the guest run when it has said COMMIT.
+    /// The source resumes the guest after it has sent COMMIT.
     SourceRunsAfterCommit,
-    /// The target lets the guest run when it says READY.
+    /// The target runs the guest when it sends READY.
     TargetRunsAtReady,
-    /// The source does not take the locks of its disks again.
+    /// The source does not take its disks' locks again.
     LocksNotRetaken,
-    /// A disk's requests are not waited for.
+    /// A disk's pending requests are not waited for.
     NoQuiesce,
     /// Devices are restored before local APICs.
     DevicesBeforeLapics,
-    /// The TSC's deadline is restored before the local APIC.
+    /// The TSC deadline is restored before the local APIC.
     DeadlineBeforeLapic,
-    /// The memory type ranges are not saved.
+    /// The memory type range registers are not saved.
     NoMtrrs,
     /// The VM's clock is not restored.
     NoClock,
-    /// A machine that is restored keeps its VM generation ID.
+    /// A restored machine keeps its VM generation ID.
     VmGenIdUnchanged,
-    /// A machine is restored on whatever its disks have become.
+    /// A machine is restored without a check that its disks are unchanged.
     DisksUnchecked,
-    /// Memory that shows a file, and that nobody has looked at, is taken for empty.
+    /// Memory that maps a file, and that was never accessed, is treated as empty.
     ShownLeftOut,
-    /// Memory that was untouched at first, and of which the log says nothing, is not looked at again.
+    /// Memory that was untouched at first is not checked again, although the log never covered it.
     SilenceLeftOut,
-    /// Pages of a snapshot are not compared with their sums.
+    /// Pages of a snapshot are not compared with their checksums.
     SumsUnchecked,
-    /// As much is brought as a page of the usual size has, where pages are huge.
+    /// With huge pages, only a page of the usual size is fetched.
     SmallCopy,
-    /// Pages of a file that follow after the hand-over are taken out of the mapping alone, and stay in the file.
+    /// Pages of a file that postcopy is to bring are removed from the mapping, but stay in the file.
     KeptInCache,
-    /// vCPUs that write little are slowed down like those that write much.
+    /// vCPUs that write little are throttled as much as those that write a lot.
     AllThrottledAlike,
-    /// What a masked vector owes its driver is not taken along.
+    /// The pending interrupt of a masked vector is not migrated.
     PendingLeftOut,
-    /// What a snapshot has taken that came to nothing is not owed to the next one.
+    /// Dirty pages that a failed snapshot has collected are not added to the next snapshot.
     OwedForgotten,
-    /// Pages of a snapshot lie where the memslot before theirs has its own.
+    /// Pages of a snapshot are placed at the memslot before their own.
     LayerOffByASlot,
-    /// A guest that goes on is not told that it stood still.
+    /// A resumed guest is not told that it was paused.
     KvmclockCtrlLeftOut,
-    /// MSRs by which KVM writes to guest memory are restored with the others, before the guest is the target's.
+    /// MSRs that make KVM write to guest memory are restored with the others, before the target
+    /// owns the guest.
     WritingMsrsEarly,
 }
 
 impl Mistake {
-    /// Their names as they are planted.
+    /// The mistakes by the names that `VARIABLE` takes.
     pub const NAMES: [(&str, Self); 30] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
@@ -117,16 +121,16 @@ impl Mistake {
     ];
 }
 
-/// The mistake that is made; 0 for none.
+/// The planted mistake; 0 for none.
 static PLANTED: AtomicU8 = AtomicU8::new(0);
 
-/// Whether `mistake` is made here.
+/// Whether `mistake` is planted.
 #[inline(always)]
 pub fn is(mistake: Mistake) -> bool {
     POSSIBLE && PLANTED.load(Ordering::Relaxed) == mistake as u8
 }
 
-/// Has `mistake` made from now on, by the whole process.
+/// Plants `mistake` in the whole process from now on.
 pub fn plant(mistake: Mistake) {
     PLANTED.store(mistake as u8, Ordering::Relaxed);
 }

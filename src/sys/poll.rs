@@ -1,4 +1,4 @@
-//! Waiting for descriptors by ppoll(2), for threads whose sandbox has no epoll.
+//! Waits for descriptors with ppoll(2), for threads whose sandbox forbids epoll.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -7,34 +7,35 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// A set of descriptors to wait for until one of them is ready.
+/// A set of descriptors to wait for, until one of them is ready.
 #[derive(Default)]
 pub struct Poll<'fd>(Vec<PollFd<'fd>>);
 
 impl<'fd> Poll<'fd> {
-    /// Waits until this one can be read, too.
+    /// Adds a descriptor, ready when it is readable.
     pub fn readable(&mut self, of: &'fd impl AsRawFd) {
         self.add(of, PollFlags::IN);
     }
 
-    /// Waits until this one can be written, too.
+    /// Adds a descriptor, ready when it is writable.
     pub fn writable(&mut self, of: &'fd impl AsRawFd) {
         self.add(of, PollFlags::OUT);
     }
 
-    /// Not by AsFd: an eventfd of vmm-sys-util has none.
+    /// Takes AsRawFd, because vmm-sys-util's EventFd does not implement AsFd.
     fn add(&mut self, of: &'fd impl AsRawFd, events: PollFlags) {
-        // SAFETY: the owner of the descriptor is borrowed for as long as this is, and keeps it open.
+        // SAFETY: the descriptor's owner is borrowed for as long as this value and keeps it open.
         let fd = unsafe { BorrowedFd::borrow_raw(of.as_raw_fd()) };
         self.0.push(PollFd::from_borrowed_fd(fd, events));
     }
 
-    /// Returns when one of them is ready, a signal has come, or `timeout` is over; `None` waits for ever. Whether one is ready.
+    /// Waits until one of them is ready, a signal arrives, or `timeout` elapses. `None` waits
+    /// forever. Returns whether one is ready.
     ///
     /// # Errors
-    /// Where the kernel refuses to wait.
+    /// The kernel refuses to wait.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
-        // A time that the kernel cannot hold is for ever.
+        // A time too long for the kernel means forever.
         let timeout = timeout.and_then(|left| Timespec::try_from(left).ok());
         match poll(&mut self.0, timeout.as_ref()) {
             Ok(ready) => Ok(ready > 0),

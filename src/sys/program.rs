@@ -1,4 +1,4 @@
-//! The program's own code, as the kernel maps it.
+//! How programs are started, and the memory of this program's own code.
 
 use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::process::CommandExt;
@@ -11,14 +11,16 @@ use rustix::thread::CapabilitySet;
 use super::identity;
 use super::mmap::host_page;
 
-/// Has the program of `command` inherit these descriptors by their numbers, and belong to no terminal: it may read and write one that it
-/// is given, whoever is in its foreground.
+/// Lets the program of `command` inherit these descriptors under the same numbers, without a
+/// controlling terminal. It may then read and write a terminal that it is given, whichever process
+/// group is in the foreground.
 pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
     let prepare = move || {
-        // One that leads a session already belongs to no other terminal.
+        // Fails for a process that leads a process group. A session leader already has its own
+        // session.
         let _ = rustix::process::setsid();
         for &descriptor in &descriptors {
-            // SAFETY: the caller has it open, and so has the process that is made of this one.
+            // SAFETY: the caller keeps it open, and the forked process has it too.
             rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(descriptor) }, FdFlags::empty())?;
         }
         Ok(())
@@ -27,7 +29,7 @@ pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
     unsafe { command.pre_exec(prepare) };
 }
 
-/// Has the program of `command`, where root starts it, get no capabilities but `kept`.
+/// Limits the program of `command` to the capabilities `kept`, if root starts it.
 pub fn limited_to(command: &mut Command, kept: CapabilitySet) {
     let prepare = move || {
         identity::limit_bounding_set(kept);
@@ -37,43 +39,47 @@ pub fn limited_to(command: &mut Command, kept: CapabilitySet) {
     unsafe { command.pre_exec(prepare) };
 }
 
-/// How long nothing must have happened before start-up counts as over.
+/// Start-up counts as over after this time without activity.
 pub const SETTLING: Duration = Duration::from_millis(50);
 
-/// Unmaps the program's code and constants; what is still needed comes back from the page cache by minor faults.
+/// Unmaps the program's code and constants. What is still needed comes back from the page cache
+/// through minor faults.
 ///
-/// Starting up runs code that is scattered over the whole file, and the kernel maps the pages around each fault too: in the
-/// end nearly all of the program counts as this process's, of which a running guest needs little. A debugger's
-/// breakpoints, which are private copies of pages, go as well: set them after this.
+/// Start-up runs code that is scattered over the whole file, and the kernel also maps the pages
+/// around each fault. In the end nearly all of the program counts towards this process, although a
+/// running guest needs little of it. A debugger's breakpoints are private copies of pages and are
+/// lost too: set them after this call.
 pub fn release_start_up_code() {
-    // SAFETY: the callback has the type that is asked for, and gets a pointer that it does not use.
+    // SAFETY: the callback has the required type, and gets a null pointer that it does not use.
     unsafe { libc::dl_iterate_phdr(Some(release), std::ptr::null_mut()) };
 }
 
-/// Unmaps what an object of this process was loaded with and cannot have written to. Not 0, so that the first, which is the
-/// program, is the last.
+/// Unmaps the segments of the first object, the program, that the process cannot have written to.
+/// Returns 1, which ends the iteration after that object.
 ///
-/// Its program headers are asked, and not the linker's symbols, because linkers do not agree on whether constants come before or
-/// after code.
+/// This uses the program headers instead of the linker's symbols, because linkers differ in whether
+/// constants come before or after code.
 extern "C" fn release(
     object: *mut libc::dl_phdr_info,
     _size: libc::size_t,
     _data: *mut libc::c_void,
 ) -> libc::c_int {
-    // SAFETY: the C library passes a description that is whole, with so many program headers, for the time of this call.
+    // SAFETY: the C library passes a complete description with that many program headers. It is
+    // valid for this call.
     let (base, headers) = unsafe {
         let object = &*object;
         (object.dlpi_addr, std::slice::from_raw_parts(object.dlpi_phdr, object.dlpi_phnum.into()))
     };
-    // The headers themselves are in the first segment: what is read of them comes back.
+    // The headers themselves are in the first segment: pages of them that are read come back.
     for header in headers.iter().rev() {
         if header.p_type != libc::PT_LOAD || header.p_flags & libc::PF_W != 0 {
             continue;
         }
         let start = (base + header.p_vaddr) & !(host_page() - 1);
         let end = (base + header.p_vaddr + header.p_memsz).next_multiple_of(host_page());
-        // SAFETY: the pages of a segment that may not be written to are the file's own, and so the same when they are read again.
-        // Another segment, which may be written to, begins on a page of its own. Failure does no harm.
+        // SAFETY: the pages of a segment that is not writable are the file's own, so they are the
+        // same when they are read again. A writable segment begins on a page of its own. Failure
+        // does no harm.
         unsafe { libc::madvise(start as *mut libc::c_void, (end - start) as usize, libc::MADV_DONTNEED) };
     }
     1

@@ -4,12 +4,12 @@ use std::io;
 
 use rustix::rand::GetRandomFlags;
 
-/// Fills `bytes`, 256 at most, with what nobody can guess.
+/// Fills `bytes`, at most 256, with unpredictable random bytes.
 ///
 /// # Errors
-/// Where the kernel has no randomness yet.
+/// The kernel has no randomness yet.
 pub fn fill(bytes: &mut [u8]) -> io::Result<()> {
     let filled = rustix::rand::getrandom(&mut *bytes, GetRandomFlags::empty())?;
-    // So many come whole (random(4)).
+    // Reads of up to 256 bytes are complete (random(4)).
     if filled == bytes.len() { Ok(()) } else { Err(io::ErrorKind::InvalidInput.into()) }
 }

@@ -1,5 +1,5 @@
-//! Files that are mapped as memory and become shorter: an access to what they have lost is a SIGBUS, and EFAULT where KVM makes it. Both end
-//! the process, with a line that names the file.
+//! Files that are mapped as memory and become shorter. An access to the lost part raises SIGBUS, or
+//! returns EFAULT if KVM makes it. Both end the process with a line that names the file.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::seccomp::{exit_now, write_stderr};
 
-/// A file that is mapped, from its start to its end.
+/// A file that is mapped from its start to its end.
 struct Watched {
     file: File,
     len: u64,
@@ -17,24 +17,26 @@ struct Watched {
 
 static WATCHED: Mutex<Vec<Watched>> = Mutex::new(Vec::new());
 
-/// What the handler writes: of the last file that was watched, or of all, for it cannot ask.
+/// The line that the handler writes. It names all watched files, because the handler cannot find
+/// out which one it was.
 static LINE: AtomicPtr<String> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn report(_: libc::c_int) {
     let line = LINE.load(Ordering::Acquire);
     if !line.is_null() {
-        // SAFETY: what is stored there is never freed, and not written to.
+        // SAFETY: a stored line is never freed or modified.
         write_stderr(unsafe { (*line).as_bytes() });
     }
     exit_now(1)
 }
 
-/// Installs the handler: before a sandbox that has no rt_sigaction(2).
+/// Installs the handler. Call it before a sandbox without rt_sigaction(2).
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn install() -> io::Result<()> {
-    // SAFETY: an all-zero sigaction is valid: no flags, an empty mask, and a handler that calls what a handler may.
+    // SAFETY: an all-zero sigaction is valid: no flags, an empty mask, and a handler that only
+    // makes async-signal-safe calls.
     let result = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = report as *const () as usize;
@@ -43,7 +45,8 @@ pub fn install() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Names `file`, of `len` bytes, where it becomes shorter. It stays open, with its locks.
+/// Reports `file`, of `len` bytes, as `name` if it becomes shorter. The file stays open, with its
+/// locks.
 pub fn watch(file: File, len: u64, name: String) {
     let mut watched = WATCHED.lock().expect("nobody panics with it");
     watched.push(Watched { file, len, name });
@@ -55,7 +58,7 @@ pub fn watch(file: File, len: u64, name: String) {
     LINE.store(Box::into_raw(Box::new(line)), Ordering::Release);
 }
 
-/// The name of a file that has become shorter.
+/// The name of a watched file that has become shorter.
 pub fn shortened() -> Option<String> {
     let watched = WATCHED.lock().expect("nobody panics with it");
     let is_shorter = |watched: &&Watched| watched.file.metadata().is_ok_and(|data| data.len() < watched.len);

@@ -1,5 +1,5 @@
-//! Signals by which a user ends a program: as events (signalfd(2), blocked everywhere, read by an event loop), or
-//! remembered for those who have no loop and ask now and then.
+//! Signals with which a user ends a program. An event loop reads them as events (signalfd(2),
+//! blocked in all threads). Programs without a loop have them remembered and poll for them.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -15,20 +15,21 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 use super::clock::monotonic;
 
-/// The signals by which a user ends a program.
+/// The signals with which a user ends a program.
 pub const ENDING: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
 
-/// Those by which a shell's user stops a program and lets it go on. A program that reads them is not stopped where it uses a terminal from the
-/// background: it is refused.
+/// The signals with which a shell's user stops a program and continues it. A program that reads
+/// them is not stopped when it uses a terminal from the background: the access fails instead.
 pub const STOPPING: [i32; 4] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, CONTINUE];
 
-/// The one that lets a stopped process go on.
+/// The signal that continues a stopped process.
 pub(crate) const CONTINUE: i32 = libc::SIGCONT;
 
-/// The other signals that end a process unless it says otherwise: nothing in Vellum sends them. A machine ends in order by them too, so
-/// that its terminal and its files are left as by [`ENDING`]. The first real-time signals are the C library's and [`super::kick`]'s.
-/// SIGXFSZ is no such signal ([`fail_beyond_limits`]), nor are those of a program's own mistakes: SIGABRT, SIGBUS, SIGFPE, SIGILL,
-/// SIGSEGV, SIGSYS, SIGTRAP.
+/// The other signals whose default action ends a process. Vellum sends none of them. They end a
+/// machine in order too, so that its terminal and files are left as after [`ENDING`]. The first
+/// real-time signals are missing: they belong to the C library and [`super::kick`]. SIGXFSZ is
+/// missing too ([`fail_beyond_limits`]), as are the signals of a program's own mistakes: SIGABRT,
+/// SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP.
 pub const UNUSED: [i32; 38] = {
     let mut all = [0; 38];
     let standard = [
@@ -50,18 +51,19 @@ pub const UNUSED: [i32; 38] = {
     all
 };
 
-/// Has writes beyond the limit of a file's size (`ulimit -f`) fail with EFBIG, and not end this process (SIGXFSZ). A handler does so, and
-/// not SIG_IGN, which the programs that this one starts would inherit.
+/// Makes writes beyond the file size limit (`ulimit -f`) fail with EFBIG, instead of ending this
+/// process with SIGXFSZ. This uses a handler instead of SIG_IGN, which the programs that this one
+/// starts would inherit.
 pub fn fail_beyond_limits() {
     extern "C" fn nothing(_: libc::c_int) {}
-    // SAFETY: the handler does nothing. The call fails for wrong arguments alone.
+    // SAFETY: the handler does nothing. The call fails only for wrong arguments.
     unsafe { libc::signal(libc::SIGXFSZ, nothing as *const () as libc::sighandler_t) };
 }
 
-/// The one by which a terminal says that its size has changed.
+/// The signal that a terminal's size has changed.
 pub const SIZE: i32 = libc::SIGWINCH;
 
-/// The one that no process survives.
+/// The signal that no process survives.
 pub const KILL: i32 = libc::SIGKILL;
 
 /// A descriptor that is readable when one of its signals has arrived.
@@ -69,11 +71,12 @@ pub const KILL: i32 = libc::SIGKILL;
 pub struct SignalFd(File);
 
 impl SignalFd {
-    /// Blocks `signals` in this thread and all that it will start, and returns where to read them. A signal that was
-    /// ignored (nohup) stays so.
+    /// Blocks `signals` in this thread and all that it will start, and returns a descriptor to read
+    /// them from. A signal that was ignored (nohup) stays ignored.
     pub fn new(signals: &[i32]) -> io::Result<Self> {
         let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: sigemptyset initialises `set` before anything else looks at it; the other calls take valid pointers.
+        // SAFETY: sigemptyset initialises `set` before it is read; the other calls take valid
+        // pointers.
         let fd = unsafe {
             libc::sigemptyset(set.as_mut_ptr());
             for signal in signals {
@@ -92,7 +95,7 @@ impl SignalFd {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: signalfd has just opened it, and nobody else owns it.
+        // SAFETY: signalfd has just opened it, and nothing else owns it.
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
@@ -111,11 +114,11 @@ impl AsRawFd for SignalFd {
     }
 }
 
-/// Stops this process as `signal` does, which is blocked in this thread; returns when it goes on. An orphaned process group is not
-/// stopped.
+/// Stops this process as `signal` does. The signal is blocked in this thread. Returns when the
+/// process continues. The kernel does not stop an orphaned process group.
 pub(crate) fn stop_by(signal: i32) {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigemptyset initialises `set` before anything else looks at it; the other calls take it, or numbers.
+    // SAFETY: sigemptyset initialises `set` before it is read; the other calls take it, or numbers.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         libc::sigaddset(set.as_mut_ptr(), signal);
@@ -125,21 +128,22 @@ pub(crate) fn stop_by(signal: i32) {
     }
 }
 
-/// While this lives, no signal reaches its thread; what comes meanwhile reaches it afterwards.
+/// While this lives, all signals are blocked in its thread. Signals that arrive meanwhile are
+/// delivered afterwards.
 #[derive(Debug)]
 pub struct Blocked {
     before: libc::sigset_t,
-    // A mask is its thread's.
+    // The mask belongs to the thread.
     _thread: PhantomData<*const ()>,
 }
 
 impl Blocked {
-    /// From now on.
+    /// Blocks all signals from now on.
     pub fn all() -> Self {
         let (mut all, mut before) =
             (MaybeUninit::<libc::sigset_t>::uninit(), MaybeUninit::<libc::sigset_t>::zeroed());
-        // SAFETY: sigfillset initialises `all` before it is read; a zeroed mask is valid, and pthread_sigmask, which fails for wrong
-        // arguments alone, overwrites it.
+        // SAFETY: sigfillset initialises `all` before it is read. A zeroed mask is valid, and
+        // pthread_sigmask overwrites it; it fails only for wrong arguments.
         let before = unsafe {
             libc::sigfillset(all.as_mut_ptr());
             libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
@@ -156,10 +160,10 @@ impl Drop for Blocked {
     }
 }
 
-/// One of `signals` that has come where it is blocked, and that nobody has read yet.
+/// One of `signals` that is blocked, has arrived, and has not been read yet.
 pub fn waiting(signals: &[i32]) -> Option<i32> {
     let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
-    // SAFETY: sigpending initialises the set, and a zeroed one is valid where it should fail.
+    // SAFETY: sigpending initialises the set. A zeroed set is valid if the call should fail.
     let set = unsafe {
         libc::sigpending(set.as_mut_ptr());
         set.assume_init()
@@ -168,25 +172,28 @@ pub fn waiting(signals: &[i32]) -> Option<i32> {
     signals.iter().copied().find(|&signal| unsafe { libc::sigismember(&set, signal) } == 1)
 }
 
-/// Has what `command` starts end when the thread that starts it ends, however that comes about.
+/// Makes the child that `command` starts end when the thread that starts it ends, for whatever
+/// reason.
 pub fn end_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
         set_parent_process_death_signal(Some(Signal::TERM))?;
-        // One that has ended by then sends nothing.
+        // If the parent has ended by now, it sends no signal.
         if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
     };
     // SAFETY: between fork and exec it makes two system calls, and neither allocates nor locks.
     unsafe { command.pre_exec(prepare) };
 }
 
-/// Signals of one kind that come within this time count as one: timeout(1) signals its child and then the whole process group.
+/// Signals of one kind within this time count as one: timeout(1) signals its child and then the
+/// whole process group.
 pub const REPEATS: Duration = Duration::from_secs(1);
 
-/// When the first of a kind came, in milliseconds of the monotonic clock; 0 for not yet. A signal handler may use it.
+/// When the first signal of a kind arrived, in milliseconds of the monotonic clock; 0 for not yet.
+/// A signal handler may use it.
 struct First(AtomicU64);
 
-/// What a signal is to those of its kind that came before.
+/// How a signal relates to earlier ones of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arrival {
     First,
@@ -195,7 +202,7 @@ enum Arrival {
 }
 
 impl First {
-    /// One comes at `now`, which is not 0.
+    /// Records a signal at `now`, which is not 0.
     fn comes(&self, now: u64) -> Arrival {
         match self.0.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) => Arrival::First,
@@ -205,10 +212,10 @@ impl First {
     }
 }
 
-/// One for each number of [`ENDING`], all of which are below it.
+/// One for each number of [`ENDING`], all of which are below 32.
 static FIRST: [First; 32] = [const { First(AtomicU64::new(0)) }; 32];
 
-/// What came and nobody has taken yet, and what came last; 0 for none.
+/// The signal that was not taken yet, and the last signal; 0 for none.
 static PENDING: AtomicI32 = AtomicI32::new(0);
 static LAST: AtomicI32 = AtomicI32::new(0);
 
@@ -220,7 +227,8 @@ extern "C" fn note(signal: libc::c_int) {
             LAST.store(signal, Ordering::SeqCst);
         }
         Arrival::Repeat => {}
-        // SAFETY: signal handlers may make both calls. The signal is blocked here, so that it ends this process on the return.
+        // SAFETY: signal handlers may make both calls. The signal is blocked here, so it ends this
+        // process when the handler returns.
         Arrival::Second => unsafe {
             libc::signal(signal, libc::SIG_DFL);
             libc::raise(signal);
@@ -228,12 +236,13 @@ extern "C" fn note(signal: libc::c_int) {
     }
 }
 
-/// From now on `signals` are remembered instead of ending this process, each once: the second of a kind ends it, lest a
-/// program that does not ask could not be ended. Repeats within [`REPEATS`] are no second one. A signal that was ignored
-/// (nohup) stays so.
+/// Makes `signals` be remembered instead of ending this process, once for each. A second signal of
+/// a kind ends the process, so that a program that does not poll can still be ended. Repeats within
+/// [`REPEATS`] do not count as a second one. A signal that was ignored (nohup) stays ignored.
 pub fn remember(signals: &[i32]) -> io::Result<()> {
     for &signal in signals {
-        // SAFETY: an all-zero sigaction is valid, both pointers are to locals, and the handler only stores to atomics.
+        // SAFETY: an all-zero sigaction is valid, both pointers are to locals, and the handler only
+        // stores to atomics.
         let result = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             libc::sigaction(signal, std::ptr::null(), &mut action);
@@ -251,17 +260,17 @@ pub fn remember(signals: &[i32]) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes the remembered signal: whoever acts upon it.
+/// Takes the remembered signal. The caller acts upon it.
 pub fn take() -> Option<i32> {
     Some(PENDING.swap(0, Ordering::SeqCst)).filter(|&signal| signal != 0)
 }
 
-/// Whether a signal was remembered that nobody has taken.
+/// Whether a remembered signal has not been taken yet.
 pub fn is_pending() -> bool {
     PENDING.load(Ordering::SeqCst) != 0
 }
 
-/// The last signal that was remembered, whether taken or not.
+/// The last remembered signal, whether taken or not.
 pub fn last() -> Option<i32> {
     Some(LAST.load(Ordering::SeqCst)).filter(|&signal| signal != 0)
 }

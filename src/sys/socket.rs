@@ -1,4 +1,5 @@
-//! Unix sockets as a VMM needs them: private from the first moment, never waited for, and a way for open descriptors.
+//! Unix sockets for a VMM: they are private from the first moment, never block, and pass open
+//! descriptors.
 
 use std::ffi::{CStr, CString, NulError};
 use std::io::{self, IoSlice, IoSliceMut, Write};
@@ -18,58 +19,59 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 
-/// Why a socket cannot be had.
+/// Why a socket cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Somebody listens there.
+    /// Another process listens there.
     #[error("socket {0} is in use: another process listens there")]
     InUse(PathBuf),
-    /// Something else has that name.
+    /// The path is in use and is not a socket.
     #[error("{0} is there and is no socket")]
     NotASocket(PathBuf),
-    /// It is longer than the kernel allows.
+    /// The path is longer than the kernel allows.
     #[error("socket path {path} has {len} bytes, {MAX_PATH} at most are possible")]
     TooLong {
         /// The path.
         path: PathBuf,
-        /// Its length.
+        /// The path's length in bytes.
         len: usize,
     },
-    /// Whatever else the kernel says.
+    /// Any other error of the kernel.
     #[error("socket {path}: {source}; name a path in a directory where this user may write")]
     Io {
-        /// The path.
+        /// The socket's path.
         path: PathBuf,
-        /// The error.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// What a path may have, so that [`Name::remove_stale`] can add to it: sun_path has 108 bytes with its terminating zero.
+/// The maximum length of a path. [`Name::remove_stale`] adds a suffix to it, and sun_path has 108
+/// bytes with its terminating zero.
 const MAX_PATH: usize = 107 - ASIDE;
-/// A point and a process's number in hexadecimal, of which Linux has 22 bits.
+/// The length of the suffix: a dot and a process ID in hexadecimal. Linux process IDs have 22 bits.
 const ASIDE: usize = 7;
 
-/// What a client is told for whom there is no descriptor.
+/// The error for a client that gets no descriptor.
 pub const NO_DESCRIPTOR: &str = "the machine has no descriptor left (ulimit -n)";
 
-/// A listening, non-blocking socket of mode 0600 that takes its name with it when it goes.
+/// A listening, nonblocking socket of mode 0600 that removes its name when it is dropped.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
-    /// Given up for a moment where there are no other descriptors left, so that a client can be turned away. One that were left
-    /// waiting would wake the event loop again and again.
+    /// Closed for a moment when no other descriptors are left, so that a client can be turned away.
+    /// A client that is left waiting would wake the event loop again and again.
     spare: Mutex<Option<OwnedFd>>,
-    /// Another process listens there, too: the name is the last one's, and its guard's.
+    /// Another process listens there too. That process and its guard then remove the name.
     shared: AtomicBool,
 }
 
 impl Listener {
-    /// One that another process listens at.
+    /// A socket that another process already listens on.
     ///
     /// # Errors
-    /// Where it is no listening unix socket, or there is no descriptor left.
+    /// It is not a listening unix socket, or no descriptor is left.
     pub fn handed_over(socket: OwnedFd, path: &Path) -> io::Result<Self> {
         let socket = UnixListener::from(socket);
         socket.local_addr()?;
@@ -77,16 +79,16 @@ impl Listener {
         Ok(Self { socket, path: path.into(), spare, shared: AtomicBool::new(true) })
     }
 
-    /// Another descriptor of it, for a process that is to listen there.
+    /// Another descriptor of the socket, for a process that takes over listening.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// No descriptor is left.
     pub fn lend(&self) -> io::Result<OwnedFd> {
         self.shared.store(true, Ordering::Relaxed);
         Ok(self.socket.try_clone()?.into())
     }
 
-    /// Binds `path`. A socket that nobody listens on any more is replaced, a live one is refused.
+    /// Binds `path`. A socket without a listener is replaced. One with a listener is an error.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let io_error = |source| SocketError::Io { path: path.into(), source };
         let name = Name::new(path)?;
@@ -108,13 +110,13 @@ impl Listener {
         Ok(Listener { socket: socket.into(), path: path.into(), spare, shared: AtomicBool::new(false) })
     }
 
-    /// Where it listens.
+    /// The path that it listens on.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The next connection, non-blocking; `WouldBlock` if there is none. Where this process may open no more descriptors, a
-    /// client is turned away.
+    /// The next connection, nonblocking; `WouldBlock` if there is none. If this process may not
+    /// open more descriptors, the client is turned away.
     pub fn accept(&self) -> io::Result<UnixStream> {
         loop {
             let full = match self.socket.accept() {
@@ -131,14 +133,15 @@ impl Listener {
             }
             let waiting = self.socket.accept();
             if let Ok((stream, _)) = &waiting {
-                // A client that does not read it is told nothing.
+                // If the client does not read, it misses this error.
                 let line = format!("{{\"id\":0,\"error\":\"{NO_DESCRIPTOR}\"}}\n");
                 let _ = (&*stream).write_all(line.as_bytes());
                 tracing::warn!("{}: a client was turned away: {full}", self.path.display());
             }
             let waiting = waiting.map(drop);
             *kept = self.socket.as_fd().try_clone_to_owned().ok();
-            // Without a descriptor to give, the kernel does not say whether somebody waits: now it has.
+            // Without a free descriptor, the kernel does not say whether a client waits. This
+            // second accept does.
             waiting?;
         }
     }
@@ -158,39 +161,40 @@ impl AsRawFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // A sandbox forbids it and leaves it to the guard.
+        // A sandbox forbids this. The guard then removes the name.
         if !self.shared.load(Ordering::Relaxed) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Connects to `path`; later reads and writes, and the connection itself, take no longer than `patience` each.
+/// Connects to `path`. The connection itself and later reads and writes take no longer than
+/// `patience` each.
 ///
 /// # Errors
-/// `WouldBlock` where nobody takes the connection in time, and what else connect(2) says.
+/// `WouldBlock` if the connection is not accepted in time, and other errors of connect(2).
 pub fn connect(path: &Path, patience: Duration) -> io::Result<UnixStream> {
     let name = Name::new(path).map_err(io::Error::other)?;
     let stream = UnixStream::from(new_socket(SocketFlags::empty())?);
-    // The kernel counts the time to write for the time to connect, too.
+    // The kernel applies the write timeout to connect(2) too.
     stream.set_write_timeout(Some(patience))?;
     stream.set_read_timeout(Some(patience))?;
     rustix::net::connect(&stream, &SocketAddrUnix::new(name.path.as_c_str())?)?;
     Ok(stream)
 }
 
-/// Makes a connected stream socket fit for bulk data: large buffers, and, where it is TCP, no delay of what is small and an end of
-/// a peer that has been silent for `liveness`.
+/// Prepares a connected stream socket for bulk data with large buffers. A TCP socket also sends
+/// small messages without delay and fails when its peer has been silent for `liveness`.
 ///
 /// # Errors
-/// Where it is no stream socket.
+/// It is not a stream socket.
 pub fn prepare_stream(socket: &OwnedFd, liveness: Duration) -> io::Result<()> {
     if sockopt::socket_type(socket)? != SocketType::STREAM {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no stream socket"));
     }
-    // In milliseconds, of which the kernel takes no more than an int holds.
+    // In milliseconds. The kernel's maximum is that of an int.
     let timeout = liveness.as_millis().min(i32::MAX as u128) as u32;
-    // What is refused costs speed alone, and a unix socket refuses what is TCP's.
+    // A refusal only costs speed. A unix socket refuses the TCP options.
     let _ = sockopt::set_socket_send_buffer_size(socket, STREAM_BUFFER);
     let _ = sockopt::set_socket_recv_buffer_size(socket, STREAM_BUFFER);
     let _ = sockopt::set_socket_keepalive(socket, true);
@@ -199,29 +203,31 @@ pub fn prepare_stream(socket: &OwnedFd, liveness: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// What a socket for bulk data may hold in each direction, in bytes: more than one frame of a migration.
+/// The buffer size in bytes of a bulk data socket in each direction: larger than a frame of a
+/// migration.
 const STREAM_BUFFER: usize = 1 << 20;
 
-/// Sends what the socket takes at once of `bytes`, and says how much that was.
+/// Sends as much of `bytes` as the socket takes at once. Returns the number of bytes sent.
 ///
 /// # Errors
-/// `WouldBlock` where it takes nothing now, and what else send(2) says.
+/// `WouldBlock` if it takes nothing now, and other errors of send(2).
 pub fn send_some(socket: &OwnedFd, bytes: &[u8]) -> io::Result<usize> {
     Ok(rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
 }
 
-/// Reads what has come into `buffer`, and says how much that was; 0 where the peer has closed.
+/// Reads what has arrived into `buffer`. Returns the number of bytes; 0 if the peer has closed.
 ///
 /// # Errors
-/// `WouldBlock` where nothing has come, and what else recv(2) says.
+/// `WouldBlock` if nothing has arrived, and other errors of recv(2).
 pub fn receive_some(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT)?.0)
 }
 
-/// Reads what has come into `buffer` without taking it, and says how much that was; 0 where the peer has closed.
+/// Reads what has arrived into `buffer` but leaves it in the socket. Returns the number of bytes; 0
+/// if the peer has closed.
 ///
 /// # Errors
-/// `WouldBlock` where nothing has come, and what else recv(2) says.
+/// `WouldBlock` if nothing has arrived, and other errors of recv(2).
 pub fn peek(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT | RecvFlags::PEEK)?.0)
 }
@@ -231,12 +237,13 @@ pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
     peer(stream).map(|peer| peer.uid)
 }
 
-/// The process at the other end of a connection, or the one that listened there.
+/// The process at the other end of a connection, or the process that listened there.
 pub fn peer_pid(stream: &UnixStream) -> io::Result<i32> {
     peer(stream).map(|peer| peer.pid)
 }
 
-/// By libc: rustix's `UCred` can hold no process of 0, which the kernel says of one in a namespace that this process does not see.
+/// Uses libc: rustix's `UCred` cannot hold process ID 0, which the kernel reports for a process
+/// outside this process's PID namespace.
 fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of_val(&peer) as libc::socklen_t;
@@ -248,16 +255,16 @@ fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
     if result == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The name of a socket in the file system. Nothing here allocates but [`Name::new`], so that all the rest may be done after
-/// a fork.
+/// The name of a socket in the file system. Only [`Name::new`] allocates, so the other functions
+/// may be called after a fork.
 pub struct Name {
     path: CString,
-    /// Where the socket is moved to before it is looked at for the last time.
+    /// The path that the socket is moved to for the last check.
     aside: CString,
 }
 
 impl Name {
-    /// The name `path`, of whatever is there or is to be.
+    /// The name `path`, whether or not something exists there.
     pub fn new(path: &Path) -> Result<Self, SocketError> {
         let bytes = path.as_os_str().as_bytes();
         if bytes.is_empty() || bytes.len() > MAX_PATH {
@@ -271,29 +278,32 @@ impl Name {
         })
     }
 
-    /// Has `socket` listen there, if there is nothing. From the first moment at which something is: between bind(2) and listen(2) it
-    /// would be taken for a socket that nobody listens at any more. So it is bound aside, and gets its name when it listens.
+    /// Makes `socket` listen at the name if it is free. A socket that is bound but not yet
+    /// listening would be taken for stale. So it is bound to another path first, and gets its name
+    /// once it listens.
     fn listen(&self, socket: &OwnedFd) -> io::Result<()> {
         let aside = self.aside.as_c_str();
-        // What a process of this number has left when it was killed.
+        // A killed process with the same ID may have left this behind.
         if matches!(is_stale(aside), Ok(true)) {
             let _ = rustix::fs::unlink(aside);
         }
-        // The mode that fchmod sets on an unbound socket is the one that bind gives its file: there is no moment at
-        // which somebody else could connect.
+        // The mode that fchmod sets on an unbound socket becomes the mode of the file that bind
+        // creates. So other users can never connect.
         rustix::fs::fchmod(socket, Mode::RUSR | Mode::WUSR)?;
         rustix::net::bind(socket, &SocketAddrUnix::new(aside)?)?;
-        // A link takes nobody's place.
+        // A link does not replace an existing name.
         let named =
             rustix::net::listen(socket, 128).and_then(|()| rustix::fs::link(aside, self.path.as_c_str()));
         let _ = rustix::fs::unlink(aside);
         Ok(named?)
     }
 
-    /// Removes it if it is a socket and nobody listens there; false if somebody does, or if it is no socket.
+    /// Removes the name if it is a socket without a listener. Returns false if it has a listener or
+    /// is not a socket.
     ///
-    /// Between a look and an unlink somebody else could have put a socket of his own there. So the name is moved away
-    /// first, which only one can do, looked at again, and put back if it was not what it seemed.
+    /// Between a check and an unlink another process could bind its own socket there. So the name
+    /// is first moved away, which only one process can do. It is then checked again, and put back
+    /// if it is not stale after all.
     pub fn remove_stale(&self) -> io::Result<bool> {
         let (path, aside) = (self.path.as_c_str(), self.aside.as_c_str());
         if !is_stale(path)? {
@@ -306,7 +316,7 @@ impl Name {
         }
         let stale = is_stale(aside);
         if !matches!(stale, Ok(true)) {
-            // This fails if there is yet another socket by now.
+            // This fails if another socket has taken the name by now.
             let _ = rustix::fs::link(aside, path);
         }
         let _ = rustix::fs::unlink(aside);
@@ -314,8 +324,8 @@ impl Name {
     }
 }
 
-/// Whether nobody needs what is at `path`: a socket on which nobody listens, or nothing. A connection to a file of another kind is
-/// refused, as one to such a socket is.
+/// Whether `path` is free: a socket without a listener, or nothing. The file type is checked,
+/// because connecting to a file of another kind is refused like connecting to a stale socket.
 fn is_stale(path: &CStr) -> io::Result<bool> {
     match rustix::fs::lstat(path) {
         Ok(stat) => Ok(FileType::from_raw_mode(stat.st_mode).is_socket() && !is_live(path)?),
@@ -324,29 +334,32 @@ fn is_stale(path: &CStr) -> io::Result<bool> {
     }
 }
 
-/// Whether somebody listens at `path`; false too where nothing is.
+/// Whether a process listens at `path`. False if nothing is there.
 fn is_live(path: &CStr) -> io::Result<bool> {
     let socket = new_socket(SocketFlags::NONBLOCK)?;
     match rustix::net::connect(socket, &SocketAddrUnix::new(path)?) {
-        // A full backlog is a sign of life.
+        // A full backlog means that there is a listener.
         Ok(()) | Err(Errno::AGAIN) => Ok(true),
         Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(false),
         Err(error) => Err(error.into()),
     }
 }
 
-/// The most descriptors that one message may bring; even, because the kernel pads what it writes to 8 bytes.
+/// The maximum number of descriptors in one message. It is even, because the kernel pads what it
+/// writes to 8 bytes.
 pub const MAX_DESCRIPTORS: usize = 18;
 
-/// What the kernel writes where a message brings [`MAX_DESCRIPTORS`]: a header of 16 bytes, then four for each. It is aligned as that
-/// header is, so that there is room for no more of them.
+/// The kernel's control message for [`MAX_DESCRIPTORS`] descriptors: a header of 16 bytes, then
+/// four bytes each. It has the header's alignment, so there is no room for more.
 #[repr(align(8))]
 struct Ancillary([MaybeUninit<u8>; 16 + 4 * MAX_DESCRIPTORS]);
 
-/// Reads what has come, with the descriptors that came with it, all close-on-exec; 0 bytes at the end of the stream.
+/// Reads what has arrived, with its descriptors, all close-on-exec. Returns 0 at the end of the
+/// stream.
 ///
 /// # Errors
-/// Besides the kernel's, `InvalidData` where a message brings more than [`MAX_DESCRIPTORS`]; those beyond are closed.
+/// The kernel's, and `InvalidData` if a message has more than [`MAX_DESCRIPTORS`]; the excess
+/// descriptors are closed.
 pub fn receive(stream: &impl AsFd, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
     let mut space = Ancillary([MaybeUninit::uninit(); _]);
     let mut ancillary = RecvAncillaryBuffer::new(&mut space.0);
@@ -364,21 +377,23 @@ pub fn receive(stream: &impl AsFd, buffer: &mut [u8], descriptors: &mut Vec<Owne
     Ok(came.bytes)
 }
 
-/// Sends `bytes` whole, with descriptors that arrive with the first of them; blocks where the stream does.
+/// Sends all of `bytes`, with descriptors that arrive with the first byte. Blocks if the stream
+/// does.
 pub fn send(stream: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
     if descriptors.is_empty() {
         return io::Write::write_all(&mut &*stream, bytes);
     }
     let sent = send_with(stream, bytes, descriptors)?;
-    // They went with the first byte.
+    // The descriptors went with the first byte.
     io::Write::write_all(&mut &*stream, &bytes[sent..])
 }
 
-/// Sends what the socket takes at once of `bytes`, with descriptors that arrive with the first of them: at a unix socket; others lose
-/// them. How much that was.
+/// Sends as much of `bytes` as the socket takes at once, with descriptors that arrive with the
+/// first byte. Only unix sockets pass descriptors; others drop them. Returns the number of bytes
+/// sent.
 ///
 /// # Errors
-/// What sendmsg(2) says.
+/// The errors of sendmsg(2).
 pub fn send_with(stream: &impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<usize> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(descriptors.len()))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -386,10 +401,10 @@ pub fn send_with(stream: &impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>
     Ok(rustix::net::sendmsg(stream, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?)
 }
 
-/// Two connected unix sockets that keep packets apart (SOCK_SEQPACKET).
+/// Two connected unix sockets that preserve message boundaries (SOCK_SEQPACKET).
 ///
 /// # Errors
-/// Where the host has no descriptors left.
+/// The host has no descriptors left.
 pub fn packets() -> io::Result<(OwnedFd, OwnedFd)> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     Ok(rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?)

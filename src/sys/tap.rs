@@ -15,18 +15,18 @@ const TUNSETIFF: u64 = libc::TUNSETIFF as u32 as u64;
 const TUNSETVNETHDRSZ: u64 = libc::TUNSETVNETHDRSZ as u32 as u64;
 const TUNSETOFFLOAD: u64 = libc::TUNSETOFFLOAD as u32 as u64;
 
-/// TUN_F_*: what the reader of the tap finishes by itself.
+/// TUN_F_*: the reader of the tap computes missing checksums itself.
 pub const CSUM: u32 = 0x01;
-/// Segmentation of TCP over IPv4.
+/// The reader segments TCP over IPv4 itself.
 pub const TSO4: u32 = 0x02;
-/// Segmentation of TCP over IPv6.
+/// The reader segments TCP over IPv6 itself.
 pub const TSO6: u32 = 0x04;
-/// TCP segmentation with ECN.
+/// The reader segments TCP with ECN itself.
 pub const TSO_ECN: u32 = 0x08;
-/// Fragmentation of UDP.
+/// The reader fragments UDP itself.
 pub const UFO: u32 = 0x10;
 
-/// Why a tap cannot be used; each says what would help.
+/// Why a tap cannot be used. Each error says what would help.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     /// There is no such interface.
@@ -34,28 +34,28 @@ pub enum TapError {
         "tap `{name}` is not there: `ip tuntap add {name} mode tap && ip link set {name} up`, or add `create`"
     )]
     Missing {
-        /// The interface.
+        /// The interface's name.
         name: String,
     },
-    /// No interface can have that name.
+    /// The name is not valid for an interface.
     #[error("`{name}` is no interface name: it has 1 to 15 bytes without `/` and blanks")]
     Name {
-        /// What was given.
+        /// The name as given.
         name: String,
     },
-    /// /dev/net/tun.
+    /// /dev/net/tun cannot be opened.
     #[error(
         "/dev/net/tun: {0}; `modprobe tun`, and in a container pass the device in (--device /dev/net/tun)"
     )]
     Device(io::Error),
-    /// The kernel refuses.
+    /// The kernel refuses a request.
     #[error("tap `{name}`: {what}: {source}{}", hint(source))]
     Refused {
-        /// The interface.
+        /// The interface's name.
         name: String,
-        /// The ioctl.
+        /// The request.
         what: &'static str,
-        /// What the kernel says.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -71,14 +71,14 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// An open tap device, non-blocking, every packet with a virtio-net header.
+/// An open tap device, nonblocking. Every packet has a virtio-net header.
 pub struct Tap {
     name: String,
     file: File,
 }
 
 impl Tap {
-    /// Attaches to an interface that is there, or makes one that is not.
+    /// Attaches to an existing interface. With `create`, creates one that is missing.
     pub fn open(name: &str, create: bool) -> Result<Self, TapError> {
         let sound = |byte: u8| byte.is_ascii_graphic() && byte != b'/';
         if name.is_empty()
@@ -88,7 +88,8 @@ impl Tap {
         {
             return Err(TapError::Name { name: name.into() });
         }
-        // TUNSETIFF would make an interface of that name, and a typing mistake would pass for a network.
+        // TUNSETIFF would create a missing interface, so a typo would silently become a new
+        // network.
         if !create && !Path::new("/sys/class/net").join(name).exists() {
             return Err(TapError::Missing { name: name.into() });
         }
@@ -102,20 +103,20 @@ impl Tap {
         Ok(tap)
     }
 
-    /// A tap that somebody else has opened and configured.
+    /// A tap that another process has opened and configured.
     pub fn from_fd(name: &str, fd: OwnedFd) -> Self {
         Tap { name: name.into(), file: fd.into() }
     }
 
-    /// Another descriptor of it.
+    /// Another descriptor of the tap.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// No descriptor is left.
     pub fn try_clone(&self) -> io::Result<OwnedFd> {
         Ok(self.file.try_clone()?.into())
     }
 
-    /// The length in bytes of the header before each packet.
+    /// Sets the length in bytes of the header before each packet.
     pub fn set_header_size(&self, bytes: i32) -> Result<(), TapError> {
         // SAFETY: TUNSETVNETHDRSZ reads one int.
         self.check("TUNSETVNETHDRSZ", unsafe { ioctl_with_ref(&self.file, TUNSETVNETHDRSZ, &bytes) })
@@ -126,18 +127,18 @@ impl Tap {
         (&self.file).write_all(packet)
     }
 
-    /// The interface.
+    /// The interface's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What this side takes unfinished.
+    /// Sets the offloads (TUN_F_*) that this side finishes itself.
     pub fn set_offloads(&self, offloads: u32) -> Result<(), TapError> {
         // SAFETY: TUNSETOFFLOAD takes its argument by value.
         self.check("TUNSETOFFLOAD", unsafe { ioctl_with_val(&self.file, TUNSETOFFLOAD, offloads.into()) })
     }
 
-    /// Gives the interface an address, if there is one to give, and sets it up.
+    /// Sets the interface's address, if given, and brings the interface up.
     pub fn bring_up(&self, address: Option<(Ipv4Addr, u8)>) -> Result<(), TapError> {
         let socket = socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
         let refused = |source| TapError::Refused { name: self.name.clone(), what: "socket", source };
@@ -182,7 +183,7 @@ impl AsRawFd for Tap {
     }
 }
 
-/// A struct sockaddr_in, as the interface ioctls take it.
+/// A struct sockaddr_in, in the form that the interface ioctls take.
 fn socket_address(address: Ipv4Addr) -> libc::sockaddr {
     let mut data = [0; 14];
     for (to, from) in data[2..6].iter_mut().zip(address.octets()) {

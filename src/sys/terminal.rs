@@ -1,4 +1,5 @@
-//! Terminals: raw mode and its undoing (termios(3)), pseudo-terminals (pts(4)), and whether a write would block.
+//! Terminals: raw mode and its reversal (termios(3)), pseudo-terminals (pts(4)), and whether a
+//! write would block.
 
 use std::fs::File;
 use std::io;
@@ -17,28 +18,28 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::signal::{self, Blocked};
 
-/// The terminal that is to be raw. One process has one terminal, and a panic hook must find it.
+/// The terminal that is to be raw. A process has one terminal, and a panic hook must find it.
 static RAW: Mutex<Option<Raw>> = Mutex::new(None);
 
-/// How often a terminal is looked at that is not this process's to change: no signal tells a process that runs in the background that it
-/// comes to the foreground.
+/// The interval at which a background process checks its terminal. No signal tells a process that
+/// it has come to the foreground.
 pub const LOOK: Duration = Duration::from_millis(200);
 
 /// A terminal that is raw while this process is in its foreground and runs.
 struct Raw {
-    /// Its own: whoever had the terminal made raw may have been taken apart by the time at which it is given back.
+    /// A descriptor of its own, because the caller's may be closed before the terminal is restored.
     fd: OwnedFd,
     output: Output,
-    /// This process's group.
+    /// This process's process group.
     group: Pid,
-    /// How it was before, while it is raw.
+    /// The terminal's mode before it became raw, while it is raw.
     before: Option<Termios>,
-    /// Signalled when it is this process's again.
+    /// Signalled when this process has come back to the foreground.
     back: Option<Arc<EventFd>>,
 }
 
 impl Raw {
-    /// Whether others have it in the foreground.
+    /// Whether another process group is in the foreground.
     fn is_behind(&self) -> bool {
         is_foreground(self.fd.as_fd(), self.group) == Some(false)
     }
@@ -60,34 +61,35 @@ impl Raw {
         }
         tcsetattr(&self.fd, OptionalActions::Now, &raw)?;
         self.before = Some(now);
-        // It can only fail by overflowing, and then it is signalled anyway.
+        // The write fails only on overflow, and then the eventfd is signalled anyway.
         drop(self.back.as_ref().map(|back| back.write(1)));
         Ok(())
     }
 
     fn give_back(&mut self) {
         if let Some(before) = self.before.take().filter(|_| !self.is_behind()) {
-            // Nothing is left to be done for a terminal that has gone away.
+            // A terminal that has gone away needs no restoring.
             let _ = tcsetattr(&self.fd, OptionalActions::Now, &before);
         }
     }
 }
 
-/// Ctrl-a.
+/// Ctrl-A.
 const ESCAPE: u8 = 1;
 
-/// The keys of a terminal that all go to a guest but the escape key: Ctrl-a x is for this process, Ctrl-a Ctrl-a (or Ctrl-a a) is one
-/// Ctrl-a for the guest.
+/// Filters a terminal's keys. All go to the guest, except after the escape key: Ctrl-A x is for
+/// this process, and Ctrl-A Ctrl-A (or Ctrl-A a) sends one Ctrl-A to the guest.
 #[derive(Debug)]
 pub struct Keys {
-    /// Whether there is an escape key: on terminals only.
+    /// Whether there is an escape key. Only terminals have one.
     pub escape: bool,
-    /// Whether the key before was the escape key.
+    /// Whether the previous key was the escape key.
     pub pending: bool,
 }
 
 impl Keys {
-    /// Hands on what of the first `n` of `bytes` is for the guest; whether it is to end.
+    /// Passes those of the first `n` of `bytes` that are for the guest to `receive`. Returns
+    /// whether the user has asked to quit.
     pub fn press(&mut self, bytes: &mut [u8], n: usize, receive: impl FnOnce(&[u8])) -> bool {
         let (mut kept, mut quit) = (0, false);
         for i in 0..n {
@@ -109,27 +111,29 @@ impl Keys {
     }
 }
 
-/// Whether `fd` is this process's terminal, and it is in its foreground; the background may not change a terminal's mode.
+/// Whether this process is in the foreground of its terminal `fd`; `None` if `fd` is not its
+/// terminal. A background process may not change a terminal's mode.
 pub fn in_foreground(fd: BorrowedFd<'_>) -> Option<bool> {
     is_foreground(fd, getpgrp())
 }
 
-/// Whether process group `group` is in the foreground of `fd`, where that is this process's terminal.
+/// Whether process group `group` is in the foreground of `fd`; `None` if `fd` is not this process's
+/// terminal.
 fn is_foreground(fd: BorrowedFd<'_>, group: Pid) -> Option<bool> {
     match tcgetpgrp(fd) {
         Ok(foreground) => Some(foreground == group),
-        // The kernel says 0: one in a namespace that this process does not see.
+        // The kernel returned 0: the foreground group is outside this process's PID namespace.
         Err(Errno::OPNOTSUPP) => Some(false),
         Err(_) => None,
     }
 }
 
-/// Reads from `fd`. Where that is this process's terminal and others have it in the foreground, it waits until they have not, and does
-/// not stop the process as a plain read does.
+/// Reads from `fd`. In the background of its terminal, it waits for the foreground. A plain read
+/// would stop the process.
 pub fn read_in_foreground(fd: BorrowedFd<'_>, to: &mut [u8]) -> io::Result<usize> {
     loop {
         let read = {
-            // One that does not take SIGTTIN is told of an error.
+            // A thread that blocks SIGTTIN gets an error instead of being stopped.
             let _blocked = Blocked::all();
             rustix::io::read(fd, &mut *to)
         };
@@ -140,17 +144,19 @@ pub fn read_in_foreground(fd: BorrowedFd<'_>, to: &mut [u8]) -> io::Result<usize
     }
 }
 
-/// What becomes of what is written to a terminal that is raw.
+/// How output to a raw terminal is treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// It is processed as before: a newline begins a line, so that this process's own lines still look right.
+    /// Processed as before: a newline also returns the carriage, so this process's own lines still
+    /// look right.
     Processed,
-    /// It is as it is: what is written comes from a terminal, which has processed it.
+    /// Unchanged: the output comes from another terminal, which has already processed it.
     AsIs,
 }
 
-/// Gives every key to the guest: no echo, no line editing, no signals. [`restore`] undoes it. Where this process is not in the foreground
-/// of `fd` it is raw once it is; `back` is signalled then.
+/// Passes every key to the guest: no echo, no line editing, no signals. [`restore`] undoes it. If
+/// this process is not in the foreground of `fd`, the terminal becomes raw once it is, and `back`
+/// is signalled then.
 pub fn set_raw(fd: BorrowedFd<'_>, output: Output, back: Option<Arc<EventFd>>) -> io::Result<()> {
     let mut raw = Raw { fd: fd.try_clone_to_owned()?, output, group: getpgrp(), before: None, back };
     raw.take_back()?;
@@ -158,7 +164,7 @@ pub fn set_raw(fd: BorrowedFd<'_>, output: Output, back: Option<Arc<EventFd>>) -
     Ok(())
 }
 
-/// Whether there is a terminal that is to be raw, and others have it in the foreground.
+/// Whether there is a terminal that is to be raw but has another process group in the foreground.
 pub fn is_behind() -> bool {
     RAW.lock().is_ok_and(|mut raw| {
         let raw = raw.as_mut().filter(|raw| raw.is_behind());
@@ -166,28 +172,29 @@ pub fn is_behind() -> bool {
     })
 }
 
-/// Makes the terminal raw that is to be and is not, if this process has come to its foreground; whether that is to be looked at again.
+/// Makes the terminal raw if it should be, is not, and this process has come to its foreground.
+/// Returns whether to check again later.
 pub fn regain() -> bool {
     RAW.lock().is_ok_and(|mut raw| {
         raw.as_mut().filter(|raw| raw.before.is_none()).is_some_and(|raw| {
-            // One that cannot be changed has gone away.
+            // A terminal that cannot be changed has gone away.
             raw.take_back().is_ok() && raw.before.is_none()
         })
     })
 }
 
-/// Makes the terminal raw again where it is to be and this process has come to its foreground.
+/// Makes the terminal raw again if it should be and this process has come to its foreground.
 pub fn take_back() {
     if let Ok(mut raw) = RAW.lock()
         && let Some(raw) = raw.as_mut()
     {
-        // One that is not to be changed is as it is.
+        // A terminal that cannot be changed stays as it is.
         let _ = raw.take_back();
     }
 }
 
-/// Does what one of [`STOPPING`](signal::STOPPING) is for, which this thread has read. While this process is stopped the terminal is as
-/// it was before.
+/// Performs the default action of one of [`STOPPING`](signal::STOPPING), which this thread has
+/// read. The terminal has its previous mode while this process is stopped.
 pub fn stop(signal: i32) {
     if signal != signal::CONTINUE {
         if let Ok(mut raw) = RAW.lock() {
@@ -198,8 +205,8 @@ pub fn stop(signal: i32) {
     take_back();
 }
 
-/// Gives the terminal back as [`set_raw`] found it. Does nothing where it is not raw. Never blocks, so that a panic hook
-/// may call it.
+/// Restores the terminal to the mode that [`set_raw`] found. Does nothing if it is not raw. Never
+/// blocks, so a panic hook may call it.
 pub fn restore() {
     if let Ok(mut raw) = RAW.try_lock()
         && let Some(mut raw) = raw.take()
@@ -208,49 +215,51 @@ pub fn restore() {
     }
 }
 
-/// How many characters a line of the terminal `fd` has; `None` where it does not say.
+/// The width in characters of the terminal `fd`; `None` if it does not report one.
 pub fn columns(fd: BorrowedFd<'_>) -> Option<usize> {
     Some(usize::from(size(fd).1)).filter(|columns| *columns > 0)
 }
 
-/// The lines of the terminal `fd`, and the characters of one; 0 where it does not say.
+/// The lines and columns of the terminal `fd`; 0 if it does not report them.
 pub fn size(fd: BorrowedFd<'_>) -> (u16, u16) {
     tcgetwinsize(fd).map_or((0, 0), |size| (size.ws_row, size.ws_col))
 }
 
-/// Whether a write of a byte to `fd` would not block. Files always take one.
+/// Whether a write of a byte to `fd` would not block. Files always accept one.
 pub fn writable(fd: BorrowedFd<'_>) -> bool {
     writable_within(fd, Duration::ZERO)
 }
 
-/// The same, or not after `patience`.
+/// Like `writable`, but waits up to `patience`.
 pub fn writable_within(fd: BorrowedFd<'_>, patience: Duration) -> bool {
     let patience = Timespec::try_from(patience).ok();
     poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::OUT)], patience.as_ref()) == Ok(1)
 }
 
-/// Whether a guest's console stands in the middle of a line where standard error is too.
+/// Whether a guest's console that shares a terminal or pipe with standard error is in the middle of
+/// a line.
 static MID_LINE: AtomicBool = AtomicBool::new(false);
 
-/// Whether what is written to `file` appears where standard error does: the same terminal or pipe.
+/// Whether `file` is the same terminal or pipe as standard error.
 pub fn beside_stderr(file: &File) -> bool {
     let stderr = io::stderr().as_fd().try_clone_to_owned().map(File::from);
     let names = stderr.and_then(|stderr| Ok((file.metadata()?, stderr.metadata()?)));
     names.is_ok_and(|(a, b)| (a.dev(), a.ino()) == (b.dev(), b.ino()))
 }
 
-/// Told by a console that is [`beside_stderr`]: what it wrote ended with `last`.
+/// Called by a console that is [`beside_stderr`]: its output ended with `last`.
 pub fn wrote(last: u8) {
     MID_LINE.store(last != b'\n', Ordering::Relaxed);
 }
 
-/// Whether a console's line is to be ended before another is written. It is as good as ended afterwards.
+/// Whether a console's line must be ended before another line is written. Assumes that the caller
+/// ends it.
 pub fn end_line() -> bool {
     MID_LINE.swap(false, Ordering::Relaxed)
 }
 
-/// A new pseudo-terminal: its master, its slave, and the slave's path. The slave is raw; while it is held open the
-/// master never reports a hang-up.
+/// A new pseudo-terminal: its master, its slave, and the slave's path. The slave is raw. While it
+/// is open, the master never reports a hang-up.
 pub fn open_pty() -> io::Result<(File, File, String)> {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
     unlockpt(&master)?;
@@ -287,7 +296,7 @@ mod tests {
         set(&cooked);
         set_raw(slave.as_fd(), Output::Processed, None).unwrap();
         assert!(!modes().intersects(typed));
-        // Whoever had it meanwhile has changed it.
+        // Another process has changed the mode meanwhile.
         set(&cooked);
         take_back();
         assert_eq!((modes().intersects(typed), is_behind(), regain()), (false, false, false));

@@ -1,7 +1,8 @@
-//! userfaultfd (ioctl_userfaultfd(2), include/uapi/linux/userfaultfd.h): page faults that this process answers itself.
+//! userfaultfd (ioctl_userfaultfd(2), include/uapi/linux/userfaultfd.h): page faults that this
+//! process resolves itself.
 //!
-//! Only what guest memory needs: missing pages, and minor faults of shared memory. The faults are KVM's, on behalf of
-//! its guests, so a descriptor for user-mode faults alone would not do.
+//! It covers only what guest memory needs: missing pages, and minor faults of shared memory. KVM
+//! faults on behalf of its guests, so a descriptor for user-mode faults alone is not enough.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -13,16 +14,16 @@ use vmm_sys_util::eventfd::EventFd;
 use super::mmap::Mapping;
 use super::poll::Poll;
 
-/// Which faults are reported.
+/// The kind of faults that are reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// The page is not there: answered by [`Uffd::copy`].
+    /// The page is missing: resolved by [`Uffd::copy`].
     Missing,
-    /// The page is in the file, but not mapped here: answered by [`Uffd::map`].
+    /// The page is in the file but not mapped here: resolved by [`Uffd::map`].
     Minor,
 }
 
-/// A descriptor on which faults arrive.
+/// A userfaultfd, which reports faults.
 #[derive(Debug)]
 pub struct Uffd(File);
 
@@ -81,24 +82,24 @@ const UFFDIO_COPY: u64 = request::<Copy>(0x03);
 const UFFDIO_ZEROPAGE: u64 = request::<Zeropage>(0x04);
 const UFFDIO_CONTINUE: u64 = request::<Continue>(0x07);
 const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
-/// What a thread asks of a descriptor that answers for missing pages.
+/// The requests on a descriptor that resolves missing pages, for a thread's filter.
 pub const REQUESTS: &[u32] =
     &[UFFDIO_REGISTER as u32, UFFDIO_UNREGISTER as u32, UFFDIO_COPY as u32, UFFDIO_ZEROPAGE as u32];
 const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
 const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
-/// Faults say which thread they are of.
+/// Faults name the thread that caused them.
 const FEATURE_THREAD_ID: u64 = 1 << 8;
 const EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
 const MESSAGE: usize = 32;
-/// Faults taken from the descriptor at once.
+/// The maximum number of faults per read.
 pub const BATCH: usize = 16;
 
 fn call<T>(fd: &File, request: u64, argument: &mut T) -> io::Result<()> {
-    // SAFETY: every request above is made with the type that it is for, which lives through the call; the ranges in
-    // it were checked to lie inside a mapping of ours.
+    // SAFETY: every request above is made with its own type, which lives through the call. The
+    // ranges in it were checked to lie inside a mapping of ours.
     match unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(argument)) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -112,20 +113,21 @@ fn inside(mapping: &Mapping, offset: u64, len: u64) -> io::Result<u64> {
     }
 }
 
-/// A new descriptor, by the system call.
+/// A new descriptor from the system call.
 ///
 /// # Errors
-/// Where this user may have none that sees the kernel's faults.
+/// This user may not have one that reports the kernel's faults.
 pub fn by_call() -> io::Result<File> {
-    // SAFETY: nothing is registered with it: no access to memory waits for it.
+    // SAFETY: no memory is registered with it, so no access waits for it.
     let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
     Ok(fd.into())
 }
 
-/// A new descriptor, by `/dev/userfaultfd` (Linux 6.1), which asks for the node's permission instead of privileges.
+/// A new descriptor from `/dev/userfaultfd` (Linux 6.1), which requires permission on the node
+/// instead of privileges.
 ///
 /// # Errors
-/// Where there is no such node, or it is not for this user.
+/// The node does not exist, or this user may not open it.
 pub fn by_device() -> io::Result<File> {
     let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
@@ -139,7 +141,8 @@ pub fn by_device() -> io::Result<File> {
 }
 
 impl Uffd {
-    /// A new descriptor, by the system call or by `/dev/userfaultfd`, with what `mode` needs on any backing.
+    /// A new descriptor, from the system call or from `/dev/userfaultfd`, with the features that
+    /// `mode` needs on any backing.
     pub fn new(mode: Mode) -> io::Result<Self> {
         let file = by_call().or_else(|refused| by_device().map_err(|_| refused))?;
         let features = match mode {
@@ -150,21 +153,22 @@ impl Uffd {
         Ok(Self(file))
     }
 
-    /// Reports faults in `[offset, offset + len)` of `mapping` from now on. Whoever touches it without anybody who
-    /// answers waits for ever; dropping the descriptor lets them go.
+    /// Reports faults in `[offset, offset + len)` of `mapping` from now on. A thread that touches
+    /// the range waits until its fault is resolved. Dropping the descriptor releases all waiting
+    /// threads.
     pub fn register(&self, mapping: &Mapping, offset: u64, len: u64, mode: Mode) -> io::Result<()> {
         let start = inside(mapping, offset, len)?;
         let mode = if mode == Mode::Missing { 1 } else { 4 };
         call(&self.0, UFFDIO_REGISTER, &mut Register { range: Range { start, len }, mode, ioctls: 0 })
     }
 
-    /// Reports none there any more. Whoever waits goes on.
+    /// Stops reporting faults there. Waiting threads continue.
     pub fn unregister(&self, mapping: &Mapping, offset: u64, len: u64) -> io::Result<()> {
         let start = inside(mapping, offset, len)?;
         call(&self.0, UFFDIO_UNREGISTER, &mut Range { start, len })
     }
 
-    /// Waits until there are faults, or `quit` is readable: then false.
+    /// Waits for faults. Returns false once `quit` is readable.
     pub fn wait(&self, quit: &EventFd) -> io::Result<bool> {
         let mut poll = Poll::default();
         poll.readable(&self.0);
@@ -173,12 +177,12 @@ impl Uffd {
         Ok(!poll.is_ready(quit))
     }
 
-    /// Readable where there are faults.
+    /// The descriptor, readable when there are faults.
     pub fn descriptor(&self) -> &File {
         &self.0
     }
 
-    /// Takes faults that are waiting, as host-virtual addresses; returns how many, which is 0 where another reader was
+    /// Takes waiting faults, as host-virtual addresses. Returns how many; 0 if another reader was
     /// faster.
     pub fn take(&self, addresses: &mut [u64; BATCH]) -> io::Result<usize> {
         let mut faults = [(0, 0); BATCH];
@@ -187,7 +191,7 @@ impl Uffd {
         Ok(count)
     }
 
-    /// The same, each with the thread that waits: for [`Mode::Missing`].
+    /// Like `Uffd::take`, with the thread that waits for each. For [`Mode::Missing`].
     pub fn take_faults(&self, faults: &mut [(u64, u32); BATCH]) -> io::Result<usize> {
         let mut buffer = [0u8; MESSAGE * BATCH];
         let read = match (&self.0).read(&mut buffer) {
@@ -207,8 +211,8 @@ impl Uffd {
         Ok(count)
     }
 
-    /// Fills `[offset, offset + source.len())` of `mapping` and lets those go on that wait for it. What somebody else
-    /// has filled meanwhile stays as it is.
+    /// Fills `[offset, offset + source.len())` of `mapping` and wakes the threads that wait for it.
+    /// Pages that are already filled stay as they are.
     pub fn copy(&self, mapping: &Mapping, offset: u64, source: &[u8], page: u64) -> io::Result<()> {
         let len = source.len() as u64;
         let start = inside(mapping, offset, len)?;
@@ -225,11 +229,11 @@ impl Uffd {
         })
     }
 
-    /// Fills `[offset, offset + len)` of `mapping`, of pages of the usual size, with zeroes, and lets those go on that wait for it. What
-    /// is there stays as it is.
+    /// Fills `[offset, offset + len)` of `mapping` with zeroes and wakes the threads that wait for
+    /// it. Its pages must have the usual size. Pages that are already there stay as they are.
     ///
     /// # Errors
-    /// What the kernel says: EINVAL for huge pages of a pool, which are [copied](Self::copy).
+    /// The kernel's error: EINVAL for huge pages of a pool, which are [copied](Self::copy).
     pub fn zero(&self, mapping: &Mapping, offset: u64, len: u64, page: u64) -> io::Result<()> {
         let start = inside(mapping, offset, len)?;
         resolve(len, page, |done| {
@@ -240,7 +244,8 @@ impl Uffd {
         })
     }
 
-    /// Maps the pages of the file behind `[offset, offset + len)` of `mapping`, and lets those go on that wait.
+    /// Maps the file's pages behind `[offset, offset + len)` of `mapping`, and wakes the threads
+    /// that wait for them.
     pub fn map(&self, mapping: &Mapping, offset: u64, len: u64, page: u64) -> io::Result<()> {
         let start = inside(mapping, offset, len)?;
         resolve(len, page, |done| {
@@ -252,8 +257,8 @@ impl Uffd {
     }
 }
 
-/// Repeats a call that may stop half way: at a page that is there already (skipped), or because the address space was
-/// changing (again).
+/// Repeats a call that may stop half way. A page that is already there is skipped. While the
+/// address space changes, the call is retried.
 fn resolve(len: u64, page: u64, mut once: impl FnMut(u64) -> (io::Result<()>, i64)) -> io::Result<()> {
     let mut done = 0;
     while done < len {
