@@ -1,4 +1,5 @@
-//! Who else on this host has a disk: file systems that are mounted, loop devices, swap, and devices that are made of others.
+//! What else on this host uses a disk: mounted file systems, loop devices, swap, and devices made
+//! of others.
 
 use std::fs::{self, File, Metadata};
 use std::io::Read;
@@ -6,8 +7,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// In words, who else has the file or block device that `about` is of; `None` where nobody is known. Places that this process may not read
-/// tell of nobody.
+/// Describes what else uses the file or block device that `about` belongs to; `None` if nothing is
+/// known. Places that this process may not read count as unused.
 pub fn user(about: &Metadata) -> Option<String> {
     user_below(Path::new("/"), about)
 }
@@ -32,7 +33,7 @@ fn user_below(root: &Path, about: &Metadata) -> Option<String> {
     })
 }
 
-/// Who has the device, whose directory in sysfs is `place`, or a partition of it.
+/// What uses the device whose sysfs directory is `place`, or a partition of it.
 fn device(root: &Path, place: &Path) -> Option<String> {
     let parts = fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.path());
     let parts = parts.filter(|part| part.join("partition").exists());
@@ -54,20 +55,20 @@ fn device(root: &Path, place: &Path) -> Option<String> {
     Some(format!("part of /dev/{}", holder.file_name().display()))
 }
 
-/// The device of a line of mountinfo (proc_pid_mountinfo(5)), and where it is mounted.
+/// The device and the mount point of a line of mountinfo (proc_pid_mountinfo(5)).
 fn mount(root: &Path, line: &str) -> Option<(String, PathBuf)> {
     let mut fields = line.split(' ');
     let number = fields.nth(2)?;
     let at = path(fields.nth(1)?);
     let source = fields.skip_while(|field| *field != "-").nth(2).unwrap_or_default();
-    // Btrfs has a number of its own for each of its trees.
+    // Btrfs has a device number of its own for each subvolume.
     match number.starts_with("0:") {
         true => Some((number_of(root, source)?, at)),
         false => Some((number.to_owned(), at)),
     }
 }
 
-/// The number of the block device at a path that the kernel tells.
+/// The number of the block device at a path from the kernel.
 fn number_of(root: &Path, told: &str) -> Option<String> {
     let about = fs::metadata(root.join(path(told).strip_prefix("/").ok()?)).ok()?;
     let number = about.rdev();
@@ -75,7 +76,8 @@ fn number_of(root: &Path, told: &str) -> Option<String> {
     is_device.then(|| format!("{}:{}", libc::major(number), libc::minor(number)))
 }
 
-/// A path as the kernel tells it, with blanks and their like as three octal digits.
+/// Decodes a path from the kernel, which writes blanks and similar characters as three octal
+/// digits.
 fn path(told: &str) -> PathBuf {
     let (mut bytes, mut left) = (Vec::new(), told.as_bytes());
     while let Some((first, rest)) = left.split_first() {
@@ -97,7 +99,7 @@ fn read(path: &Path) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// A host of which `files` are told below a directory of its own.
+    /// A fake host root with `files`.
     fn host(name: &str, files: &[(&str, &str)]) -> PathBuf {
         let root = std::env::temp_dir().join(format!("vellum-block-{name}-{}", std::process::id()));
         for (path, text) in files {

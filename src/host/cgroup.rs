@@ -1,5 +1,5 @@
-//! Limits that control groups put on memory and on huge pages, version 1 and 2 (`Documentation/admin-guide/cgroup-v2.rst`,
-//! "Memory" and "HugeTLB").
+//! Limits that control groups set on memory and on huge pages, in versions 1 and 2
+//! (`Documentation/admin-guide/cgroup-v2.rst`, "Memory" and "HugeTLB").
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,8 +24,9 @@ impl Limit {
     }
 }
 
-/// The limit on memory that leaves the least, of this process's group and those above it that it can see. The page cache counts
-/// as left, for the kernel gives it up first. `root` is `/`, or a picture of it.
+/// The memory limit that leaves the least, among this process's group and its visible ancestors.
+/// The page cache does not count as used, because the kernel reclaims it first. `root` is `/`, or a
+/// fake root for tests.
 pub fn memory_limit(root: &Path) -> Option<Limit> {
     let (directory, version) = own_group(root, "memory")?;
     let (limit, used, files) = match version {
@@ -36,7 +37,8 @@ pub fn memory_limit(root: &Path) -> Option<Limit> {
     };
     let limits = directory.groups().filter_map(|group| {
         let file = group.join(limit);
-        // Without a limit, the largest number of pages there can be (version 1), or no number.
+        // Without a limit, version 1 has the largest possible number of pages here, and version 2
+        // has no number.
         let limit = number(&file).filter(|&limit| limit < 1 << 62)?;
         let used = number(&group.join(used))?;
         let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
@@ -48,12 +50,13 @@ pub fn memory_limit(root: &Path) -> Option<Limit> {
     limits.min_by_key(Limit::left)
 }
 
-/// Every limit on huge pages of `page_size` bytes, from this process's group up to the highest that it can see.
-/// `root` is `/`, or a picture of it.
+/// Every limit on huge pages of `page_size` bytes, from this process's group up to its highest
+/// visible ancestor. `root` is `/`, or a fake root for tests.
 pub fn hugetlb_limits(root: &Path, page_size: u64) -> Vec<Limit> {
     let Some((directory, version)) = own_group(root, "hugetlb") else { return Vec::new() };
     let size = size_name(page_size);
-    // `rsvd` limits what may be reserved (mmap then fails), the other what may be faulted in (which is a SIGBUS).
+    // `rsvd` limits reservations: beyond it mmap fails. The other limits faults: beyond it an
+    // access raises SIGBUS.
     let pairs = match version {
         Version::One => [
             (format!("hugetlb.{size}.limit_in_bytes"), format!("hugetlb.{size}.usage_in_bytes")),
@@ -68,7 +71,7 @@ pub fn hugetlb_limits(root: &Path, page_size: u64) -> Vec<Limit> {
     for group in directory.groups() {
         for (limit, used) in &pairs {
             let file = group.join(limit);
-            // Version 2 says `max` where there is no limit: not a number, so not in the list.
+            // Version 2 has `max` here without a limit. That is not a number, so it is skipped.
             if let (Some(limit), Some(used)) = (number(&file), number(&group.join(used))) {
                 limits.push(Limit { file, limit, used });
             }
@@ -89,7 +92,7 @@ struct Directory {
 }
 
 impl Directory {
-    /// The group and those above it, as far as they can be seen.
+    /// The group and its visible ancestors.
     fn groups(&self) -> impl Iterator<Item = &Path> {
         self.own.ancestors().take_while(|group| group.starts_with(&self.mount))
     }
@@ -112,7 +115,8 @@ fn own_group(root: &Path, controller: &str) -> Option<(Directory, Version)> {
     let (path, version) = entry(Version::One)
         .map(|path| (path, Version::One))
         .or_else(|| Some((entry(Version::Two)?, Version::Two)))?;
-    // Where they are on most hosts: the list of mounts takes the kernel longer than all else here.
+    // Try the usual place first: the kernel takes longer to list the mounts than for everything
+    // else here.
     let mount = match version {
         Version::One => root.join("sys/fs/cgroup").join(controller),
         Version::Two => root.join("sys/fs/cgroup"),
@@ -122,7 +126,8 @@ fn own_group(root: &Path, controller: &str) -> Option<(Directory, Version)> {
         return Some((Directory { own, mount }, version));
     }
     let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
-    // proc_pid_mountinfo(5): id parent major:minor root mount-point options … - type source super-options
+    // proc_pid_mountinfo(5): id parent major:minor root mount-point options … - type source
+    // super-options
     let (mounted, at) = mounts.lines().find_map(|line| {
         let (left, right) = line.split_once(" - ")?;
         let mut right = right.split(' ');
@@ -135,12 +140,13 @@ fn own_group(root: &Path, controller: &str) -> Option<(Directory, Version)> {
         wanted.then_some((left.next()?, left.next()?))
     })?;
     let mount = root.join(at.trim_start_matches('/'));
-    // A container may see only its own part of the hierarchy: then the mount's root is a prefix of the path.
+    // A container may see only its own part of the hierarchy. The mount's root is then a prefix of
+    // the path.
     let own = path.strip_prefix(mounted).unwrap_or(&path).trim_start_matches('/').to_owned();
     Some((Directory { own: mount.join(own), mount }, version))
 }
 
-/// As `hugetlb_cgroup.c` spells sizes in file names.
+/// A page size in the form that `hugetlb_cgroup.c` uses in file names.
 fn size_name(bytes: u64) -> String {
     match bytes {
         1_073_741_824.. => format!("{}GB", bytes >> 30),

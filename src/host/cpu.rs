@@ -1,15 +1,17 @@
-//! Which processor this is and who made it up: nothing here decides whether KVM works, only what results say.
+//! Identifies the processor and the hypervisor that provides it. This is for results only: nothing
+//! here decides whether KVM works.
 
-/// What the processor says of itself.
+/// The processor's identification.
 pub struct Cpu {
     /// Its brand string.
     pub brand: String,
-    /// A hypervisor's signature, such as `KVMKVMKVM` or `TCGTCGTCGTCG`; empty where it hides, `None` on bare metal.
+    /// The hypervisor's signature, such as `KVMKVMKVM` or `TCGTCGTCGTCG`; empty if it hides, `None`
+    /// on bare metal.
     pub hypervisor: Option<String>,
 }
 
-/// Asks CPUID (Intel SDM volume 2, CPUID; `Documentation/virt/kvm/x86/cpuid.rst` for leaf 0x40000000). A leaf costs
-/// microseconds in a virtual machine, where CPUID always exits.
+/// Reads CPUID (Intel SDM volume 2, CPUID; `Documentation/virt/kvm/x86/cpuid.rst` for leaf
+/// 0x40000000). A leaf costs microseconds in a virtual machine, where CPUID always exits.
 #[cfg(target_arch = "x86_64")]
 pub fn identify() -> Cpu {
     use std::arch::x86_64::__cpuid;
@@ -30,8 +32,8 @@ pub fn identify() -> Cpu {
     Cpu { brand, hypervisor }
 }
 
-/// Reads the main ID register (Arm ARM, MIDR_EL1) where the kernel shows it. Arm processors have no brand string and
-/// no hypervisor bit; QEMU's `virt` board is known by its device tree.
+/// Reads the main ID register (Arm ARM, MIDR_EL1) if the kernel shows it. Arm processors have no
+/// brand string and no hypervisor bit. QEMU's `virt` board is identified by its device tree.
 #[cfg(target_arch = "aarch64")]
 pub fn identify() -> Cpu {
     use super::sysfs;

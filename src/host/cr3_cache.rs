@@ -1,27 +1,27 @@
-//! Whether this host's KVM lets guests load CR3 without an exit, and why not.
+//! Whether this host's KVM lets guests load CR3 without an exit, and if not, why.
 
 use kvm_ioctls::Kvm;
 
 use super::{Facts, Paging, sysfs};
 use vellum_sys::cr3_cache::CAPABILITY;
 
-/// Where the patches are.
+/// The location of the patches.
 const SERIES: &str = "kernel-patches/6.12/cr3-cache or 5.10/cr3-cache";
 
-/// Why there is no CR3 cache here, and what to do about it.
+/// Why there is no CR3 cache here, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("this host has none: {why}; {remedy}")]
 pub struct Unavailable {
-    /// What is in the way.
+    /// The reason.
     pub why: String,
-    /// What to do.
+    /// The remedy.
     pub remedy: String,
 }
 
-/// How many address spaces a vCPU can switch among without an exit.
+/// The number of address spaces that a vCPU can switch among without an exit.
 ///
 /// # Errors
-/// Where there are none.
+/// There is no CR3 cache.
 pub fn entries(kvm: &Kvm) -> Result<u32, Unavailable> {
     match kvm.check_extension_raw(CAPABILITY.into()) {
         entries @ 1.. => Ok(entries as u32),
@@ -34,7 +34,7 @@ pub fn entries(kvm: &Kvm) -> Result<u32, Unavailable> {
     }
 }
 
-/// Why a KVM that drives the machine by `module`, with the module parameter `kvm.cr3_cache` as given, has no entries: the first thing
+/// Why a KVM with `module` and the module parameter `kvm.cr3_cache` has no entries: the first thing
 /// that would have to change.
 fn unavailable(module: Option<&str>, paging: Paging, parameter: Option<&str>) -> Unavailable {
     let of = |why: String, remedy: String| Unavailable { why, remedy };

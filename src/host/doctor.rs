@@ -1,7 +1,8 @@
-//! What this host offers, as a list of checks: each with what was found, and the remedy where something lacks.
+//! What this host offers, as a list of checks. Each says what was found, and the remedy if
+//! something is missing.
 //!
-//! The checks are here in the order in which they are printed; what they ask is in the files beside this one. A check
-//! fails where no guest runs, and warns where only something of Vellum does not.
+//! The checks are in the order in which they are printed. They use the other files of this crate. A
+//! check fails if no guest can run. It warns if only a feature of Vellum is unavailable.
 
 use std::fmt;
 use std::path::Path;
@@ -13,11 +14,11 @@ use super::topology::{self, Size};
 use super::{Facts, Paging, cgroup, hugepages, kvm, root_command, sysfs};
 use vellum_sys as sys;
 
-/// How a check came out.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckVerdict {
-    /// As it should be.
+    /// It passes.
     Ok,
     /// Something is not available.
     Warn,
@@ -25,12 +26,12 @@ pub enum CheckVerdict {
     Fail,
 }
 
-/// One line.
+/// One check, which is one line of the output.
 #[derive(Debug, Serialize)]
 pub struct Check {
-    /// What was looked at.
+    /// What was checked.
     pub name: String,
-    /// How it came out.
+    /// The check's result.
     pub verdict: CheckVerdict,
     /// What was found.
     pub found: String,
@@ -39,26 +40,26 @@ pub struct Check {
     pub remedy: Option<String>,
 }
 
-/// All of it.
+/// All checks and what follows from them.
 #[derive(Debug, Serialize)]
 pub struct Diagnosis {
     /// Whether guests run here.
     pub ok: bool,
-    /// What every result of this host says.
+    /// The facts that every result of this host carries.
     pub host: Facts,
-    /// The checks, in the order in which they should be read.
+    /// The checks, in reading order.
     pub checks: Vec<Check>,
-    /// What this host is ready for, once that was concluded.
+    /// What this host is ready for. Empty until `conclude`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ready: Vec<Check>,
 }
 
-/// The name of the check that a guest makes: whether the dirty log names every page.
+/// The name of the check that runs a guest: whether the dirty log reports every dirty page.
 pub const DIRTY_LOG: &str = "dirty log";
 const USERFAULTFD: &str = "userfaultfd";
 const THP: &str = "THP";
 
-/// Looks at everything.
+/// Runs all checks but the one that needs a guest.
 pub fn examine() -> Diagnosis {
     // No guest runs, so there is no sandbox.
     let facts = Facts::collect("off".into());
@@ -122,12 +123,12 @@ impl Diagnosis {
 }
 
 impl Check {
-    /// As it should be.
+    /// A check that passes.
     pub fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
         Self { name: name.into(), verdict: CheckVerdict::Ok, found: found.to_string(), remedy: None }
     }
 
-    /// Something is not available; the remedy says what to do.
+    /// A check that finds something unavailable. `remedy` says what to do.
     pub fn warn(name: impl Into<String>, found: impl fmt::Display, remedy: impl fmt::Display) -> Self {
         Self { verdict: CheckVerdict::Warn, remedy: Some(remedy.to_string()), ..Self::ok(name, found) }
     }
@@ -169,7 +170,7 @@ fn node(kvm: &Result<Kvm, kvm::Unusable>) -> Check {
     }
 }
 
-/// The line starts with the path already.
+/// The line already starts with the path.
 fn without_path(name: &str, unusable: &kvm::Unusable) -> Check {
     let problem = unusable.problem.to_string();
     let found = problem.strip_prefix(name).unwrap_or(&problem).trim_start_matches([' ', ':']);
@@ -255,10 +256,10 @@ fn huge_pages(page_size: u64) -> Check {
         let left = limit.left() / page_size;
         found += &format!("; the control group allows {left}");
     }
-    // Enough for the default guest, or for the smallest that is of any use on pages of this size.
+    // Enough for the default guest, or for the smallest useful guest on pages of this size.
     let wanted = (256u64 << 20).max(page_size);
     let shortages = hugepages::shortages(page_size, wanted);
-    // One of them alone might not help: a larger pool does not raise a control group's limit.
+    // One command alone might not help: a larger pool does not raise a control group's limit.
     let commands: Vec<_> = shortages.iter().filter_map(hugepages::Shortage::command).collect();
     match shortages.is_empty() {
         true => Check::ok(name, found),
@@ -298,7 +299,8 @@ fn memory(memory: &topology::HostMemory) -> Check {
     }
 }
 
-/// KVM touches guest memory from the kernel, so a userfaultfd that sees user-mode faults only would not do.
+/// KVM touches guest memory from the kernel, so a userfaultfd for user-mode faults alone is not
+/// enough.
 fn userfaultfd() -> Check {
     let name = USERFAULTFD;
     let Err(error) = sys::uffd::by_call() else {
@@ -311,11 +313,11 @@ fn userfaultfd() -> Check {
     Check::warn(name, format!("faults of KVM are not handled for this user ({error})"), remedy)
 }
 
-/// What to do where the kernel gives no userfaultfd, for this reason.
+/// What to do if the kernel refuses a userfaultfd with this error.
 pub fn remedy_for_userfaultfd(error: &std::io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOSYS) => "boot a kernel with CONFIG_USERFAULTFD for memory that comes on demand",
-        // Docker's own filter forbids the call where this does not help.
+        // Docker's own filter forbids the call. The sysctl alone does not help there.
         Some(libc::EPERM) if kvm::in_container() => {
             "on the host sudo sysctl vm.unprivileged_userfaultfd=1, and start the container with --security-opt \
              seccomp=unconfined"

@@ -1,4 +1,5 @@
-//! The facts about the host that every result carries, cheap enough to collect before every run.
+//! The facts about the host that every result carries. They are cheap enough to collect before
+//! every run.
 
 use std::path::Path;
 
@@ -18,23 +19,24 @@ pub enum Paging {
     Npt,
     /// Arm's stage 2.
     Stage2,
-    /// KVM shadows the guest's own page tables.
+    /// Shadow page tables: KVM builds them from the guest's own.
     Shadow,
-    /// The module does not say.
+    /// Unknown: the module does not report it.
     Unknown,
 }
 
-/// What the host was when a result was measured.
+/// The host at the time when a result was measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Facts {
-    /// `metal`, `local` (a virtual machine with KVM of its own), `svm`, `vmx`, `arm64`; `VELLUM_BED` overrides what is detected.
+    /// The bed: `metal`, `local` (a virtual machine with nested KVM), `svm`, `vmx` or `arm64`.
+    /// `VELLUM_BED` overrides the detection.
     pub bed: String,
-    /// True where the processor is emulated: timings are then counts of instructions, not seconds.
+    /// Whether the processor is emulated. Timings are then counts of instructions, not seconds.
     pub emulated: bool,
     /// `uname -r`.
     pub kernel: String,
-    /// The KVM module: `kvm_intel`, `kvm_amd`, `kvm_pvm`, …; `None` where there is no KVM.
+    /// The KVM module: `kvm_intel`, `kvm_amd`, `kvm_pvm`, …; `None` without KVM.
     pub module: Option<String>,
     /// How that module maps guest memory.
     pub paging: Paging,
@@ -42,25 +44,25 @@ pub struct Facts {
     pub tdp_mmu: Option<bool>,
     /// `kvm.eager_page_split`.
     pub eager_page_split: Option<bool>,
-    /// `kvm.nx_huge_pages` as the kernel prints it.
+    /// `kvm.nx_huge_pages`, as the kernel prints it.
     pub nx_huge_pages: Option<String>,
-    /// `/sys/kernel/mm/transparent_hugepage/enabled`: the mode in force.
+    /// `/sys/kernel/mm/transparent_hugepage/enabled`: the active mode.
     pub thp: Option<String>,
-    /// CPUs that this process may use.
+    /// The number of CPUs that this process may use.
     pub cpus: u32,
     /// The processor's brand string.
     pub cpu: String,
     /// The host's memory in bytes.
     pub memory: u64,
-    /// Which boot it was: the kernel's /proc/sys/kernel/random/boot_id.
+    /// The boot's ID: the kernel's /proc/sys/kernel/random/boot_id.
     pub boot: String,
-    /// The sandbox in force: `on`, `log`, `off`, with what the host lacks of it.
+    /// The active sandbox: `on`, `log` or `off`, with the parts that the host lacks.
     pub sandbox: String,
 }
 
 impl Facts {
-    /// Examines the host. Every guest waits for it, so it makes some ten small reads and nothing else: under 0.1 ms.
-    /// `sandbox` is what the sandbox says of itself.
+    /// Collects the facts. Every guest waits for this, so it makes about ten small reads and
+    /// nothing else: under 0.1 ms. `sandbox` is the sandbox's own description.
     pub fn collect(sandbox: String) -> Self {
         let module = module();
         let cpu = cpu::identify();
@@ -88,14 +90,17 @@ impl Facts {
     }
 }
 
-/// The module behind /dev/kvm, by its directory in sysfs. CPU flags say nothing: kvm_pvm needs neither vmx nor svm.
+/// The module behind /dev/kvm, found by its directory in sysfs. CPU flags are no evidence: kvm_pvm
+/// needs neither vmx nor svm.
 fn module() -> Option<String> {
     let loaded = |name: &&str| Path::new("/sys/module").join(name).exists();
-    // A module that is built in has a directory even where it found no hardware, but then it has no node either.
+    // A built-in module has a directory even without its hardware. But then there is no /dev/kvm
+    // either.
     let known = ["kvm_intel", "kvm_amd", "kvm_pvm"];
     let mut found: Vec<&str> = known.into_iter().filter(loaded).collect();
     if found.len() > 1 {
-        // Only one can drive the machine. One that was loaded did not fail; of built-in ones it is that of the CPU's maker.
+        // Only one can be active. A module that was loaded did not fail. Among built-in modules it
+        // is the one of the CPU's vendor.
         let loaded = |name: &str| Path::new("/sys/module").join(name).join("initstate").exists();
         let amd = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD"));
         found.sort_by_key(|name| (!loaded(name), (*name == "kvm_amd") != amd));
@@ -132,15 +137,18 @@ fn paging(module: Option<&str>) -> Paging {
     }
 }
 
-/// The bed's name and whether its processor is emulated. A name given by the user decides both where it is known.
+/// The bed's name and whether its processor is emulated. If the user gives a name that is known, it
+/// decides both.
 fn test_host(name: Option<String>, cpu: &Cpu, module: Option<&str>) -> (String, bool) {
     let detected = match cpu.hypervisor.as_deref() {
-        // QEMU emulates AMD's virtualization only.
+        // QEMU emulates only AMD's virtualization.
         Some("TCGTCGTCGTCG") => "svm",
-        // The board alone does not tell emulation from nested virtualization, which is the rarer of the two.
+        // The board does not distinguish emulation from nested virtualization, which is the rarer
+        // of the two.
         Some("QEMU virt") => "arm64",
         Some(_) => "local",
-        // Bochs shows no hypervisor and wears the brand string of the CPU that it models; its BIOS is honest.
+        // Bochs reports no hypervisor, and its brand string is that of the CPU model. Its BIOS
+        // identifies it.
         None if bios_is_bochs() => {
             if module == Some("kvm_amd") {
                 "svm"

@@ -1,8 +1,9 @@
-//! Huge pages: which sizes the host has, how many are free, and whether a guest's memory will find its own.
+//! Huge pages: the sizes that the host has, the number of free pages, and whether they suffice for
+//! a guest's memory.
 //!
-//! [`check`] is asked before any memory is mapped, because a huge page that is missing later is a SIGBUS. It is a
-//! forecast, not a promise: another process may take the pages in between, so whoever populates the memory still has to
-//! expect failure.
+//! [`check`] is called before any memory is mapped, because a huge page that is missing later
+//! causes a SIGBUS. It is a forecast, not a promise: another process may take the pages in between.
+//! Code that populates the memory still has to expect failure.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use super::{cgroup, root_command, sysfs};
 use vellum_sys as sys;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// Why huge pages will not suffice, and the command that changes it.
+/// Why there are not enough huge pages, and the command that helps.
 #[derive(Debug, thiserror::Error)]
 pub enum Shortage {
     /// The kernel has no huge pages of this size.
@@ -20,9 +21,9 @@ pub enum Shortage {
         "this host has no huge pages of {}{}; choose another backing", Size(*page_size), available(sizes)
     )]
     NoSuchSize {
-        /// The size wanted, in bytes.
+        /// The requested size, in bytes.
         page_size: u64,
-        /// The sizes that there are, in bytes.
+        /// The available sizes, in bytes.
         sizes: Vec<u64>,
     },
     /// The pool is too small.
@@ -32,17 +33,17 @@ pub enum Shortage {
         at_boot(*page_size, *needed)
     )]
     Pool {
-        /// The pages' size in bytes.
+        /// The page size in bytes.
         page_size: u64,
-        /// Pages that the guest needs.
+        /// The number of pages that the guest needs.
         needed: u64,
-        /// Pages that it could have now.
+        /// The number of pages that it could get now.
         free: u64,
         /// `needed - free`.
         missing: u64,
-        /// The nodes that this process may allocate from, where that is not all of them.
+        /// The nodes that this process may allocate from, unless it may use all of them.
         nodes: Option<Vec<u32>>,
-        /// The command that adds the missing ones.
+        /// The command that adds the missing pages.
         command: String,
     },
     /// A control group's limit is too low.
@@ -52,17 +53,17 @@ pub enum Shortage {
         plural(*missing), Size(*page_size), file.display()
     )]
     Cgroup {
-        /// The pages' size in bytes.
+        /// The page size in bytes.
         page_size: u64,
-        /// Pages that the guest needs.
+        /// The number of pages that the guest needs.
         needed: u64,
-        /// Pages left under the limit.
+        /// The number of pages left under the limit.
         free: u64,
         /// `needed - free`.
         missing: u64,
         /// The file that holds the limit.
         file: PathBuf,
-        /// The command that raises it.
+        /// The command that raises the limit.
         command: String,
     },
 }
@@ -74,7 +75,7 @@ impl Diagnose for Shortage {
 }
 
 impl Shortage {
-    /// The command that changes it, where there is one.
+    /// The command that helps, if there is one.
     pub fn command(&self) -> Option<&str> {
         match self {
             Self::NoSuchSize { .. } => None,
@@ -86,39 +87,42 @@ impl Shortage {
 /// The huge pages of one size, on one node or on the whole host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
-    /// In bytes.
+    /// The page size in bytes.
     pub page_size: u64,
-    /// `None` for the whole host.
+    /// The node; `None` for the whole host.
     pub node: Option<u32>,
-    /// Pages there are.
+    /// The number of pages in the pool.
     pub total: u64,
-    /// Pages that nobody has mapped, promised ones included.
+    /// Pages that are not mapped, including reserved ones.
     pub free: u64,
-    /// Free pages that are promised to existing mappings; the kernel counts them for the whole host only.
+    /// Free pages that are reserved for existing mappings. The kernel counts them only for the
+    /// whole host.
     pub reserved: u64,
-    /// Pages that the kernel may still add on demand (`nr_overcommit_hugepages`); for the whole host only.
+    /// Pages that the kernel may still add on demand (`nr_overcommit_hugepages`), for the whole
+    /// host only.
     pub on_demand: u64,
 }
 
-/// Checks that `bytes` of guest memory on huge pages of `page_size` bytes can be had by this process: on the nodes that
-/// its memory policy and cpuset allow, under its control groups' limits, beside what others have reserved.
+/// Checks that this process can get `bytes` of guest memory on huge pages of `page_size` bytes. The
+/// check covers the nodes that its memory policy and cpuset allow, its control groups' limits, and
+/// other processes' reservations.
 pub fn check(page_size: u64, bytes: u64) -> Result<(), Shortage> {
     shortages(page_size, bytes).into_iter().next().map_or(Ok(()), Err)
 }
 
-/// Everything that stands in the way of the same, in the order in which [`check`] would come upon it.
+/// All shortages for the same request. [`check`] returns the first.
 pub(crate) fn shortages(page_size: u64, bytes: u64) -> Vec<Shortage> {
     shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, bytes)
 }
 
-/// The sizes in bytes that the kernel knows, rising.
+/// The sizes in bytes that the kernel supports, in ascending order.
 pub fn sizes() -> Vec<u64> {
     sizes_under(Path::new("/"))
 }
 
 /// How many pages of this size this process may have.
 pub fn free(page_size: u64) -> u64 {
-    // More than any host has: what is short then says how many there are.
+    // More than any host has. The resulting shortage then says how many there are.
     let shortages = shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, 1 << 62);
     let free = |shortage: &Shortage| match shortage {
         Shortage::Pool { free, .. } | Shortage::Cgroup { free, .. } => *free,
@@ -127,12 +131,12 @@ pub fn free(page_size: u64) -> u64 {
     shortages.iter().map(free).min().unwrap_or(u64::MAX)
 }
 
-/// The size in bytes that MAP_HUGETLB alone means; `None` where the kernel has no huge pages.
+/// The default size in bytes of MAP_HUGETLB; `None` if the kernel has no huge pages.
 pub fn default_size() -> Option<u64> {
     topology::meminfo(["Hugepagesize"]).map(|[bytes]| bytes)
 }
 
-/// Every size, for the whole host and then node by node.
+/// The pools of every size, for the whole host and then for each node.
 pub(crate) fn pools() -> Vec<Pool> {
     let root = Path::new("/");
     let nodes = nodes_under(root);
@@ -151,7 +155,8 @@ fn shortages_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: 
     let mut shortages = Vec::new();
     let nodes = nodes_under(root);
     let allowed = allowed_nodes(root, &nodes, bound.as_deref());
-    // Reservations name no node, so on a part of the host they are counted against all of it and the free pages apart.
+    // Reservations name no node. So on a subset of the nodes, they are counted against the whole
+    // host, and the nodes' free pages are checked separately.
     let everywhere = pool.free.saturating_sub(pool.reserved) + pool.on_demand;
     let on_allowed = match &allowed {
         Some(allowed) => {
@@ -163,7 +168,8 @@ fn shortages_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: 
     let free = everywhere.min(on_allowed);
     if needed > free {
         let missing = needed - free;
-        // All of them on one allowed node: the kernel spreads those of the host's own file over nodes that do not help.
+        // All of them on one allowed node, because the host's own file spreads them over nodes that
+        // do not help.
         let node = allowed.as_ref().and_then(|nodes| nodes.first().copied());
         let total = pool_under(root, page_size, node).map_or(0, |pool| pool.total);
         let file = pool_directory(Path::new("/"), page_size, node).join("nr_hugepages");
@@ -188,7 +194,7 @@ fn shortages_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: 
     shortages
 }
 
-/// The nodes that this process may allocate from; `None` where that is every node.
+/// The nodes that this process may allocate from; `None` if it may use every node.
 fn allowed_nodes(root: &Path, nodes: &[u32], bound: Option<&[u32]>) -> Option<Vec<u32>> {
     let status = fs::read_to_string(root.join("proc/self/status")).unwrap_or_default();
     let cpuset = status.lines().find_map(|line| line.strip_prefix("Mems_allowed_list:"));
@@ -210,7 +216,7 @@ fn sizes_under(root: &Path) -> Vec<u64> {
     sizes
 }
 
-/// The nodes that have memory; empty where the kernel knows no nodes.
+/// The nodes that have memory; empty if the kernel has no nodes.
 fn nodes_under(root: &Path) -> Vec<u32> {
     let list = fs::read_to_string(root.join("sys/devices/system/node/has_memory")).unwrap_or_default();
     sysfs::list(&list).unwrap_or_default()
@@ -253,7 +259,7 @@ fn of_nodes(nodes: &Option<Vec<u32>>) -> String {
     format!(" on node{} {}, where this process may allocate", plural(names.len() as u64), names.join(","))
 }
 
-/// Gigabytes in one piece are seldom found once a host has been up for a while.
+/// A host that has been up for a while seldom has gigabytes of contiguous memory.
 fn at_boot(page_size: u64, needed: u64) -> String {
     if page_size < 1 << 30 {
         return String::new();
@@ -270,11 +276,12 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A picture of a host's files, removed at the end.
+    /// A fake root with a host's files, removed at the end.
     struct Picture(PathBuf);
 
     impl Picture {
-        /// Two nodes, of 6 and 2 pages of 2 MiB; 5 and 1 are free, one of them promised.
+        /// Two nodes with 6 and 2 pages of 2 MiB. Of these 5 and 1 are free, and one free page is
+        /// reserved.
         fn new(test: &str) -> Self {
             let root = std::env::temp_dir().join(format!("vellum-hugepages-{}-{test}", std::process::id()));
             let picture = Self(root);

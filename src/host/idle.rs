@@ -1,13 +1,14 @@
-//! How long the host's CPUs have been idle. The clock of an emulated host counts instructions and jumps over idle time, so
-//! whoever times something there has to know how much of it was in it.
+//! How long the host's CPUs have been idle. The clock of an emulated host counts instructions and
+//! jumps over idle time. A measurement there must know how much of its time was idle.
 
 use std::fs;
 use std::time::Duration;
 
-/// Idle time since boot, summed over CPUs; `None` where the kernel does not say, or not to this user.
+/// Idle time since boot, summed over CPUs; `None` if the kernel does not report it to this user.
 ///
-/// /proc/stat has it in hundredths of a second, which is coarser than 1 % of many a benchmark. It serves where /proc/timer_list
-/// has none: since kernel/sched/cputime.c counts it, of which 7.2 is the first base here.
+/// /proc/stat has it in hundredths of a second. That is coarser than 1 % of the time of many
+/// benchmarks, so it is used only if /proc/timer_list has no idle time. That is the case since
+/// kernel/sched/cputime.c counts it; the first base kernel here that does is 7.2.
 pub fn since_boot() -> Option<Duration> {
     let read = |path| fs::read_to_string(path).ok();
     read("/proc/timer_list").and_then(|text| of_timers(&text)).or_else(|| of_stat(&read("/proc/stat")?))
@@ -20,7 +21,7 @@ fn of_timers(timers: &str) -> Option<Duration> {
     nanoseconds.reduce(|sum, one| sum?.checked_add(one?))?.map(Duration::from_nanos)
 }
 
-/// The fourth number of the line of all CPUs, in hundredths of a second (proc_stat(5)).
+/// The fourth number in the line of all CPUs, in hundredths of a second (proc_stat(5)).
 fn of_stat(stat: &str) -> Option<Duration> {
     let all = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let hundredths: u64 = all.split_whitespace().nth(3)?.parse().ok()?;

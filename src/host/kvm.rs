@@ -1,6 +1,7 @@
-//! `/dev/kvm`: opening it, and what to do where that fails. What the VM is for is decided in `vm/`.
+//! Opens `/dev/kvm`, and says what to do if that fails. `vm/` decides what the VM is for.
 //!
-//! Whether KVM works is found out by using it. CPU flags are not asked: kvm_pvm works without vmx or svm.
+//! Whether KVM works is found out by using it. CPU flags are not checked, because kvm_pvm works
+//! without vmx or svm.
 
 use std::fmt;
 use std::fs;
@@ -15,23 +16,23 @@ use super::sysfs;
 use vellum_sys as sys;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 
-/// The lab's way to the same result without KVM.
+/// How to get the same result without KVM, in the lab.
 #[cfg(target_arch = "x86_64")]
 const EMULATED: &str = "without KVM, `cargo lab run svm -- vellum run` does the same on an emulated host";
-/// The lab's way to the same result without KVM.
+/// How to get the same result without KVM, in the lab.
 #[cfg(target_arch = "aarch64")]
 const EMULATED: &str = "without KVM, `cargo lab run arm64 -- vellum run` does the same on an emulated host";
 
-/// The only version of KVM's interface there has been since Linux 2.6.22 (api.rst, 4.1).
+/// KVM's API version. It has not changed since Linux 2.6.22 (api.rst, 4.1).
 const API: i32 = 12;
 
-/// Why KVM cannot be used, and what to do about it.
+/// Why KVM cannot be used, and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[error("{problem}: {remedy}")]
 pub struct Unusable {
     /// What is wrong.
     pub problem: Problem,
-    /// What to do.
+    /// The remedy.
     pub remedy: String,
 }
 
@@ -44,25 +45,25 @@ impl Diagnose for Unusable {
 /// What is wrong with KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
-    /// There is no node.
+    /// The node does not exist.
     #[error("/dev/kvm does not exist")]
     Absent,
-    /// There is a node with nothing behind it.
+    /// The node exists, but no driver is behind it.
     #[error("/dev/kvm has no KVM behind it")]
     NoModule,
-    /// This user may not open it.
+    /// This user may not open the node.
     #[error("/dev/kvm may not be opened by this user")]
     NoPermission,
-    /// Another hypervisor has the processor.
+    /// Another hypervisor uses the processor's virtualization.
     #[error("/dev/kvm is busy: another hypervisor holds the processor's virtualization")]
     Busy,
-    /// It is something else.
+    /// The node is a different device.
     #[error("/dev/kvm is not KVM")]
     Other,
-    /// It speaks another version.
+    /// The API version is different.
     #[error("/dev/kvm speaks version {0} of KVM's interface, not {API}")]
     Version(i32),
-    /// Another error.
+    /// Another error, with the call that failed.
     #[error("/dev/kvm: {0} failed ({1})")]
     Failed(&'static str, io::Error),
 }
@@ -90,11 +91,12 @@ pub fn open() -> Result<Kvm, Unusable> {
     }
 }
 
-/// Makes a VM. Only now does KVM switch the processor's virtualization on, so only now another hypervisor shows.
+/// Creates a VM. KVM enables the processor's virtualization only now, so a conflict with another
+/// hypervisor also shows only now.
 pub fn create_vm(kvm: &Kvm) -> Result<VmFd, Unusable> {
     loop {
         match kvm.create_vm().map_err(|error| error.errno()) {
-            // A signal, for instance of a profiler, interrupts the creation of a VM on some kernels.
+            // On some kernels a signal, for instance a profiler's, interrupts the creation of a VM.
             Err(libc::EINTR) => continue,
             Err(libc::EBUSY) => return Err(busy()),
             Err(errno) => return Err(failed("KVM_CREATE_VM", errno)),
@@ -123,7 +125,8 @@ fn how_to_get_a_node() -> String {
     if in_container() {
         return format!("start the container with --device /dev/kvm; {EMULATED}");
     }
-    // The kernel lists the node where a module has made one: then it is only missing from this /dev.
+    // The kernel lists the node if a module has created one. Then it is only missing from this
+    // /dev.
     match sysfs::read("/sys/class/misc/kvm/dev", &mut [0; 16]).and_then(|dev| dev.split_once(':')) {
         Some((major, minor)) => {
             let command = format!("mknod -m 666 /dev/kvm c {major} {minor}");
@@ -137,7 +140,7 @@ fn how_to_load_a_module() -> String {
     if cfg!(target_arch = "aarch64") {
         return format!("boot the kernel at EL2, with CONFIG_KVM and without kvm-arm.mode=none; {EMULATED}");
     }
-    // Only for the words of the remedy: the vendor decides which module could work at all.
+    // This only affects the text of the remedy: the vendor decides which module could work at all.
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let (module, setting) =
         if cpuinfo.contains("GenuineIntel") { ("kvm_intel", "VT-x") } else { ("kvm_amd", "SVM") };
@@ -151,7 +154,7 @@ fn how_to_load_a_module() -> String {
 }
 
 fn how_to_get_permission(errno: i32) -> String {
-    // A control group's device filter says EPERM, the node's mode EACCES.
+    // A control group's device filter causes EPERM, the node's mode EACCES.
     if errno == libc::EPERM && in_container() {
         return "start the container with --device /dev/kvm".into();
     }
@@ -160,7 +163,8 @@ fn how_to_get_permission(errno: i32) -> String {
     let shared =
         fs::metadata("/dev/kvm").ok().filter(|node| node.st_gid() != 0 && node.st_mode() & 0o060 == 0o060);
     let Some(group) = shared.and_then(|node| name_of("/etc/group", node.st_gid())) else {
-        // Without a group to join, the node itself has to change; udev or the next boot changes it back.
+        // Without a group to join, the node itself has to change. udev or the next boot undoes
+        // that.
         return as_root(&format!("chown {user} /dev/kvm"));
     };
     if is_listed(&group, &user) {
@@ -171,12 +175,13 @@ fn how_to_get_permission(errno: i32) -> String {
     format!("{}, then log in again, or newgrp {group}", as_root(&format!("usermod -aG {group} {user}")))
 }
 
-/// A command as this user has to type it.
+/// A command in the form that this user has to type.
 fn as_root(command: &str) -> String {
     if sys::host::is_root() { command.to_owned() } else { format!("sudo {command}") }
 }
 
-/// The name that a line of /etc/passwd or /etc/group gives to a number. Static programs have no other way to ask.
+/// The name that /etc/passwd or /etc/group gives to a number. Static programs have no other way to
+/// look it up.
 pub(super) fn name_of(file: &str, id: u32) -> Option<String> {
     let text = fs::read_to_string(file).ok()?;
     let id = id.to_string();
@@ -194,21 +199,22 @@ fn is_listed(group: &str, user: &str) -> bool {
     members.is_some_and(|members| members.split(',').any(|member| member == user))
 }
 
-/// Whether this process is in a container: in another PID namespace than the kernel's first, whose number is fixed
-/// (PROC_PID_INIT_INO, include/linux/proc_ns.h). The files that engines leave behind are also in machine images that were
-/// made from theirs.
+/// Whether this process is in a container: in a PID namespace other than the initial one, whose
+/// number is fixed (PROC_PID_INIT_INO, include/linux/proc_ns.h). The marker files of container
+/// engines are no evidence, because they are also in machine images that were made from container
+/// images.
 pub fn in_container() -> bool {
     const FIRST: &str = "pid:[4026531836]";
     fs::read_link("/proc/self/ns/pid").is_ok_and(|namespace| namespace != Path::new(FIRST))
 }
 
-/// A capability of KVM that something here uses.
+/// A capability of KVM that Vellum uses.
 struct Capability {
     number: u32,
     name: &'static str,
-    /// Nothing runs without it.
+    /// No guest runs without it.
     essential: bool,
-    /// What there is not without it.
+    /// What is not available without it.
     without: &'static str,
 }
 
@@ -249,24 +255,24 @@ const CAPABILITIES: &[Capability] = &[
     useful(KVM_CAP_BINARY_STATS_FD, "BINARY_STATS_FD", "counters of KVM in results (Linux 5.14 has them)"),
 ];
 
-/// What this KVM offers of what is used here.
+/// What this KVM offers of the capabilities that Vellum uses.
 #[derive(Debug)]
 pub struct Offer {
-    /// How many of the capabilities that are used here it has.
+    /// The number of used capabilities that it has.
     pub present: usize,
-    /// What is missing, with what does not work without it.
+    /// The missing capabilities, each with what does not work without it.
     pub missing: Vec<String>,
-    /// Whether guests run all the same.
+    /// Whether guests still run.
     pub usable: bool,
-    /// The most vCPUs in a VM.
+    /// The maximum number of vCPUs in a VM.
     pub vcpus: usize,
-    /// The most memslots in a VM.
+    /// The maximum number of memslots in a VM.
     pub memslots: usize,
-    /// The largest dirty ring in bytes; 0 where there is none.
+    /// The maximum size of a dirty ring in bytes; 0 if there is none.
     pub dirty_ring: u64,
 }
 
-/// Asks for every capability that is used here.
+/// Checks every capability that Vellum uses.
 pub fn offer(kvm: &Kvm) -> Offer {
     let value = |number: u32| kvm.check_extension_raw(number.into()).max(0);
     let missing = || CAPABILITIES.iter().filter(|capability| value(capability.number) == 0);

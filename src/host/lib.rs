@@ -1,7 +1,7 @@
 //! What this host offers.
 //!
-//! [`facts`] is the short answer that every result carries, [`doctor`] the long one that `vellum doctor` prints. The
-//! other files are what both ask.
+//! [`facts`] is the short form that every result carries. [`doctor`] is the long form that `vellum
+//! doctor` prints. Both use the other files.
 
 pub mod block;
 mod cgroup;
@@ -24,7 +24,7 @@ use vellum_sys as sys;
 
 pub use facts::{Facts, Paging};
 
-/// The command that writes `value` into `file`, as this user has to type it.
+/// The command that writes `value` into `file`, in the form that this user has to type.
 fn root_command(value: impl Display, file: &Path) -> String {
     let file = file.display();
     if sys::host::is_root() {

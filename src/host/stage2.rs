@@ -1,4 +1,5 @@
-//! What Arm hosts differ in: where the kernel runs, how wide a guest's addresses are, which interrupt controllers a guest can have.
+//! How Arm hosts differ: the exception level of the kernel, the width of a guest's addresses, and
+//! the interrupt controllers that a guest can have.
 
 use kvm_bindings::{
     KVM_CAP_ARM_VM_IPA_SIZE, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2,
@@ -9,23 +10,24 @@ use kvm_ioctls::Kvm;
 use super::kvm;
 use vellum_sys::kvm_device;
 
-/// What there is.
+/// The host's properties.
 pub struct Stage2 {
-    /// Whether the kernel is at EL2 itself (VHE) or only KVM's lower part is (nVHE); `None` where it cannot be told.
+    /// Whether the kernel itself runs at EL2 (VHE) or only KVM's lower part does (nVHE); `None` if
+    /// this is unknown.
     pub vhe: Option<bool>,
-    /// Bits of a guest-physical address.
+    /// The width of a guest-physical address in bits.
     pub bits: u32,
-    /// The versions of the GIC that a guest can have.
+    /// The GIC versions that a guest can have.
     pub gics: Vec<&'static str>,
 }
 
-/// Asks KVM, and the host's timer interrupt.
+/// Reads the properties from KVM and from the host's timer interrupt.
 ///
 /// # Errors
-/// Where there can be no VM.
+/// No VM can be created.
 pub fn examine(of: &Kvm) -> Result<Stage2, kvm::Unusable> {
     let vm = kvm::create_vm(of)?;
-    // A KVM that does not know it has 40.
+    // A KVM without this capability has 40 bits.
     let bits = match of.check_extension_raw(KVM_CAP_ARM_VM_IPA_SIZE.into()) {
         ..=0 => 40,
         bits => bits as u32,
@@ -43,8 +45,9 @@ pub fn examine(of: &Kvm) -> Result<Stage2, kvm::Unusable> {
     Ok(Stage2 { vhe: vhe(&interrupts), bits, gics })
 }
 
-/// Of a kernel's list of interrupts: one at EL2 has the hypervisor's timer for its own, private interrupt 10, which is INTID 26; one
-/// at EL1 has another (`arch_timer_select_ppi`, drivers/clocksource/arm_arch_timer.c).
+/// Derives the exception level from the kernel's list of interrupts. A kernel at EL2 uses the
+/// hypervisor's timer, private interrupt 10, which is INTID 26. A kernel at EL1 uses another timer
+/// (`arch_timer_select_ppi`, drivers/clocksource/arm_arch_timer.c).
 fn vhe(interrupts: &str) -> Option<bool> {
     let line = interrupts.lines().find(|line| line.trim_end().ends_with("arch_timer"))?;
     let controller = line.split_whitespace().position(|word| word.starts_with("GIC"))?;

@@ -1,28 +1,30 @@
-//! Small reads of sysfs and procfs: one line into the caller's buffer, nothing allocated; or all of a file.
+//! Small reads of sysfs and procfs: one line into the caller's buffer without allocation, or a
+//! whole file.
 //!
-//! A file that is missing or closed to this user is no error here: what it would have said is unknown.
+//! A file that is missing or unreadable is not an error here: its value is unknown.
 
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// What most of these files fit in. They do not say how long they are, and a reader that asks for little at first calls often.
+/// The size that most of these files fit in. They do not report their length, and a reader with a
+/// small first buffer makes more calls.
 const USUAL: usize = 4096;
 
-/// All of `path`; `None` where it cannot be read or is not text.
+/// The content of `path`; `None` if it cannot be read or is not text.
 pub fn whole(path: &Path) -> Option<String> {
     let mut text = String::with_capacity(USUAL);
     File::open(path).ok()?.read_to_string(&mut text).ok()?;
     Some(text)
 }
 
-/// The first line of `path`, trimmed; `None` where it cannot be read or is not text.
+/// The first line of `path`, trimmed; `None` if it cannot be read or is not text.
 pub fn read<'b>(path: &str, buffer: &'b mut [u8]) -> Option<&'b str> {
     let length = File::open(path).ok()?.read(buffer).ok()?;
     str::from_utf8(&buffer[..length]).ok()?.lines().next().map(str::trim)
 }
 
-/// A module's boolean parameter: `Y`/`N`, or `1`/`0` where it is an int in some kernels (`kvm_amd.npt`).
+/// A module's boolean parameter: `Y`/`N`, or `1`/`0` in kernels where it is an int (`kvm_amd.npt`).
 pub fn truth(text: &str) -> Option<bool> {
     match text {
         "Y" | "1" => Some(true),
@@ -31,12 +33,12 @@ pub fn truth(text: &str) -> Option<bool> {
     }
 }
 
-/// The choice in force in a line such as `always [madvise] never`.
+/// The active choice in a line such as `always [madvise] never`.
 pub fn chosen(line: &str) -> Option<&str> {
     line.split_once('[')?.1.split_once(']').map(|(choice, _)| choice)
 }
 
-/// Parses the kernel's lists, `0-2,5`; `None` where the text is none.
+/// Parses a kernel list such as `0-2,5`; `None` if the text is not a list.
 pub fn list(text: &str) -> Option<Vec<u32>> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

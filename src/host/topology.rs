@@ -1,4 +1,4 @@
-//! CPUs and memory: how many, and how they lie.
+//! CPUs and memory: how many there are, and their topology.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,7 +15,8 @@ pub struct Cpus {
     pub allowed: Vec<usize>,
     /// How many CPUs are online.
     pub online: usize,
-    /// How many physical cores the allowed ones are on; `None` where the kernel does not say.
+    /// The number of physical cores that the allowed CPUs are on; `None` if the kernel does not
+    /// report it.
     pub cores: Option<usize>,
 }
 
@@ -25,7 +26,8 @@ pub fn cpus() -> Cpus {
     let online = fs::read_to_string("/sys/devices/system/cpu/online").ok();
     let online = online.and_then(|list| sysfs::list(&list)).map_or(allowed.len(), |cpus| cpus.len());
     let core = |cpu: &usize| {
-        // Threads of one core share this list, which is unique where core numbers repeat from socket to socket.
+        // The threads of one core share this list. It is unique, whereas core numbers repeat from
+        // socket to socket.
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
         sysfs::read(&path, &mut [0; 64]).map(str::to_owned)
     };
@@ -44,7 +46,7 @@ impl fmt::Display for Cpus {
     }
 }
 
-/// A size in bytes as people say it.
+/// A size in bytes, printed with a unit.
 pub struct Size(pub u64);
 
 impl fmt::Display for Size {
@@ -59,14 +61,15 @@ impl fmt::Display for Size {
     }
 }
 
-/// Memory in bytes.
+/// The host's memory in bytes.
 #[derive(Debug)]
 pub struct HostMemory {
-    /// All of it.
+    /// The total.
     pub total: u64,
-    /// What this process could have without swapping, by the kernel's estimate; 0 where the kernel gives none.
+    /// The memory that this process could get without swapping, by the kernel's estimate; 0 if the
+    /// kernel gives none.
     pub available: u64,
-    /// The file of the control group's limit, where that is why no more is available.
+    /// The file of the control group's limit, if that limits `available`.
     pub limited_by: Option<PathBuf>,
 }
 
@@ -86,13 +89,13 @@ fn memory_under(root: &Path) -> HostMemory {
     }
 }
 
-/// Bytes that the kernel has taken for itself in large pieces and in objects that it cannot give up: what KVM allocates for
-/// a memslot is of either kind.
+/// Bytes that the kernel uses in vmalloc areas and in unreclaimable slabs. KVM's allocations for a
+/// memslot are of either kind.
 pub fn kernel_memory() -> Option<u64> {
     meminfo(["VmallocUsed", "SUnreclaim"]).map(|both| both.iter().sum())
 }
 
-/// Fields of /proc/meminfo (proc_meminfo(5)) that are given in kB, as bytes.
+/// Fields of /proc/meminfo (proc_meminfo(5)) that are in kB, converted to bytes.
 pub(super) fn meminfo<const N: usize>(fields: [&str; N]) -> Option<[u64; N]> {
     meminfo_under(Path::new("/"), fields)
 }
@@ -122,7 +125,7 @@ impl fmt::Display for HostMemory {
 mod tests {
     use super::*;
 
-    /// A picture of a host with 1000 MiB available, removed at the end.
+    /// A fake root of a host with 1000 MiB available, removed at the end.
     struct Picture(PathBuf);
 
     impl Picture {
@@ -171,7 +174,7 @@ mod tests {
             format!("anon 1\ninactive_file {}\nactive_file {}\n", 8 << 20, 2 << 20),
         );
         assert_eq!(host.available(), (54, Some("cg/a/memory.max".into())));
-        // One with more room than the host has does not matter.
+        // A group with more room than the host has does not matter.
         host.write("cg/a/memory.max", 1u64 << 40);
         assert_eq!(host.available(), (1000, None));
     }
@@ -184,11 +187,11 @@ mod tests {
         host.write("cg/m/a/memory.limit_in_bytes", 64 << 20);
         host.write("cg/m/a/memory.usage_in_bytes", 16 << 20);
         host.write("cg/m/a/memory.stat", format!("inactive_file 1\ntotal_inactive_file {}\n", 4 << 20));
-        // No limit is a number here.
+        // Version 1 has a number here even without a limit.
         host.write("cg/m/memory.limit_in_bytes", 9_223_372_036_854_771_712u64);
         host.write("cg/m/memory.usage_in_bytes", 1u64 << 30);
         assert_eq!(host.available(), (52, Some("cg/m/a/memory.limit_in_bytes".into())));
-        // The usual place, which is looked at first.
+        // The usual place, which is checked first.
         host.write("sys/fs/cgroup/memory/box/a/cgroup.procs", "");
         host.write("sys/fs/cgroup/memory/box/a/memory.limit_in_bytes", 32 << 20);
         host.write("sys/fs/cgroup/memory/box/a/memory.usage_in_bytes", 0);
