@@ -1,4 +1,4 @@
-//! Arguments that several subcommands have: memory, CPUs, workloads.
+//! Arguments that several subcommands share: memory, CPUs, workloads.
 
 use std::ffi::OsStr;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use vellum_kvm::memory::{Backing, MemoryConfig};
 use vellum_sandbox as sandbox;
 use vellum_sys::keyvalue::{self, KeyValues, list, number, one_of, size};
 
-/// A parser with words for shells to offer, which it need not be limited to.
+/// A parser with words that shells offer as completions. It may accept other words too.
 #[derive(Clone)]
 pub struct Offering<P>(pub P, pub &'static [&'static str]);
 
@@ -35,7 +35,7 @@ impl<P: TypedValueParser> TypedValueParser for Offering<P> {
     }
 }
 
-/// How a value is read from what was typed.
+/// A function that parses a value as typed.
 type Parse<T> = fn(&str) -> Result<T, String>;
 
 /// The words of `--sandbox`.
@@ -105,7 +105,7 @@ fn compression(text: &str) -> Result<Compression, String> {
     one_of("compress", text, &[("zstd", Compression::Zstd)])
 }
 
-/// What backs memory whose size is not this side's to say.
+/// Parses what backs memory whose size comes from elsewhere.
 pub(crate) fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
     let kv = KeyValues::parse(text, Some("backing"), &["backing", "prealloc", "lock"])
         .map_err(|e| e.to_string())?;
@@ -121,27 +121,27 @@ pub(crate) fn memory_without_size(text: &str) -> Result<MemoryConfig, String> {
     read().map_err(|e| e.to_string())
 }
 
-/// How memory comes out of a snapshot.
+/// How memory is loaded from a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// All of it is read before the guest runs.
     Eager,
-    /// It shows the files.
+    /// Memory maps the files.
     Map,
-    /// It is fetched as somebody wants it.
+    /// Pages are read on demand.
     Demand,
 }
 
-/// How memory comes out of a snapshot, and what backs it.
+/// How memory is loaded from a snapshot, and what backs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RestoredMemory {
-    /// How it comes.
+    /// How it is loaded.
     pub way: Way,
-    /// What backs it, whose size is not this side's to say.
+    /// What backs it. The size comes from the snapshot.
     pub config: MemoryConfig,
 }
 
-/// `eager`, `map` or `demand`, and [`memory_without_size`].
+/// Parses `eager`, `map` or `demand`, followed by the keys of [`memory_without_size`].
 pub(crate) fn restored_memory(text: &str) -> Result<RestoredMemory, String> {
     let (first, rest) = text.split_once(',').unwrap_or((text, ""));
     let (way, rest) = match first {
@@ -163,7 +163,7 @@ pub(crate) fn restored_memory(text: &str) -> Result<RestoredMemory, String> {
     }
 }
 
-/// A backing by Vellum's name or by the KVM selftests'.
+/// Parses the name of a backing: Vellum's or that of the KVM selftests.
 pub fn backing(text: &str) -> Result<Backing, String> {
     const NAMES: [(&str, Backing); 9] = [
         ("anonymous", Backing::Anonymous),
@@ -186,8 +186,8 @@ pub fn backing(text: &str) -> Result<Backing, String> {
     if let Some(page) = text.strip_prefix("anonymous_hugetlb_").or_else(|| text.strip_prefix("hugetlb-")) {
         let page = size(page, 1)?;
         let sizes = hugepages::sizes();
-        // Sizes that this host lacks are refused here, unless they are the two that are everybody's: for those the
-        // shortage is reported later, with the command that gets them.
+        // Other sizes that this host lacks are refused here. 2 MiB and 1 GiB are common: a shortage
+        // of those is reported later, with the command that reserves them.
         if page == 2 << 20 || page == 1 << 30 || sizes.contains(&page) {
             return Ok(Backing::Hugetlb(page));
         }
@@ -202,11 +202,11 @@ pub fn backing(text: &str) -> Result<Backing, String> {
 pub struct Tracker {
     /// How the dirty log is collected.
     pub method: Method,
-    /// Entries of a dirty ring, where they are given.
+    /// Entries of the dirty ring, if given.
     pub entries: Option<u32>,
 }
 
-/// Reads [`Tracker`]; whether the host has it is seen later.
+/// Parses a [`Tracker`]. Whether the host supports it is checked later.
 pub fn tracker(text: &str) -> Result<Tracker, String> {
     let kv = KeyValues::parse(text, Some("name"), &["name", "entries", "initially-set"])
         .map_err(|e| e.to_string())?;
@@ -228,15 +228,15 @@ pub fn tracker(text: &str) -> Result<Tracker, String> {
     read().map_err(|e| e.to_string())
 }
 
-/// Entries of a dirty ring where a flag that asks for one says no number: what every KVM with rings has.
+/// The default number of entries of a dirty ring. Every KVM with dirty rings supports it.
 pub const RING_ENTRIES: &str = "65536";
 
-/// Entries of a dirty ring; how many the host allows is seen later.
+/// Parses the number of entries of a dirty ring. The host's limit is checked later.
 pub fn ring_entries(text: &str) -> Result<u32, String> {
     number(text, 1..=u32::MAX)
 }
 
-/// Pages that one `KVM_CLEAR_DIRTY_LOG` covers.
+/// Parses the number of pages that one `KVM_CLEAR_DIRTY_LOG` covers.
 pub fn clear_chunk(text: &str) -> Result<u64, String> {
     match number(text, 64..=1u64 << 31)? {
         pages if pages % 64 == 0 => Ok(pages),
@@ -247,24 +247,24 @@ pub fn clear_chunk(text: &str) -> Result<u64, String> {
 /// `--cpus N[,pin=LIST|off]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cpus {
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub count: usize,
-    /// Where they run, if that was said.
+    /// Where they run, if given.
     pub pin: Option<Pin>,
 }
 
 /// Where vCPUs run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Pin {
-    /// On a CPU each, if there is one each and one to spare.
+    /// On a CPU each, if one CPU is left over.
     Auto,
-    /// Wherever the host puts them.
+    /// Wherever the host schedules them.
     Off,
-    /// On these, one for each.
+    /// On these CPUs, one for each vCPU.
     To(Vec<usize>),
 }
 
-/// Reads [`Cpus`]; whether the host has as many is seen later.
+/// Parses [`Cpus`]. Whether the host has as many CPUs is checked later.
 pub fn cpus(text: &str) -> Result<Cpus, String> {
     let kv = KeyValues::parse(text, Some("count"), &["count", "pin"]).map_err(|e| e.to_string())?;
     let read = || -> Result<Cpus, keyvalue::Error> {
@@ -283,12 +283,12 @@ pub fn cpus(text: &str) -> Result<Cpus, String> {
 }
 
 impl Cpus {
-    /// The CPU of each vCPU, out of those that this process may use; `None` where they are not pinned. `otherwise` holds where
-    /// nothing was said.
+    /// The CPU of each vCPU, out of the `allowed` CPUs of this process. `None` if they are not
+    /// pinned. `otherwise` applies if `pin=` was not given.
     pub fn pins(&self, otherwise: Pin, allowed: &[usize]) -> Result<Option<Vec<usize>>, String> {
         match self.pin.as_ref().unwrap_or(&otherwise) {
             Pin::Off => Ok(None),
-            // One to spare, for the thread that watches.
+            // One CPU is left for the thread that watches.
             Pin::Auto if self.count < allowed.len() => {
                 Ok(Some(allowed[allowed.len() - self.count..].to_vec()))
             }
@@ -310,23 +310,23 @@ impl Cpus {
 /// A workload with its parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workload {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// What it does; passes and duration come from options of their own.
+    /// The parameters. Passes and duration have options of their own.
     pub write: WriteConfig,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
-    /// Whether memory is full of random numbers when the guest begins.
+    /// Memory is filled with random numbers before the guest starts.
     pub fill: bool,
 }
 
-/// The keys of the `write` workload, for help texts.
+/// The keys of the `write` workload.
 pub(crate) const WRITE_KEYS: &[&str] = &[
     "name", "order", "hot", "share", "write", "rate", "warm", "seed", "region", "stride", "page", "latency",
     "fill", "journal",
 ];
 
-/// The hot set whose percentage is the value of `key`, if there is one.
+/// The hot set with the percentage in the value of `key`, if given.
 pub(crate) fn hot_of(kv: &KeyValues, key: &str) -> Result<Option<Hot>, keyvalue::Error> {
     let percent = |text: &str| number(text.strip_suffix('%').unwrap_or(text), 0.0..=100.0);
     let part = kv.with(key, |text| match percent(text)? {

@@ -1,4 +1,4 @@
-//! What commands share that ask something of a running machine by its control socket.
+//! What the clients of a control socket share.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,24 +13,26 @@ use vellum_control::{Do, Loses, MigrationBlocker, Status};
 use vellum_kvm::dirty::Method;
 use vellum_sys::diagnose::Diagnose;
 
-/// How long one look at what the machine says takes.
+/// How long a client waits for an event before it looks for signals.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Why a request was not done: no flag is to blame.
+/// A failed request. No flag is named.
 pub(super) fn failure(error: impl Diagnose + 'static) -> Failure {
     Failure::of(&error, &[])
 }
 
-/// A connection to the machine at `path` that hears what happens there: who listens before anything begins misses nothing.
+/// Connects to the machine at `path` and subscribes to its events. A client that subscribes before
+/// an operation starts misses none of its events.
 pub(super) fn listen(path: &Path) -> Result<Client, Failure> {
     let mut machine = Client::connect(path).map_err(failure)?;
     machine.ask(&Do::Events {}).map_err(failure)?;
-    // A look at what it says is short; its answer may take as long as any.
+    // Waiting for an event is short. An answer may take as long as any.
     machine.wait_within(LOOK);
     Ok(machine)
 }
 
-/// What the machine says of operation `of`, if it says something before `what` that is waited for.
+/// The next event of operation `of`, or `None` if none came in time. `what` names what the client
+/// waits for.
 pub(super) fn heard(machine: &mut Client, of: Option<u64>, what: &str) -> Result<Option<Value>, Failure> {
     match machine.event_of(of) {
         Ok(line) => Ok(Some(line)),
@@ -40,12 +42,12 @@ pub(super) fn heard(machine: &mut Client, of: Option<u64>, what: &str) -> Result
     }
 }
 
-/// What the machine says of itself.
+/// The machine's status.
 pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
     serde_json::from_value(machine.ask(&Do::Status {}).map_err(failure)?).map_err(Failure::host)
 }
 
-/// Whether the machine that is as `status` says can be saved and moved.
+/// Checks that the machine with this `status` can be saved and migrated.
 pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
     match &status.stays {
         None => Ok(()),
@@ -56,7 +58,7 @@ pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
     }
 }
 
-/// Whether pages of the machine that is as `status` says can be collected by `method`.
+/// Checks that dirty pages of the machine with this `status` can be collected by `method`.
 pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
     match (method, status.dirty_ring) {
         (Method::Ring, None) => Err(Failure::usage(
@@ -70,7 +72,8 @@ pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
     }
 }
 
-/// Why a machine that is as `status` says has no memory that another process can be handed.
+/// Checks that the memory of the machine with this `status` has a descriptor that another process
+/// can be given.
 pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String> {
     let backing = status.backing.as_deref().unwrap_or("unknown");
     let huge = match backing {
@@ -85,7 +88,8 @@ pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String
     ))
 }
 
-/// What this host, which is the machine's, is known to lose: what `vellum doctor` says, by the same probe.
+/// What this host's dirty log is known to lose. The machine runs on this host. `vellum doctor` uses
+/// the same probe.
 pub(super) fn loses() -> Loses {
     match edges::probe() {
         Ok(EdgeVerdict::Lost) => Loses::Edges,

@@ -1,4 +1,4 @@
-//! `vellum ctl`, `vellum list` and `vellum exec`: running machines.
+//! `vellum ctl`, `vellum list` and `vellum exec`: clients of running machines.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -25,7 +25,7 @@ use vellum_launch::streams::{self, Ended, Has, Outcome, Streams};
 use vellum_sys::keyvalue;
 use vellum_sys::socket::Name;
 
-/// Tell a running machine what to do
+/// Control a running machine
 #[derive(Debug, Args)]
 pub struct CtlArgs {
     /// The machine: its name (--name), or the path of its control socket
@@ -34,7 +34,7 @@ pub struct CtlArgs {
     what: Ctl,
 }
 
-/// What is common to `vellum pause`, `resume`, `status` and `stop`.
+/// The argument of `vellum pause`, `resume`, `status` and `stop`.
 #[derive(Debug, Args)]
 pub(crate) struct MachineArgs {
     /// The machine: its name (--name), or the path of its control socket
@@ -42,7 +42,7 @@ pub(crate) struct MachineArgs {
 }
 
 impl MachineArgs {
-    /// The same as an argument of `ctl`.
+    /// The same arguments for `ctl`.
     pub(super) fn with(self, what: Ctl) -> CtlArgs {
         CtlArgs { machine: self.machine, what }
     }
@@ -50,58 +50,60 @@ impl MachineArgs {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Ctl {
-    /// Stop its vCPUs and devices
+    /// Pause its vCPUs and devices
     Pause,
-    /// Let them go on
+    /// Resume its vCPUs and devices
     Resume {
-        /// Also where the guest may run elsewhere, after a migration that was cut off: you know that it does not
+        /// Resume it even if the guest may run elsewhere, after a migration that was cut off: you
+        /// assert that the target does not run it
         #[arg(long)]
         force: bool,
     },
-    /// Print what it is and does, as JSON
+    /// Print its status as JSON
     Status,
     /// End it
     Stop,
-    /// Ask the guest to lend memory, as in 512m
+    /// Ask the guest to give memory back, as in 512m
     Balloon {
-        /// How much
+        /// How much memory
         #[arg(value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
         size: u64,
     },
-    /// Give a migration up: the guest stays
+    /// Cancel a migration; the guest stays here
     MigrateCancel,
-    /// Change the limits of a migration that is under way
+    /// Change the limits of a running migration
     MigrateSet {
-        /// How long the guest may stand still, as in 300ms
+        /// The longest downtime, as in 300ms
         #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
         downtime: Option<Duration>,
-        /// At most so much a second, as in 400m
+        /// The highest bandwidth in bytes per second, as in 400m
         #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
         bandwidth: Option<u64>,
     },
-    /// Let it go on in another build of Vellum, in a new process, under the same name and with all that it has open; its memory is handed
-    /// over and must have a descriptor (--memory SIZE,backing=memfd). Whoever started it notices nothing: its process waits for the new one
+    /// Continue it in another build of Vellum, in a new process. Its name and open files stay. Its
+    /// memory is handed over and must have a descriptor (--memory SIZE,backing=memfd). The old
+    /// process waits for the new one and exits with its status
     Upgrade {
         /// The other build, as in ./vellum
         binary: PathBuf,
-        /// How long the guest may stand still: a limit
+        /// The longest downtime
         #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "5s")]
         downtime: Duration,
     },
-    /// Give its guest a non-maskable interrupt, by which a kernel with unknown_nmi_panic panics
+    /// Send a non-maskable interrupt; a kernel with unknown_nmi_panic panics
     Nmi,
-    /// Have its kernel obey a magic SysRq key, by a break of the serial line and that key, as in `sysrq t`: it works where user space hangs,
-    /// on a kernel whose serial port is its console and is open
+    /// Send a magic SysRq key by a break on the serial line, as in `sysrq t`. It works if user
+    /// space hangs. The kernel's serial port must be its console and open
     Sysrq {
         /// The key: a letter or a digit, as in c for a crash
         #[arg(value_parser = key)]
         key: char,
     },
-    /// Print what happens to it, a JSON line each, until it ends
+    /// Print its events, a JSON line each, until it ends
     Events,
-    /// Let its serial port's output go elsewhere: file=PATH, which is truncated, or null
+    /// Redirect the output of its serial port: file=PATH, which is truncated, or null
     Serial {
-        /// Where to
+        /// The new target
         to: Elsewhere,
     },
 }
@@ -114,7 +116,7 @@ fn key(text: &str) -> Result<char, &'static str> {
     )
 }
 
-/// A place for output that this process can open for the machine.
+/// A target for output that this process opens for the machine.
 #[derive(Clone, Debug)]
 pub(super) enum Elsewhere {
     File(PathBuf),
@@ -134,7 +136,7 @@ impl FromStr for Elsewhere {
 }
 
 impl Elsewhere {
-    /// Opens it. What a file holds is lost when the machine takes it.
+    /// Opens the target. A file is truncated when the machine takes it over.
     fn open(&self) -> Result<Opened, Failure> {
         let path = match self {
             Self::File(path) => path,
@@ -144,34 +146,35 @@ impl Elsewhere {
     }
 }
 
-/// How long `list` waits for a machine.
+/// How long `list` waits for each machine.
 const GLANCE: Duration = Duration::from_secs(2);
 
-/// List the machines of this user that run
+/// List the running machines of this user
 #[derive(Debug, Args)]
 pub struct ListArgs {
-    /// As JSON, a line each
+    /// Print JSON, a line each
     #[arg(long)]
     json: bool,
 }
 
-/// Run a command in a guest, by its agent: the exit status is the command's
+/// Run a command in a guest through its agent; the exit status is the command's
 #[derive(Debug, Args)]
 pub struct ExecArgs {
     /// The machine: its name (--name), or the path of its control socket
     machine: String,
-    /// Any request of the agent's instead, in JSON, as in {"do":"facts"}; what it answers is printed as it comes
+    /// Send this request to the agent instead, in JSON, as in {"do":"facts"}; its answers are
+    /// printed as they come
     #[arg(long, value_name = "JSON", value_parser = request, conflicts_with = "command")]
     request: Option<Request>,
-    /// With a terminal, which this one is to the command, and without a command to the shell of the guest's root: Ctrl-a x leaves it,
-    /// Ctrl-a Ctrl-a is one Ctrl-a
+    /// Give the command this terminal. Without a command, root's shell in the guest runs on it.
+    /// Ctrl-a x leaves, Ctrl-a Ctrl-a sends a Ctrl-a
     #[arg(short, long, conflicts_with = "request")]
     terminal: bool,
-    /// Start the command without streams, and leave it: it runs on when this ends
+    /// Start the command without streams and return; it runs on
     #[arg(short, long, conflicts_with_all = ["request", "terminal"])]
     detach: bool,
-    /// The command and its arguments, run with this process's standard streams. It gets SIGHUP, and later SIGKILL, where this ends
-    /// before it
+    /// The command and its arguments. It has this process's standard streams. If this process ends
+    /// first, the command gets SIGHUP and later SIGKILL
     #[arg(last = true, required_unless_present_any = ["request", "terminal"])]
     command: Vec<OsString>,
 }
@@ -192,7 +195,7 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     let mut client = connect(&args.machine)?;
     let mut outputs = Vec::new();
     let what = match args.what {
-        // Above.
+        // Handled above.
         Ctl::Upgrade { .. } => return Ok(Exit::PowerOff),
         Ctl::Pause => Do::Pause {},
         Ctl::Resume { force } => Do::Resume { force },
@@ -225,14 +228,16 @@ pub fn ctl(args: CtlArgs) -> Result<Exit, Failure> {
     client.wait_for_ever();
     match what {
         Do::Events {} => return events(&mut client),
-        // Its end closes the connection: whoever waited for it here may use the name, the disks and the tap again.
+        // The machine closes the connection when it ends. Callers that wait for that may use its
+        // name, disks and tap again.
         Do::Stop {} => while client.line().is_ok() {},
         _ => {}
     }
     Ok(Exit::PowerOff)
 }
 
-/// Prints what happens until the machine ends. A connection that is cut before is not its end.
+/// Prints events until the machine ends. A connection that closes before the last event is an
+/// error.
 fn events(machine: &mut Client) -> Result<Exit, Failure> {
     let mut ended = false;
     loop {
@@ -252,7 +257,7 @@ fn events(machine: &mut Client) -> Result<Exit, Failure> {
     }
 }
 
-/// Adds KVM's counters of the CR3 cache, or why they cannot be read.
+/// Adds KVM's counters of the CR3 cache, or the reason that they cannot be read.
 fn count(status: &mut Value) {
     let Some(name) = status["cr3_cache"]["debugfs"].as_str() else { return };
     status["cr3_cache"]["counters"] = match counters::of_other(name, "cr3_cache_") {
@@ -261,7 +266,7 @@ fn count(status: &mut Value) {
     };
 }
 
-/// How many machines there are, and what they do: `3 machines: 2 running, 1 paused`.
+/// The number of machines by state, as in `3 machines: 2 running, 1 paused`.
 fn counted<'a>(states: impl Iterator<Item = &'a str>) -> String {
     let mut counts: Vec<(&str, usize)> = Vec::new();
     for state in states {
@@ -280,7 +285,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
     let mut lines = Vec::new();
     let machines = names::all().map_err(failure)?;
     let ask = |path: &Path| Client::connect_within(path, GLANCE)?.ask(&Do::Status {});
-    // All at once, so that several that do not answer take no longer than one.
+    // All are asked at once, so that several silent machines take no longer than one.
     let answers: Vec<_> = std::thread::scope(|scope| {
         let asked: Vec<_> = machines.iter().map(|(_, path)| scope.spawn(move || ask(path))).collect();
         asked.into_iter().map(|thread| thread.join().expect("a client does not panic")).collect()
@@ -303,11 +308,11 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
                     status.operation.map(|operation| operation.to_string()).unwrap_or_default(),
                 ]);
             }
-            // A machine whose guard was killed with it leaves its socket.
+            // A machine leaves its socket behind if its guard was killed too.
             Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::ConnectionRefused => {
                 let _ = Name::new(&path).map(|name| name.remove_stale());
             }
-            // And one that ends takes it away.
+            // The machine ended in between and removed its socket.
             Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::NotFound => {}
             Err(Error::Closed { .. }) => {}
             Err(Error::Silent { pid, .. }) if !args.json => {
@@ -362,7 +367,7 @@ fn ask(vsock: &Path, request: &Request) -> Result<Exit, Failure> {
     Ok(exit)
 }
 
-/// `vellum exec` of a command.
+/// Runs the command of `vellum exec`.
 fn launch(vsock: &Path, args: ExecArgs) -> Result<Exit, Failure> {
     let terminal = if args.terminal { streams::own_terminal() } else { None };
     let has = match () {

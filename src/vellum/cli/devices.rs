@@ -1,4 +1,4 @@
-//! The arguments that give a guest devices: a flag for each of [`KINDS`], and kvmtool's words for one of them.
+//! The arguments for devices: a flag for each of [`KINDS`], `--forward`, and kvmtool's `--network`.
 
 use std::any::Any;
 use std::net::Ipv4Addr;
@@ -16,20 +16,20 @@ use vellum_linux::virtio::Config;
 use vellum_sandbox::Mode;
 use vellum_sys::keyvalue::{self, KeyValues};
 
-/// Devices of a guest. With `FOR_KERNEL` they need one that boots, which the group `guest` says.
+/// The devices of a guest. With `FOR_KERNEL` all except disks require the group `guest`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
 
-/// Flags that have a letter too.
+/// Flags with a short form.
 const SHORT: &[(&str, char)] = &[("disk", 'd')];
 
 impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
-    /// What a machine is to be built with.
+    /// The devices for the configuration of a machine.
     pub fn config(self) -> Config {
         Config(self.0)
     }
 
-    /// Whether one of them is of this kind.
+    /// Whether there is a device of this kind.
     pub fn has(&self, kind: &Kind) -> bool {
         self.0.iter().any(|config| config.kind().key == kind.key)
     }
@@ -47,17 +47,18 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
         }
     }
 
-    /// Whether it has a network, by whatever flag.
+    /// Whether there is a network, by either flag.
     pub fn has_network(&self) -> bool {
         self.has(&net::KIND)
     }
 
-    /// Puts a device behind the others.
+    /// Adds a device at the end.
     pub fn add(&mut self, device: impl DeviceConfig + 'static) {
         self.0.push(Arc::new(device));
     }
 
-    /// Leads a port of the host to the guest by the first network without a tap; false if there is none.
+    /// Forwards a host port through the first network without a tap. Returns false if there is
+    /// none.
     pub fn forward(&mut self, forward: Forward) -> bool {
         for device in &mut self.0 {
             let Some(network) = (&**device as &dyn Any).downcast_ref::<NetConfig>() else { continue };
@@ -71,19 +72,19 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
         false
     }
 
-    /// The directories among them.
+    /// The shared directories.
     pub fn shares(&self) -> impl Iterator<Item = &FsConfig> {
         self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref())
     }
 
-    /// Takes the console out, to which something else is added.
+    /// Removes and returns the console, so that it can share its device with a port.
     pub(crate) fn take_console(&mut self) -> Option<ConsoleConfig> {
         let is_one = |config: &Arc<dyn DeviceConfig>| (&**config as &dyn Any).is::<ConsoleConfig>();
         let at = self.0.iter().position(is_one)?;
         (&*self.0.remove(at) as &dyn Any).downcast_ref().cloned()
     }
 
-    /// Confines the servers of directories as `--sandbox` says.
+    /// Sets the sandbox of the servers of shared directories.
     pub(crate) fn confine(&mut self, sandbox: Mode) {
         for config in &mut self.0 {
             if let Some(share) = (&**config as &dyn Any).downcast_ref::<FsConfig>() {
@@ -102,7 +103,7 @@ impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
     fn augment_args(command: Command) -> Command {
         let command = command.next_help_heading("Devices");
         let bound = |arg: Arg| if FOR_KERNEL { arg.requires("guest") } else { arg };
-        // A disk may have the kernel that the others need.
+        // A disk may contain the kernel that the other devices require.
         let command = KINDS.iter().fold(command, |command, kind| match kind.key == blk::KIND.key {
             true => command.arg(arg(kind)),
             false => command.arg(bound(arg(kind))),
@@ -177,7 +178,7 @@ fn forward_of(text: &str) -> Result<Forward, &'static str> {
     text.parse()
 }
 
-/// Gives the one interface that passt serves its forwards.
+/// Adds the forwards to the one interface that passt serves.
 fn forward(
     devices: &mut [Arc<dyn DeviceConfig>],
     matches: &ArgMatches,
@@ -202,11 +203,11 @@ fn forward(
     Ok(())
 }
 
-/// `--network`, which may ask for none.
+/// The value of `--network`. It may be none.
 #[derive(Clone, Debug)]
 struct Network(Option<NetConfig>);
 
-/// kvmtool's `--network`. Without `tapif` the tap is made, with its host at 192.168.33.1.
+/// Parses kvmtool's `--network`. Without `tapif` a tap is created, and the host gets 192.168.33.1.
 fn network(text: &str) -> Result<Network, String> {
     let keys = &["mode", "tapif", "guest_mac", "host_ip"];
     let read = || -> Result<Network, keyvalue::Error> {

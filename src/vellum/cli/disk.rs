@@ -1,4 +1,4 @@
-//! `vellum disk`: disk images as files. What it does is in [`vellum_disk::copy`] and
+//! `vellum disk`: disk images as files. The work is in [`vellum_disk::copy`] and
 //! [`vellum_osimage`].
 
 use std::fs::{self, File};
@@ -28,7 +28,7 @@ use vellum_sys::open::{self, Kind};
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
 
-/// Make, convert and look at disk images
+/// Create, convert and inspect disk images
 #[derive(Debug, Args)]
 pub(crate) struct DiskArgs {
     #[command(subcommand)]
@@ -37,7 +37,7 @@ pub(crate) struct DiskArgs {
 
 #[derive(Debug, Subcommand)]
 enum DiskCommand {
-    /// Print an image's format and size, its partitions, and the kernel that `vellum run -d` boots
+    /// Print an image's format, size and partitions, and the kernel that `vellum run -d` boots
     #[command(after_help = "Example:\n  vellum disk info debian-12.qcow2")]
     Info {
         /// The image
@@ -49,7 +49,7 @@ enum DiskCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Make an empty image
+    /// Create an empty image
     #[command(after_help = "Example:\n  vellum disk create data.qcow2 20g")]
     Create {
         /// The new file
@@ -110,7 +110,7 @@ struct Info {
     boots: Result<About, String>,
 }
 
-/// Does what was asked.
+/// Runs `vellum disk`.
 pub(crate) fn run(args: &DiskArgs) -> Result<Exit, Failure> {
     match &args.what {
         DiskCommand::Info { image, backing, json } => info(image, backing.as_ref(), *json)?,
@@ -132,7 +132,7 @@ fn config(image: &Path, backing: Option<&PathBuf>) -> BlkConfig {
 
 fn refuse(error: &blk::BlkError) -> Failure {
     let failure = Failure::of(error, FLAGS);
-    // There is no flag here that the error is about.
+    // The error names `--disk`, a flag that this command does not have.
     let message = failure.message.trim_start_matches("--disk: ").to_owned();
     Failure { message, ..failure }
 }
@@ -166,7 +166,7 @@ fn info(path: &Path, backing: Option<&PathBuf>, json: bool) -> Result<(), Failur
     print(text).map(drop)
 }
 
-/// A size for people: exact where it is whole, and with one place behind the point otherwise.
+/// A size with its unit: exact if it is whole, otherwise with one decimal.
 fn size_of(bytes: u64) -> String {
     let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.iter().find(|(unit, _)| bytes >= *unit) {
@@ -237,7 +237,7 @@ fn target(file: File, format: DiskFormat, size: u64) -> io::Result<Target> {
     }
 }
 
-/// Makes the file `path`, which must not exist, and removes it if `work` fails.
+/// Creates the file `path`, which must not exist, and removes it if `work` fails.
 fn create(path: &Path, work: impl FnOnce(File) -> io::Result<()>) -> Result<(), Failure> {
     let mut options = File::options();
     options.read(true).write(true).create_new(true);

@@ -1,4 +1,4 @@
-//! `vellum doctor`: what this host offers.
+//! `vellum doctor`: the capabilities of this host.
 
 use std::path::PathBuf;
 
@@ -16,29 +16,31 @@ use vellum_kvm::arch::cpuid::model::Listed;
 use vellum_kvm::vm;
 use vellum_kvm::vm::lifecycle::Exit;
 
-/// Say what this host offers, and what to do about what it lacks
+/// Check what this host supports, and how to get what it lacks
 ///
-/// Exits with 1 where no guest can run.
+/// Exits with 1 if no guest can run.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
 
-    /// Print which CPU features guests of this host can be shown, as a file for vellum run --cpu FILE and for --cpu-common
+    /// Print the CPU features that guests of this host can have, as a file for vellum run --cpu
+    /// FILE and --cpu-common
     #[arg(long, conflicts_with = "json")]
     cpu_json: bool,
 
-    /// Print what the hosts have in common of which --cpu-json wrote these files, as a file for vellum run --cpu FILE
+    /// Print the CPU features that are in all of these files of --cpu-json, as a file for vellum
+    /// run --cpu FILE
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["json", "cpu_json"])]
     cpu_common: Vec<PathBuf>,
 
-    /// Print what this host has as features of a node, for its line in slurm.conf; nothing is changed
+    /// Print this host's features as Feature= of its node's line in slurm.conf; nothing is changed
     #[arg(long, conflicts_with_all = ["json", "cpu_json", "cpu_common"])]
     slurm_features: bool,
 }
 
-/// Does what was asked.
+/// Runs `vellum doctor`.
 pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     if args.cpu_json || !args.cpu_common.is_empty() {
         return model(&args.cpu_common);
@@ -64,7 +66,8 @@ pub fn run(args: &DoctorArgs) -> Result<Exit, Failure> {
     Ok(if diagnosis.ok { Exit::PowerOff } else { Exit::Error })
 }
 
-/// A CPU model: what these files have in common, or this host's KVM offers.
+/// Prints a CPU model: what `files` have in common, or what this host's KVM supports if there are
+/// none.
 fn model(files: &[PathBuf]) -> Result<Exit, Failure> {
     let read =
         |path: &PathBuf| Listed::read(path).map_err(|error| Failure::usage(format!("--cpu-common {error}")));
@@ -81,14 +84,15 @@ fn model(files: &[PathBuf]) -> Result<Exit, Failure> {
     Ok(Exit::PowerOff)
 }
 
-/// The highest level that guests can be shown.
+/// The highest psABI level that guests can have.
 fn level() -> Option<Check> {
     let kvm = vm::open().ok()?;
     let level = cpuid::level(&kvm, &kvm::create_vm(&kvm).ok()?).ok()??;
     Some(Check::ok("CPU model", format_args!("{level}; vellum run --cpu")))
 }
 
-/// Whether a signal may end a reset of a dirty ring. Vellum blocks signals then; other programs need not.
+/// Whether KVM loses pages if a signal interrupts a reset of a dirty ring. Vellum blocks signals
+/// there. Other programs may not.
 fn dirty_ring() -> Option<Check> {
     let name = "dirty ring";
     match edges::probe_reset() {
@@ -103,7 +107,7 @@ fn dirty_ring() -> Option<Check> {
     }
 }
 
-/// A check that runs a guest.
+/// Checks the dirty log with a guest.
 fn dirty_log() -> Check {
     let name = DIRTY_LOG;
     match edges::probe() {

@@ -1,5 +1,6 @@
-//! `vellum dump`: the client of a dump. It makes the file, hands it to the machine, and names it when it is written and on the disk; the
-//! machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on: the dump ends with its connection.
+//! `vellum dump`: the client of a dump. It creates the file and hands it to the machine, which
+//! opens no path itself. When the dump is written and synced, the client names the file. If the
+//! client is killed, the dump ends with its connection: no file is left, and the guest goes on.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -25,7 +26,7 @@ pub struct DumpArgs {
     /// The machine: its name (--name), or the path of its control socket
     machine: String,
 
-    /// The file, a new one; what is zero in memory is a hole in it
+    /// The new file; zero pages are holes in it
     file: PathBuf,
 }
 
@@ -36,7 +37,7 @@ Examples:
   makedumpfile --dump-dmesg web.core web.log         the kernel's log
   vellum run … --on-panic dump=panic.core            and when the guest panics";
 
-/// A new file for `path`, without a name yet, that this user alone may read.
+/// An unnamed file that will get the name `path`. Only this user may read it.
 fn unnamed(path: &Path) -> Result<File, Failure> {
     let refused = |why: String| Failure::usage(format!("{}: {why}", path.display()));
     if path.symlink_metadata().is_ok() {
@@ -49,7 +50,7 @@ fn unnamed(path: &Path) -> Result<File, Failure> {
     file::unnamed(directory).map_err(|error| refused(error.to_string()))
 }
 
-/// A file for the dump of a guest that panics; and what its process's guard needs to name it.
+/// A file for the dump of a guest that panics, and what the guard of its process needs to name it.
 pub(super) fn on_panic(path: &Path) -> Result<(File, EventFd, Naming), Failure> {
     let file = unnamed(path)?;
     let mut beside = path.file_name().unwrap_or_default().to_owned();
@@ -59,7 +60,7 @@ pub(super) fn on_panic(path: &Path) -> Result<(File, EventFd, Naming), Failure> 
     Ok((file, written, naming))
 }
 
-/// Does what was asked.
+/// Runs `vellum dump`.
 pub fn run(args: &DumpArgs) -> Result<Exit, Failure> {
     let path = names::find(&args.machine).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;

@@ -1,4 +1,4 @@
-//! Why a command did not succeed, and the line that says so.
+//! Failures of commands, and their messages.
 
 use std::error::Error as StdError;
 use std::io;
@@ -10,24 +10,25 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::{Case, Report, Status};
 use vellum_sys::diagnose::{Diagnose, Field, Whose};
 
-/// Why a command did not succeed.
+/// The failure of a command.
 #[derive(Debug)]
 pub struct Failure {
     /// The exit status.
     pub exit: Exit,
-    /// Whether this host lacks what was asked for: a test is skipped for that.
+    /// This host lacks what was requested. A test is then skipped.
     pub lacking: bool,
-    /// The line to print.
+    /// The message, one line.
     pub message: String,
 }
 
 impl Failure {
-    /// How a command ended that did not do what it was asked for.
+    /// A command that ended with `exit` and did not do what it was asked for.
     pub fn ended(exit: Exit, message: impl Into<String>) -> Self {
         Self { exit, lacking: false, message: message.into() }
     }
 
-    /// A test that found nothing wrong and was not run, or not all of it: on account of the host, or cut short.
+    /// A test that found nothing wrong but did not run completely, because the host lacks something
+    /// or it was cut short.
     pub fn not_run(report: &Report) -> Self {
         let said = |case: Case| format!("{}: {}", case.name, case.why());
         let first = || report.all_cases().into_iter().find(|case| case.status != Status::Pass);
@@ -48,17 +49,18 @@ impl Failure {
         report
     }
 
-    /// The same, behind the flag that it is about.
+    /// The same failure with `flag` in front of the message.
     pub(super) fn under(self, flag: &str) -> Self {
         Self { message: format!("{flag}{}", self.message), ..self }
     }
 
-    /// Bad input.
+    /// A usage error.
     pub fn usage(error: impl Into<Box<dyn StdError>>) -> Self {
         Self::ended(Exit::Usage, chain(error.into().as_ref()))
     }
 
-    /// What `error` says, behind the flag of the field that it is about.
+    /// The failure for `error`. The message begins with the flag of the field that the error is
+    /// about.
     pub fn of(error: &(impl Diagnose + 'static), flags: Flags) -> Self {
         let exit = match error.whose() {
             Whose::User => Exit::Usage,
@@ -77,13 +79,14 @@ impl Failure {
         Self { exit, lacking: error.origin().lacking, message }
     }
 
-    /// The VMM or the host failed.
+    /// A failure of the VMM or the host.
     pub fn host(error: impl Into<Box<dyn StdError>>) -> Self {
         Self::ended(Exit::Error, chain(error.into().as_ref()))
     }
 }
 
-/// The whole chain of reasons in one line; a reason that the line above it already spells out is not repeated.
+/// The error and its sources in one line. A source is left out if the line contains its text
+/// already.
 fn chain(error: &(dyn StdError + 'static)) -> String {
     let mut line = error.to_string();
     let mut next = error.source();
@@ -100,7 +103,8 @@ fn chain(error: &(dyn StdError + 'static)) -> String {
     }
 }
 
-/// Whether this process may open no more files, which can befall any part of it. KVM's own error says so itself.
+/// Whether the process ran out of file descriptors, which can happen anywhere. An error of
+/// `kvm_ioctls` has no source with the errno: it has the errno itself.
 fn out_of_descriptors(error: &(dyn StdError + 'static)) -> bool {
     let io = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
     let kvm = error.downcast_ref::<kvm_ioctls::Error>().map(|error| error.errno());

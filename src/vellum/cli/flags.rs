@@ -1,10 +1,11 @@
-//! Which flag a field of the configuration comes from. Each subcommand has a table of its own, beside its arguments; what an
-//! error is about is said by [`vellum_sys::diagnose`].
+//! Maps fields of the configuration to flags. Each subcommand has its own table beside its
+//! arguments. [`vellum_sys::diagnose`] says which field an error is about.
 
 use vellum_sys::diagnose::Field;
 
-/// The flags of a subcommand; in parts, since subcommands share groups of flags. What an error says follows: its value after a
-/// `=` or a blank, or after a colon where it does not begin with the value.
+/// The flags of a subcommand, in parts because subcommands share groups of flags. The text of an
+/// error follows the flag: after `=` or a blank if it begins with the value, otherwise after a
+/// colon.
 pub type Flags = &'static [&'static [(Field, &'static str)]];
 
 #[cfg(test)]
@@ -15,13 +16,13 @@ mod tests {
     use super::Flags;
     use crate::cli::{bench, command, receive, restore, run_flags, test};
 
-    /// All tables, by the subcommand as typed.
+    /// All tables, by subcommand as typed.
     fn tables() -> Vec<(&'static str, Flags)> {
         let own = [("run", run_flags::FLAGS), ("receive", receive::FLAGS), ("restore", restore::FLAGS)];
         own.into_iter().chain(bench::TABLES).chain(test::TABLES).collect()
     }
 
-    /// All flags of `command` and of those below it, as typed.
+    /// All flags of `command` and its subcommands, as typed.
     fn flags_of(command: &clap::Command) -> BTreeSet<String> {
         let long = command.get_arguments().filter_map(|arg| arg.get_long_and_visible_aliases()).flatten();
         let short = command.get_arguments().filter_map(clap::Arg::get_short);
@@ -45,7 +46,7 @@ mod tests {
         }
     }
 
-    /// The string literals of Rust source, as they are written.
+    /// The string literals of Rust source, as written.
     fn literals(source: &str) -> Vec<&str> {
         let (mut found, mut rest) = (Vec::new(), source);
         while let Some(at) = rest.find(['"', '/', '\'', 'r']) {
@@ -81,7 +82,7 @@ mod tests {
         found
     }
 
-    /// The first of `flags` that `literal` names. What stands behind the name of another program is that program's.
+    /// The first of `flags` in `literal`. A word behind the name of another program is not ours.
     fn named<'a>(literal: &str, flags: &'a BTreeSet<String>) -> Option<&'a String> {
         const PROGRAMS: [&str; 12] = [
             "cat", "dmesg", "grep", "id", "ls", "mknod", "modprobe", "mount", "prlimit", "sbatch",
@@ -110,7 +111,8 @@ mod tests {
         }
     }
 
-    /// One field has another flag in another subcommand, so what is said below `cli/` names none.
+    /// The same field has different flags in different subcommands, so code outside `cli/` names no
+    /// flag.
     #[test]
     fn flags_are_named_by_the_command_line_alone() {
         let (root, flags) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), flags_of(&command()));
@@ -119,7 +121,7 @@ mod tests {
         files.retain(|file| !file.starts_with(root.join("vellum/cli")));
         // GRUB's commands have flags of their own.
         files.retain(|file| !file.ends_with("osimage/grub/run.rs"));
-        // VMMs that are driven, and the compiler, have command lines of their own.
+        // The judge drives other VMMs and the compiler, which have command lines of their own.
         files.retain(|file| !file.starts_with(root.join("judge/drive")) && !file.ends_with("judge/build.rs"));
         assert!(files.len() > 50, "only {} files were found", files.len());
         let mut wrong = Vec::new();

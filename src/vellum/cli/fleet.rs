@@ -18,8 +18,9 @@ use vellum_sys::{keyvalue, open};
 
 /// Run tests and benchmarks on many hosts: one plan, and the results merged
 ///
-/// A plan is a TOML file (`cargo doc`: fleet::plan). `plan` checks it and puts it into a directory that all hosts share; `submit` hands
-/// its tasks to Slurm, or `plan --commands` prints them for anything else; each host runs `task`; `merge` reads what they left.
+/// A plan is a TOML file (`cargo doc`: fleet::plan). `plan` checks it and copies it into a
+/// directory that all hosts share. `submit` hands its tasks to Slurm, or `plan --commands` prints
+/// them for other schedulers. Each host runs `task`. `merge` reads the results.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, after_long_help = format!("{PLAN}{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(crate) struct FleetArgs {
@@ -60,18 +61,19 @@ Without Slurm:
 
 #[derive(Debug, Subcommand)]
 enum FleetCommand {
-    /// Check a plan, and put it where all hosts find it
+    /// Check a plan, and copy it to a directory that all hosts share
     Plan {
         /// The plan, a TOML file
         file: PathBuf,
-        /// The directory that all hosts share: the plan is copied to plan.toml there, and results come beside it
+        /// The directory that all hosts share; the plan is copied to plan.toml there, and results
+        /// are written beside it
         #[arg(long, value_name = "DIR")]
         into: Option<PathBuf>,
-        /// Print the command of each task: shell, one for a shell; ssh, as one word behind `ssh HOST`
+        /// Print the command of each task: shell, for a shell; ssh, as one word behind `ssh HOST`
         #[arg(long, value_name = "FOR", value_enum, requires = "into", hide_possible_values = true)]
         commands: Option<Where>,
     },
-    /// Hand to Slurm what has no result yet and is not in its queue, as far as it has room
+    /// Submit to Slurm the tasks that have no result and are not queued, as many as it has room for
     Submit {
         /// The plan in the shared directory
         plan: PathBuf,
@@ -79,13 +81,13 @@ enum FleetCommand {
         #[arg(long, value_name = "OPTION", allow_hyphen_values = true)]
         option: Vec<String>,
     },
-    /// Say where the tasks are
+    /// Print how many tasks have a result, are queued or are neither
     Status {
         /// The plan in the shared directory
         plan: PathBuf,
     },
-    /// Read all results: what was lost, what is missing, tables by kernel and CPU; exits with 1 if anything
-    /// is wrong, and with 4 if results are missing or nothing in them was tested
+    /// Read all results: lost pages, missing results, tables by kernel and CPU; exits with 1 if a
+    /// test failed, and with 4 if results are missing or nothing was tested
     Merge {
         /// The plan in the shared directory
         plan: PathBuf,
@@ -93,46 +95,49 @@ enum FleetCommand {
         #[arg(long, value_name = "OUT")]
         html: Option<PathBuf>,
     },
-    /// Run one seed many times, to see how often each host and kernel loses pages with it: a seed repeats the choices and not the
-    /// timing. It is a plan of its own, beside the other one
+    /// Run one seed many times, to see how often each host and kernel loses pages with it. A seed
+    /// repeats the choices and not the timing. The runs are a plan of their own, in a directory
+    /// beside the plan
     Rerun {
         /// The plan in the shared directory
         plan: PathBuf,
-        /// Which seed
+        /// The seed
         seed: u64,
-        /// Of which test, where several have it
+        /// The test, if several have this seed
         #[arg(long, value_name = "NAME")]
         test: Option<String>,
-        /// How often
+        /// The number of runs
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = |text: &str| keyvalue::number(text, 1..=1_000_000u64))]
         times: u64,
-        /// On this host alone, as Slurm calls it
+        /// Only on this host, by its name in Slurm
         #[arg(long, value_name = "NAME", value_parser = host)]
         host: Option<String>,
-        /// Here and now, one after the other, instead of by Slurm
+        /// Run here and now, one after the other, instead of through Slurm
         #[arg(long, conflicts_with = "host")]
         here: bool,
     },
-    /// Run one task on this host and leave its result; what a batch system calls
+    /// Run one task on this host and write its result; batch systems call this
     Task {
         /// The plan in the shared directory
         plan: PathBuf,
-        /// Its number; in an array of Slurm's, the number of the array's first, to which SLURM_ARRAY_TASK_ID is added
+        /// The task's number; in a Slurm array, the number of the array's first task, to which
+        /// SLURM_ARRAY_TASK_ID is added
         index: u64,
     },
 }
 
-/// How much of a long list of commands is printed at once, in bytes.
+/// The number of bytes of commands that are printed at once.
 const AT_ONCE: usize = 64 << 10;
 
-/// For whom a command is written.
+/// The reader of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Where {
     Shell,
     Ssh,
 }
 
-/// A host's name: nothing that a list of Slurm's or a shell would take for more.
+/// Parses the name of a host. It may not contain anything that Slurm's host lists or a shell
+/// interpret.
 fn host(text: &str) -> Result<String, String> {
     let right = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     match !text.is_empty() && !text.starts_with('-') && text.chars().all(right) {
@@ -145,7 +150,7 @@ fn failure(error: Error) -> Failure {
     Failure::of(&error, &[])
 }
 
-/// The same where Slurm is asked: without it the tasks are commands like others.
+/// A failure of Slurm. If Slurm is missing, the message says how to run the tasks without it.
 fn of_slurm(error: Error, plan: &Path) -> Failure {
     let missing = matches!(error, Error::NoSlurm(_));
     let mut failure = failure(error);
@@ -160,7 +165,8 @@ fn of_slurm(error: Error, plan: &Path) -> Failure {
     failure
 }
 
-/// Whether a command line would be taken, and which argument takes a seed.
+/// Checks that a command line would be accepted. Returns the argument that takes a seed, if there
+/// is one.
 fn check(line: CommandLine, words: &[String]) -> Result<Option<String>, String> {
     let cli = (line.definition)();
     let command = cli.find_subcommand(&words[0]).and_then(|outer| outer.find_subcommand(&words[1]));
@@ -199,7 +205,7 @@ fn read(line: CommandLine, file: &Path) -> Result<(PathBuf, Plan), Failure> {
     Ok((whole, plan))
 }
 
-/// Does what was asked.
+/// Runs `vellum fleet`.
 pub(super) fn run(line: CommandLine, args: &FleetArgs) -> Result<Exit, Failure> {
     match &args.what {
         FleetCommand::Plan { file, into, commands } => plan(line, file, into.as_deref(), *commands),
@@ -253,7 +259,7 @@ pub(super) fn run(line: CommandLine, args: &FleetArgs) -> Result<Exit, Failure> 
             if !here {
                 return submit(&file, &plan, host.as_deref(), &[]);
             }
-            // As with Slurm: what has a result has been tried.
+            // As with Slurm, tasks that have a result are not run again.
             for number in 0..plan.len().div_ceil(SHARD) {
                 let tried = ended(&results(&file), number);
                 let range = number * SHARD..((number + 1) * SHARD).min(plan.len());
@@ -276,7 +282,7 @@ pub(super) fn run(line: CommandLine, args: &FleetArgs) -> Result<Exit, Failure> 
     }
 }
 
-/// How a command ends whose results ended so.
+/// The exit status for results with this status.
 fn exit(status: Status) -> Exit {
     match status {
         Status::Pass => Exit::PowerOff,
@@ -345,7 +351,7 @@ fn plan(
     print(out).map(|_| Exit::PowerOff)
 }
 
-/// Puts a plan into its directory, where no other one is.
+/// Copies a plan into its directory, unless another plan is there.
 fn keep(text: &str, dir: &Path) -> Result<PathBuf, Failure> {
     std::fs::create_dir_all(dir).map_err(|error| failure(Error::file("made", dir)(error)))?;
     let dir = dir.canonicalize().map_err(|error| failure(Error::file("found", dir)(error)))?;
@@ -395,7 +401,7 @@ fn run_task(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status
     let runner = task::Runner {
         attempt,
         job: variable("SLURM_JOB_ID"),
-        // Several of Slurm's nodes may be one host.
+        // Several nodes of Slurm may be one host.
         node: variable("SLURMD_NODENAME").unwrap_or_else(own),
         vellum: VERSION,
         as_json: "--format=json",
@@ -403,7 +409,8 @@ fn run_task(file: &Path, plan: &Plan, index: u64, attempt: u64) -> Result<Status
     task::run(file, plan, &task, &runner).map_err(failure)
 }
 
-/// FleetCommand tries a seed again on the host where it happened. The host's name is a result's, and may be anything.
+/// The commands that try a seed again on the host of a result. The host's name comes from the
+/// result and may be anything.
 fn again(file: &Path, plan: &Plan, test: &str, seed: u64, node: &str) -> String {
     let mut words: Vec<String> = ["vellum", "fleet", "rerun"].map(String::from).into();
     words.push(file.to_string_lossy().into_owned());
@@ -426,7 +433,7 @@ fn again(file: &Path, plan: &Plan, test: &str, seed: u64, node: &str) -> String 
 mod tests {
     use super::*;
 
-    /// However narrow the terminal for which it is wrapped.
+    /// The help may be wrapped for a narrow terminal.
     #[test]
     fn the_plan_in_the_help_parses_when_it_is_copied() {
         for width in [60, 80, 100] {

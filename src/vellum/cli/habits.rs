@@ -1,13 +1,13 @@
-//! What people type who know other VMMs: virtme-ng, kvmtool, QEMU, Firecracker, Cloud Hypervisor. Some
-//! of it works here ([`ours`]). The rest is answered with the word for it here. Some flags would be
-//! taken for something else: the `-kernel` of QEMU is `-k ernel` to those who read short flags.
+//! Flags and commands of other VMMs: virtme-ng, kvmtool, QEMU, Firecracker, Cloud Hypervisor. Some
+//! work here too ([`ours`]). The others are answered with Vellum's equivalent. Without that some
+//! flags would be misread: clap reads QEMU's `-kernel` as `-k ernel`.
 
 use std::ffi::OsString;
 use std::path::Path;
 
 use clap::Command;
 
-/// Another program's flag, and the words for it here.
+/// Another program's flag, and its equivalent here.
 const FLAGS: &[(&str, &str)] = &[
     // QEMU's
     ("-accel", "leave it out: Vellum always uses KVM"),
@@ -98,7 +98,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("--seccomp", "--sandbox on, log or off"),
 ];
 
-/// Another program's command, and what it is here.
+/// Another program's command, and its equivalent here.
 const COMMANDS: [(&str, &str); 25] = [
     ("attach", "exec -t NAME"),
     ("balloon", "ctl NAME balloon SIZE"),
@@ -127,16 +127,18 @@ const COMMANDS: [(&str, &str); 25] = [
     ("version", "--version"),
 ];
 
-/// What a command of another program is here.
+/// The equivalent of another program's command.
 pub(super) fn command(typed: &str) -> Option<&'static str> {
     COMMANDS.iter().find(|(theirs, _)| *theirs == typed).map(|(_, ours)| *ours)
 }
 
-/// The words as this command line has them, the program's name first. These ways to say something
-/// work too:
-/// - `ctl pause NAME`, as `ctl NAME pause`
-/// - `pause -n NAME` and `pause --name NAME`, as kvmtool has it
-/// - `run -- COMMAND` in a directory where a kernel was built, as virtme-ng has it
+/// Rewrites `words`, which start with the program's name, to Vellum's own command line. These forms
+/// are rewritten:
+///
+/// - `ctl pause NAME` to `ctl NAME pause`
+/// - `pause -n NAME` and `pause --name NAME`, which are kvmtool's, to `pause NAME`
+/// - `run -- COMMAND`, which is virtme-ng's, to `run --kernel . -- COMMAND`, in a directory where a
+///   kernel was built
 pub(super) fn ours(mut words: Vec<OsString>, definition: fn() -> Command, here: &Path) -> Vec<OsString> {
     let word = |at: usize| words.get(at).and_then(|word| word.to_str());
     match word(1) {
@@ -180,7 +182,7 @@ fn is_built(directory: &Path) -> bool {
     directory.join(".config").is_file() && images.iter().any(|image| directory.join(image).is_file())
 }
 
-/// One line that translates, where this program was started with `run` and another one's flag.
+/// The message for another program's flag after `run`, if there is one.
 pub(super) fn other_program() -> Option<String> {
     let words = std::env::args_os().skip(1);
     translate(&words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>())
@@ -191,9 +193,10 @@ fn translate(words: &[String]) -> Option<String> {
     if run != "run" {
         return None;
     }
-    // What a guest is to do is its own.
+    // Words behind `--` belong to the guest's command.
     let words = words.split(|word| word == "--").next().unwrap_or_default();
-    // The value of the one before: a kernel's command line may hold anything.
+    // Whether a word is not the value of the flag before it. A kernel's command line may contain
+    // anything.
     let free = |before: Option<&String>| {
         !before.is_some_and(|before| ["-p", "--cmdline", "--params", "--cpuid"].contains(&before.as_str()))
     };
@@ -250,7 +253,7 @@ mod tests {
         }
     }
 
-    /// What becomes of a line: it is read, or answered.
+    /// Parses a line. Returns the message if it is refused.
     fn answered(line: &str, here: &Path) -> Result<(), String> {
         let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
         if let Some(said) = translate(&words[1..]) {
@@ -265,7 +268,7 @@ mod tests {
         crate::cli::command()
     }
 
-    /// What users of other programs type works, or is answered with the right word.
+    /// Words of other programs work, or are answered with the right equivalent.
     #[test]
     fn what_fingers_know_works_or_is_answered() {
         let tree = std::env::temp_dir().join(format!("vellum-habits-{}", std::process::id()));
@@ -377,7 +380,7 @@ mod tests {
         }
     }
 
-    /// A flag of ours would never be reached.
+    /// Flags in this list are answered before clap sees them.
     #[test]
     fn no_flag_of_ours_is_among_them() {
         let cli = crate::cli::command();

@@ -1,4 +1,4 @@
-//! The form of the help. `-h` fits a screen: the options that are used most, each with the first
+//! The layout of the help. `-h` fits a screen: it has the most used options, each with the first
 //! clause of its description, and examples. `--help` has everything.
 
 use clap::builder::StyledStr;
@@ -12,10 +12,10 @@ const COMMANDS: [(&str, &[&str]); 4] = [
     ("Files", &["disk", "completions"]),
 ];
 
-/// A heading, and the options below it. Without a heading they come first.
+/// A heading and the options below it. Options without a heading come first.
 type Group = (Option<&'static str>, &'static [&'static str]);
 
-/// What `-h` shows of commands that have more options than a screen has lines.
+/// The options that `-h` shows, for commands with more options than a screen has lines.
 const SHOWN: [(&str, &[Group]); 11] = [
     (
         "run",
@@ -106,7 +106,7 @@ const SHOWN: [(&str, &[Group]); 11] = [
     ),
 ];
 
-/// Examples of commands whose arguments have none beside them.
+/// Examples of commands that have none beside their arguments.
 const EXAMPLES: &[(&str, &str)] = &[
     ("doctor", "vellum doctor\n  vellum doctor --json"),
     ("list", "vellum list"),
@@ -152,7 +152,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("judge", "vellum judge run --vmm qemu"),
 ];
 
-/// The command line with its help in order.
+/// The command line with its help laid out.
 pub(super) fn shaped(command: Command) -> Command {
     let command = inner(command, "");
     let mut text = String::new();
@@ -180,14 +180,15 @@ fn inner(command: Command, path: &str) -> Command {
     footed(in_order(with_verbose(command), path), path)
 }
 
-/// `-v` is short for `--verbose`, except where it stands for vCPUs, as in the kernel's selftests.
+/// Makes `-v` short for `--verbose`, unless `-v` is the number of vCPUs as in the kernel's
+/// selftests.
 fn with_verbose(command: Command) -> Command {
     let has = command.get_arguments().any(|arg| arg.get_id() == "verbose");
     let taken = command.get_arguments().any(|arg| arg.get_short() == Some('v'));
     if has && !taken { command.mut_arg("verbose", |arg| arg.short('v')) } else { command }
 }
 
-/// Options under their headings, and those that `-h` leaves out.
+/// Puts options under their headings, and hides those that `-h` leaves out.
 fn in_order(command: Command, path: &str) -> Command {
     let groups = SHOWN.iter().find(|(of, _)| *of == path).map_or(&[][..], |(_, groups)| groups);
     let place = |arg: &Arg| {
@@ -208,7 +209,7 @@ fn in_order(command: Command, path: &str) -> Command {
     })
 }
 
-/// An option whose short description is the first clause of the long one.
+/// An option with the first clause of its description as short help.
 fn in_short(arg: Arg) -> Arg {
     let Some(help) = arg.get_help().map(StyledStr::to_string) else { return arg };
     let short = clause(&help);
@@ -219,8 +220,8 @@ fn in_short(arg: Arg) -> Arg {
     arg.help(short).long_help(long)
 }
 
-/// The first clause of a description: up to a full stop, a colon or a semicolon that is not quoted
-/// and not in parentheses. A default at the end stays.
+/// The first clause of a description. It ends at a full stop, colon or semicolon outside of quotes
+/// and parentheses. A default at the end is kept.
 fn clause(text: &str) -> String {
     let default = |rest: &str| {
         let from = rest.find("[default: ")?;
@@ -245,7 +246,7 @@ fn clause(text: &str) -> String {
     text.replace('`', "")
 }
 
-/// The examples behind the options, in `-h` without what only `--help` has room for.
+/// Adds examples after the options. `-h` leaves out the sections that only `--help` has room for.
 fn footed(command: Command, path: &str) -> Command {
     let own = command.get_after_help().map(StyledStr::to_string);
     let example = EXAMPLES.iter().find(|(of, _)| *of == path);
@@ -266,7 +267,7 @@ mod tests {
     use super::*;
     use crate::cli::command;
 
-    /// All commands that are shown, with their paths.
+    /// All visible commands, with their paths.
     fn all() -> Vec<(String, Command)> {
         fn below(command: &Command, path: &str, found: &mut Vec<(String, Command)>) {
             for inner in command.get_subcommands().filter(|inner| !inner.is_hide_set()) {

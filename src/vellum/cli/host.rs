@@ -1,4 +1,5 @@
-//! The host's side of a machine that was made elsewhere: what `vellum receive` and `vellum restore` are told of it, and how both run it.
+//! The host's side of a machine that comes from elsewhere: the arguments that `vellum receive` and
+//! `vellum restore` share, and how both run it.
 
 use std::time::Duration;
 
@@ -28,10 +29,10 @@ enum TscMismatch {
     Allow,
 }
 
-/// Where it leads on this host, and what of this host it is given.
+/// The names, files and resources of this host that the machine gets.
 #[derive(Debug, Args)]
 pub(super) struct HostArgs {
-    /// A name by which `vellum ctl`, `list` and `exec` find this machine
+    /// The machine's name, by which `vellum ctl`, `list` and `exec` find it
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
 
@@ -39,27 +40,29 @@ pub(super) struct HostArgs {
     #[arg(long, value_name = "WHERE", default_value = "terminal")]
     serial: Target,
 
-    /// Confine this process by seccomp and Landlock, before the first byte of a source is read: on, log or off
+    /// Confine this process by seccomp and Landlock, before the first byte of a source is read: on,
+    /// log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 
-    /// Give up root for this user and group once everything is open, as two numbers
+    /// Switch from root to this user and group once everything is open, as two numbers
     #[arg(long, value_name = "UID:GID")]
     user: Option<User>,
 
-    /// Give each vCPU a dirty ring of N entries, a power of two, for further migrations of the machine that comes: whether it had
-    /// one where it comes from does not matter
+    /// Give each vCPU a dirty ring of N entries, a power of two, for further migrations of the
+    /// machine. It does not matter whether the source had one
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
     dirty_ring: Option<u32>,
 
-    /// Let a guest with a kernel, on shadow paging, load CR3 without an exit: on; auto, where this host can; off. It does so if it was
-    /// started with `vellum run --cr3-cache` and has registered with KVM, here or where it comes from; and sees where its shadow page
-    /// tables are in this host's memory
+    /// Let a guest on shadow paging load CR3 without an exit: on; auto, if this host can; off. The
+    /// guest must have been started with `vellum run --cr3-cache` and have registered with KVM,
+    /// here or on the source. It then sees the addresses of its shadow page tables in this host's
+    /// memory
     #[arg(long, value_name = "WHETHER", value_enum, default_value = "off", hide_possible_values = true)]
     cr3_cache: cr3_cache::Choice,
 
-    /// What becomes of a guest whose TSC has a frequency that is not this host's and that it cannot scale to: refuse; allow, and
-    /// then a guest that tells time by its TSC is wrong from then on, and one with kvmclock is not
+    /// What happens to a guest if this host cannot give its TSC the frequency that it had: refuse;
+    /// allow, and clocks that use the TSC are wrong from then on, but kvmclock is not
     #[arg(long, value_name = "WHAT", value_enum, default_value = "refuse", hide_possible_values = true)]
     tsc_mismatch: TscMismatch,
 
@@ -70,7 +73,7 @@ pub(super) struct HostArgs {
     devices: DeviceArgs<false>,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: &[(Field, &str)] = &[
     (Field::Backing, "--memory backing="),
     (Field::Cr3Cache, "--cr3-cache on:"),
@@ -86,8 +89,7 @@ pub(super) const FLAGS: &[(Field, &str)] = &[
 ];
 
 impl HostArgs {
-    /// Runs the machine that comes in this way.
-    /// `flags` are those of the command.
+    /// Runs the machine that comes from `listen`. `flags` are those of the command.
     pub fn run(
         self,
         listen: Listen,
@@ -115,7 +117,7 @@ impl HostArgs {
         let lenience = Lenience { liveness, other_tsc: self.tsc_mismatch == TscMismatch::Allow };
         let result = self.result.open()?;
         match incoming::run(&process, listen, memory, config, lenience).map_err(failure) {
-            // It was delivered by another process, to the same place.
+            // Another process delivered the result to the same place.
             Ok(Outcome::Succeeded(exit)) => Ok(exit),
             Ok(Outcome::BuiltIn(outcome)) if outcome.succeeded => Ok(outcome.exit),
             Ok(Outcome::BuiltIn(outcome)) => result.deliver(&[outcome.report]).map(|()| outcome.exit),

@@ -1,5 +1,5 @@
-//! `vellum run -d IMAGE` without a kernel: the operating system that is installed in the image. Its
-//! kernel is found by [`vellum_osimage`]; this file says what such a guest gets besides.
+//! `vellum run -d IMAGE` without a kernel: boots the operating system in the image.
+//! [`vellum_osimage`] finds its kernel. This file adds the other defaults of such a guest.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -25,30 +25,32 @@ use vellum_osimage::confined;
 use vellum_sandbox::Mode;
 use vellum_sys::socket::SocketError;
 
-/// An operating system in a disk image.
+/// The arguments for an operating system in a disk image.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A disk image with an operating system (without --kernel)")]
 pub(crate) struct ImageArgs {
-    /// Enter this firmware instead of the image's kernel: an ELF or PVH image, such as rust-hypervisor-firmware or OVMF's CLOUDHV.fd
+    /// Enter this firmware instead of the image's kernel: an ELF or PVH image, such as
+    /// rust-hypervisor-firmware or OVMF's CLOUDHV.fd
     #[arg(long, value_name = "FILE", conflicts_with = "kernel")]
     pub firmware: Option<PathBuf>,
 
-    /// Make a user NAME in the guest, by cloud-init: with this user's public SSH keys, the right to use sudo, and a password for the
-    /// console, which is printed
+    /// Create a user NAME in the guest with cloud-init. The user has this user's public SSH keys,
+    /// sudo, and a password for the console, which is printed
     #[arg(long, value_name = "NAME", value_parser = login::user, requires = "guest", conflicts_with_all = ["user_data", "cloud-init"])]
     pub login: Option<String>,
 
-    /// What cloud-init does at the first boot: short for --cloud-init user-data=FILE
+    /// Configure cloud-init's first boot: short for --cloud-init user-data=FILE
     #[arg(long, value_name = "FILE", requires = "guest", conflicts_with = "cloud-init")]
     pub user_data: Option<PathBuf>,
 
-    /// Connect by SSH as the user of --login when the guest has booted, and stop the guest afterwards. `vellum ssh NAME` connects to a
-    /// guest that runs
+    /// Connect by SSH as the user of --login once the guest has booted, and stop the guest
+    /// afterwards. `vellum ssh NAME` connects to a running guest
     #[arg(long, requires = "login")]
     pub ssh: bool,
 
-    /// Keep what the guest writes, under the machine's name, for the next `vellum run` with the same name. Otherwise it is discarded
-    /// when the guest ends. The image itself stays as it is; `--disk IMAGE,overlay=none` writes to it
+    /// Keep the guest's writes under the machine's name, for the next `vellum run` with the same
+    /// name. Otherwise they are discarded when the guest ends. The image is unchanged. `--disk
+    /// IMAGE,overlay=none` writes to it
     #[arg(long, requires = "guest")]
     pub keep: bool,
 }
@@ -57,15 +59,15 @@ pub(crate) struct ImageArgs {
 pub(super) struct Prepared {
     /// The kernel or firmware.
     pub kernel: PathBuf,
-    /// What messages call it, if the user has given it another way than by `--kernel`.
+    /// The kernel's name in messages, if it was not given by `--kernel`.
     name: Option<String>,
-    /// Who can log in by SSH.
+    /// The user that can log in by SSH.
     pub login: Option<Login>,
-    /// The files behind paths below /proc/self/fd. They stay open until the machine has them.
+    /// Files with paths below /proc/self/fd. They stay open until the machine has opened them.
     _files: Vec<File>,
 }
 
-/// The name of a machine that is given none but needs one: that of its image.
+/// The name of a machine that needs one and was given none: that of its image.
 pub(super) fn default_name(args: &KernelArgs) -> Option<String> {
     let image = &args.image;
     if !image.keep && !image.ssh {
@@ -77,8 +79,8 @@ pub(super) fn default_name(args: &KernelArgs) -> Option<String> {
     Some(name.trim_start_matches(['.', '-']).to_owned()).filter(|name| !name.is_empty())
 }
 
-/// Completes `args` for the operating system of the first disk: its kernel, unless one is given, an
-/// overlay, a network, and who can log in.
+/// Completes `args` for the operating system of the first disk: its kernel unless one is given, an
+/// overlay, a network, and the user of `--login`.
 pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> Result<Prepared, Failure> {
     if let Some(name) = name {
         free(name)?;
@@ -131,8 +133,9 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     Ok(Prepared { kernel, name: called, login, _files: files })
 }
 
-/// Refuses the name of a machine that runs, whose keys a guest with a user would replace; and removes what
-/// an earlier machine of that name has left, so that `vellum ssh` does not take it for this one's.
+/// Refuses the name of a running machine, because a guest with a user would replace its keys.
+/// Removes what an earlier machine of that name left, so that `vellum ssh` does not use it for this
+/// one.
 fn free(name: &str) -> Result<(), Failure> {
     let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
     if Client::connect(&socket).is_ok() {
@@ -148,7 +151,7 @@ fn free(name: &str) -> Result<(), Failure> {
 }
 
 impl Prepared {
-    /// A failure about the kernel, by the name that the user knows.
+    /// Replaces the path of the kernel in a message by the name that the user knows.
     pub fn name(&self, failure: Failure) -> Failure {
         match &self.name {
             Some(name) => {
@@ -160,7 +163,7 @@ impl Prepared {
     }
 }
 
-/// Gives `disk` an overlay that is kept under the machine's name: the directory with it.
+/// Gives `disk` an overlay that is kept under the machine's name. Returns the directory.
 fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
     if disk.readonly || disk.overlay.is_some() || disk.into_image {
         return Err(Failure::usage(
@@ -173,8 +176,8 @@ fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
     Ok(directory)
 }
 
-/// Finds the kernel of `disk`, and sets the initrd and the command line: the kernel as an open file, and its
-/// path in the image.
+/// Finds the kernel of `disk`, and sets the initrd and the command line. Returns the kernel as a
+/// path of an open file, and its path in the image.
 fn find(
     args: &mut KernelArgs,
     disk: &BlkConfig,
@@ -208,8 +211,8 @@ fn find(
     Ok((descriptor(found.kernel, files), about.kernel))
 }
 
-/// The console of `defaults` for a command line of `image` that ends with another one. The last is the
-/// one that gets the login.
+/// The console of `defaults`, if the last one on the `image`'s command line is another. The last
+/// console gets the login.
 fn console(image: &str, defaults: &str) -> Option<String> {
     let last =
         |text: &str| text.split_whitespace().rfind(|word| word.starts_with("console=")).map(str::to_owned);
@@ -220,7 +223,7 @@ fn console(image: &str, defaults: &str) -> Option<String> {
     }
 }
 
-/// A path of an open file.
+/// A path for an open file.
 pub(super) fn descriptor(file: File, files: &mut Vec<File>) -> PathBuf {
     let path = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
     files.push(file);

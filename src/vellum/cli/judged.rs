@@ -1,5 +1,5 @@
-//! What tests and benchmarks have besides a result: an exit status that another harness understands,
-//! and signs of life.
+//! The arguments of tests and benchmarks besides those of a result: an exit status for other
+//! harnesses, and signs of life.
 
 use std::time::{Duration, Instant};
 
@@ -14,15 +14,16 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::{Case, Report};
 use vellum_sys::keyvalue;
 
-/// The arguments, for every command that judges something.
+/// The arguments of every command with a verdict.
 #[derive(Debug, Args)]
 pub struct JudgedArgs {
     #[command(flatten)]
     result: ResultArgs,
 
-    /// What the exit status says: vellum, the list below; kselftest, 0 passed, 4 skipped because this host lacks something, 1
-    /// anything else, a test that was cut short and a wrong command line included
-    // Looked for among the words themselves, by `exits_as`: a command line that is wrong ends by it, too.
+    /// Whose exit statuses to use: vellum, the list below; kselftest, 0 passed, 4 skipped because
+    /// this host lacks something, 1 everything else, including tests that were cut short and wrong
+    /// command lines
+    // `exits_as` reads the words themselves, because it also applies to a wrong command line.
     #[arg(
         long = "exit",
         value_name = "WHOSE",
@@ -32,22 +33,23 @@ pub struct JudgedArgs {
     )]
     _exit: Exits,
 
-    /// Say on standard error every so often that this goes on, and how far it is, as in 30s
+    /// Print progress on standard error at this interval, as in 30s
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     heartbeat: Option<Duration>,
 }
 
-/// Whose exit statuses.
+/// Whose exit statuses to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Exits {
-    /// [`Exit`]'s.
+    /// The statuses of [`Exit`].
     Vellum,
-    /// The kernel's selftests' (tools/testing/selftests/kselftest.h): 2 and 3 would mean XFAIL and XPASS there.
+    /// The statuses of the kernel's selftests (tools/testing/selftests/kselftest.h). 2 and 3 mean
+    /// XFAIL and XPASS there.
     Kselftest,
 }
 
 impl Exits {
-    /// The status of a command that ended so.
+    /// The status of a command that ended with `ended`.
     pub(super) fn status(self, ended: &Result<Exit, Failure>) -> u8 {
         let exit = ended.as_ref().map_or_else(|failure| failure.exit, |exit| *exit);
         let lacking = ended.as_ref().is_err_and(|failure| failure.lacking);
@@ -59,7 +61,8 @@ impl Exits {
     }
 }
 
-/// Whose exit statuses `words` ask for, the program's name first; whether the rest of them makes sense or not.
+/// The exit statuses that `words` request. The first word is the program's name. The other words
+/// may be wrong.
 pub(super) fn exits_as(words: &[String]) -> Exits {
     let judged = words.get(1).is_some_and(|word| ["test", "bench", "judge"].contains(&word.as_str()));
     let asked = words.iter().any(|word| word == "--exit=kselftest")
@@ -68,9 +71,9 @@ pub(super) fn exits_as(words: &[String]) -> Exits {
 }
 
 impl JudgedArgs {
-    /// Opens what is to be written, does `work`, whose progress `bar` shows, and delivers its results.
-    /// Returns what else `work` returned. If it fails, no file is left behind, and the form that was
-    /// asked for says so.
+    /// Opens the outputs, runs `work` with the progress of `bar`, and delivers its results. Returns
+    /// the second value of `work`. If `work` fails, no file is left, and the failure is printed in
+    /// the requested form.
     pub fn deliver<T>(
         &self,
         name: &str,
@@ -93,7 +96,7 @@ impl JudgedArgs {
                 Ok(besides)
             }
             Err(failure) => {
-                // What this host lacks is nobody's mistake.
+                // A host that lacks something is not a usage error.
                 let exit = if failure.lacking { Exit::NotRun } else { failure.exit };
                 let failure = Failure { exit, ..failure };
                 let view = place.view.clone();

@@ -1,4 +1,5 @@
-//! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its exit status.
+//! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its
+//! exit status.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -38,15 +39,15 @@ use vellum_sys::identity;
 use vellum_sys::mmap::memfd;
 use vellum_sys::open::{self, Kind};
 
-/// What the modules are mounted by. No directory of --share has a tag with a slash.
+/// The tag of the modules' mount. Tags of --share contain no slash.
 const MODULES_TAG: &str = "/lib/modules";
-/// Whom Linux has for nobody in particular.
+/// The user and group nobody, by Linux's numbers.
 const NOBODY: User = User { uid: 65534, gid: 65534 };
 
-/// Where the guest of a command has the directories of its host's.
+/// Where the guest of a command mounts the host's directories.
 const PLACE: &str = "/mnt";
 
-/// What has to be known before a machine is made.
+/// What is decided before the machine is made.
 pub(super) struct Plan {
     kernel: Kernel,
     initrd: OwnedFd,
@@ -64,11 +65,11 @@ fn failure(error: Error) -> Failure {
     failure
 }
 
-/// What is to be launched around `named`; `None` where an image is just to be booted.
+/// The plan for a command with the kernel `named`. `None` if an image is only booted.
 pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failure> {
     let args = &all.launch;
     let board = all.board();
-    // Whatever is neither a directory nor this host's own is an image, or said to be none.
+    // A path that is neither a directory nor `host` is an image, or is refused as one.
     let is_image = !named.is_dir() && (named != Path::new("host") || named.exists());
     let has_root = all.devices.has(&share::ROOT);
     if args.command.is_empty() && !has_root && is_image {
@@ -107,8 +108,9 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     Ok(Some(Plan { kernel, initrd, way, modules, launch, status_file: args.status_file.clone() }))
 }
 
-/// The modules of `kernel` for the guest's modprobe, and what is to be beside them: none where its configuration has no driver for them, or
-/// their server could not read them.
+/// The kernel's modules for the guest's modprobe, and the files to put beside them. `None` if the
+/// kernel's configuration has no driver for shared directories, or if the server could not read the
+/// modules.
 fn modules(kernel: &Kernel) -> Option<(FsConfig, Vec<Named>)> {
     let lacks =
         kernel.config.as_ref().is_some_and(|text| !config::lacks(text, &config::SHARED[..1]).is_empty());
@@ -125,13 +127,13 @@ fn modules(kernel: &Kernel) -> Option<(FsConfig, Vec<Named>)> {
         ));
         return None;
     }
-    // Modules are no secret: what belongs to root is read as nobody.
+    // Modules are not secret. The server reads root's as nobody.
     let user = is_roots.then_some(NOBODY);
     let share = FsConfig { tag: MODULES_TAG.into(), user, ..FsConfig::new(found.directory) };
     Some((share, found.beside))
 }
 
-/// Refuses what an image that is just booted has no use for.
+/// Refuses flags that an image without a command has no use for.
 fn alone(args: &LaunchArgs) -> Result<(), Failure> {
     let given = [
         ("--guest-dir", args.guest_dir.is_some()),
@@ -153,7 +155,7 @@ fn terminal(has_root: bool, named: &Path) -> Result<Terminal, Failure> {
     })
 }
 
-/// Where the guest of a command mounts a directory. Its tag is the name of its place.
+/// Where the guest of a command mounts a directory: at a path named after its tag.
 fn mount(share: &FsConfig) -> Result<Mount, Failure> {
     let FsConfig { tag, mode, root, .. } = share;
     if *root {
@@ -172,7 +174,7 @@ fn mount(share: &FsConfig) -> Result<Mount, Failure> {
     Ok(Mount { tag: tag.clone(), place: format!("{PLACE}/{tag}"), access })
 }
 
-/// Makes the machine in a process of its own, and runs the command.
+/// Starts the machine in a process of its own, and runs the command.
 pub(super) fn run(
     plan: Plan,
     mut args: KernelArgs,
@@ -181,7 +183,7 @@ pub(super) fn run(
     process: session::Config,
 ) -> Result<Exit, Failure> {
     let host = |error: io::Error| Failure::host(format!("a pipe: {error}"));
-    // Opened before anything runs, so that a path that cannot be written costs nothing.
+    // Opened first, so that a path that cannot be written fails before anything runs.
     let status_file = plan.status_file.as_ref().map(|path| {
         open::open(path, File::options().write(true).create(true).truncate(true), Kind::Output)
             .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
@@ -231,7 +233,7 @@ pub(super) fn run(
     }
 }
 
-/// Says what is not the command's own end; the status.
+/// Reports how the guest ended, unless its command ended by itself. Returns the exit status.
 fn tell(ended: Ended, unwritten: Option<String>) -> Exit {
     let fails = unwritten.is_some();
     unwritten.iter().for_each(|why| say(why));
@@ -242,7 +244,7 @@ fn tell(ended: Ended, unwritten: Option<String>) -> Exit {
             say(&reason);
             Exit::AgentCommand
         }
-        // The machine's process has said it.
+        // The machine's process has reported it.
         Ended::Machine { status: status @ (1 | 2), .. } => Exit::Guest(status),
         Ended::Machine { status, reason, console } => {
             console.lines().for_each(|line| say(&format!("console: {line}")));

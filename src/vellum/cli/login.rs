@@ -1,8 +1,8 @@
-//! Who can log in to a guest: `--login` makes a user by cloud-init.
+//! Logins of a guest: `--login` creates a user with cloud-init.
 //!
-//! The guest's SSH host key is made here and given to the guest, so that it is known before the first
-//! connection. The machine's directory has an ssh_config(5) with the forwarded port, the user and
-//! that key.
+//! The guest's SSH host key is generated here and given to the guest, so that it is known before
+//! the first connection. The machine's directory has an ssh_config(5) with the forwarded port, the
+//! user and that key.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -24,30 +24,31 @@ use vellum_devices::virtio::net::user::Forward;
 use vellum_sys::mmap::memfd;
 use vellum_sys::random;
 
-/// Letters and digits that nobody mistakes for each other.
+/// Characters that are not mistaken for each other: no i, l, o, 0 or 1.
 const ALPHABET: &[u8; 32] = b"abcdefghjkmnpqrstuvwxyz23456789-";
 /// Characters of a password: 60 bits.
 const PASSWORD: usize = 12;
-/// Characters of an instance's ID.
+/// Characters of an instance ID.
 const INSTANCE: usize = 8;
 /// The public keys that ssh(1) uses.
 const KEYS: [&str; 4] = ["id_ed25519.pub", "id_ed25519_sk.pub", "id_ecdsa.pub", "id_rsa.pub"];
 
 /// A user of the guest.
 pub(super) struct Login {
-    /// The ssh_config of the machine; `None` if SSH cannot reach it.
+    /// The machine's ssh_config. `None` if SSH cannot reach it.
     pub config: Option<PathBuf>,
-    /// The port of this host that leads to the guest's SSH server.
+    /// The host port that is forwarded to the guest's SSH server.
     pub port: u16,
 }
 
-/// The seed of `user_data` and `meta_data`.
+/// A seed with `user_data` and `meta_data`.
 pub(super) fn seed(user_data: PathBuf, meta_data: Option<PathBuf>) -> Seed {
     Seed { user_data, meta_data, network_config: None }
 }
 
-/// Gives the guest a seed that makes `user`, and a way to it by SSH if it has a network without a tap.
-/// `kept` is the directory of a machine whose disk is kept: its user stays, too.
+/// Gives the guest a seed that creates `user`, and forwards a port to its SSH server if it has a
+/// network without a tap. `kept` is the directory of a machine whose disk is kept. Its user is kept
+/// too.
 pub(super) fn prepare(
     args: &mut KernelArgs,
     user: &str,
@@ -59,7 +60,7 @@ pub(super) fn prepare(
     let port = free_port().map_err(|error| host("a port for SSH", error))?;
     let address = Ipv4Addr::LOCALHOST.into();
     let is_reachable = args.devices.forward(Forward { udp: false, address, host: port, guest: 22 });
-    // A kept machine has its identity for good; another one has it as long as it runs.
+    // The keys of a kept machine are permanent. Others last as long as the machine runs.
     let directory = match (kept, name) {
         (Some(kept), _) => Some(kept.to_owned()),
         (None, Some(name)) => {
@@ -74,7 +75,7 @@ pub(super) fn prepare(
     };
     if is_new {
         let password = letters(PASSWORD).map_err(|error| host("a password", error))?;
-        // A new ID has cloud-init set the guest up. It is no secret in the guest.
+        // A new ID makes cloud-init configure the guest. The ID is not secret in the guest.
         let instance = letters(INSTANCE).map_err(|error| host("an instance ID", error))?;
         let user_data = user_data(user, &password, identity.as_ref())?;
         let hostname = name.unwrap_or("vellum");
@@ -114,7 +115,7 @@ pub(super) fn prepare(
                 .transpose()
                 .map_err(|error| Failure::of(&error, FLAGS))?;
             match link {
-                // A kept machine's configuration lies elsewhere.
+                // The configuration of a kept machine is in its own directory.
                 Some(runtime) if runtime != directory => {
                     let path = runtime.join("config");
                     fs::copy(&config, &path).map_err(|error| host("its SSH configuration", error))?;
@@ -128,7 +129,7 @@ pub(super) fn prepare(
     Ok(Login { config, port })
 }
 
-/// The value of `--login`: a name that useradd(8) takes.
+/// Parses the value of `--login`, a name that useradd(8) accepts.
 pub(super) fn user(user: &str) -> Result<String, &'static str> {
     let sound = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-".contains(&byte);
     let first = user.bytes().next().is_some_and(|byte| byte.is_ascii_lowercase() || byte == b'_');
@@ -151,7 +152,7 @@ fn free_port() -> std::io::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }
 
-/// The caller's public keys.
+/// The user's public SSH keys.
 fn own_keys() -> Vec<String> {
     let Some(home) = std::env::var_os("HOME") else { return Vec::new() };
     let keys =
@@ -159,7 +160,7 @@ fn own_keys() -> Vec<String> {
     keys.map(|key| key.trim().to_owned()).filter(|key| !key.is_empty()).collect()
 }
 
-/// What cloud-init does. JSON is YAML, and quotes whatever a key's comment has.
+/// The user-data of cloud-init. JSON is valid YAML, and it quotes the comment of a key.
 fn user_data(user: &str, password: &str, identity: Option<&Identity>) -> Result<String, Failure> {
     let mut keys = own_keys();
     keys.extend(identity.map(|identity| identity.public.trim().to_owned()));
@@ -183,7 +184,7 @@ fn user_data(user: &str, password: &str, identity: Option<&Identity>) -> Result<
     Ok(format!("#cloud-config\n{text}\n"))
 }
 
-/// The keys of a machine: the guest's own, and one that opens it.
+/// The keys of a machine: the guest's host key, and one that can log in.
 struct Identity {
     host_private: String,
     host_public: String,
@@ -191,7 +192,8 @@ struct Identity {
 }
 
 impl Identity {
-    /// The keys in `directory`, made if they are new; `None` without ssh-keygen.
+    /// The keys in `directory`. They are generated if `is_new`. `None` if ssh-keygen is not
+    /// installed.
     fn of(directory: &Path, is_new: bool) -> Result<Option<Self>, Failure> {
         for name in ["host", "key"] {
             let path = directory.join(name);
@@ -228,7 +230,7 @@ impl Identity {
         }))
     }
 
-    /// Writes known_hosts and an ssh_config into `directory`: the latter's path.
+    /// Writes known_hosts and an ssh_config into `directory`. Returns the path of the ssh_config.
     fn configure(&self, directory: &Path, name: &str, user: &str, port: u16) -> Result<PathBuf, Failure> {
         let known = directory.join("known_hosts");
         let write = |path: &Path, text: String| {
@@ -249,7 +251,7 @@ impl Identity {
     }
 }
 
-/// A file that this user alone can read, empty.
+/// Creates an empty file that only this user can read.
 fn private(path: &Path) -> std::io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
 }

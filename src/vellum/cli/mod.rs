@@ -1,8 +1,9 @@
-//! The command line: one file a subcommand; arguments only, no work.
+//! The command line: one file for each subcommand, with arguments only and no work.
 //!
-//! [`main`] reads it and dispatches. No subcommand uses what is in this file: what they share is in modules of their own
-//! ([`failure`], `output`, `args`, `flags`, `client`). Bad input ends in one line that names the flag, the value and what would work (`refusal.rs`),
-//! and in exit status 2; whatever else fails, in the chain of its reasons and status 1.
+//! [`main`] parses it and dispatches. Subcommands do not use this file. What they share is in
+//! modules of their own ([`failure`], `output`, `args`, `flags`, `client`). Bad input ends with
+//! exit status 2 and one line that names the flag, the value and what would work (`refusal.rs`).
+//! Other failures end with status 1 and their chain of reasons.
 
 pub mod args;
 pub mod bench;
@@ -79,11 +80,11 @@ enum Command {
     Disk(disk::DiskArgs),
     Dump(dump::DumpArgs),
     Ctl(control::CtlArgs),
-    /// Stop a machine's vCPUs and devices: the same as ctl NAME pause
+    /// Pause a machine's vCPUs and devices: the same as ctl NAME pause
     Pause(control::MachineArgs),
-    /// Let a paused machine go on: the same as ctl NAME resume
+    /// Resume a paused machine: the same as ctl NAME resume
     Resume(control::MachineArgs),
-    /// Print what a machine is and does, as JSON: the same as ctl NAME status
+    /// Print a machine's status as JSON: the same as ctl NAME status
     Status(control::MachineArgs),
     /// End a machine: the same as ctl NAME stop
     Stop(control::MachineArgs),
@@ -93,27 +94,27 @@ enum Command {
     Report(report::ReportArgs),
     Judge(judge::JudgeArgs),
     Test(test::TestArgs),
-    /// What serves a shared directory: started by `vellum run --share`
+    /// The server of a shared directory: started by `vellum run --share`
     #[command(name = process::WORD, hide = true)]
     ServeShare,
     /// Print a completion script for a shell
     Completions {
-        /// For which shell
+        /// The shell
         shell: clap_complete::Shell,
     },
 }
 
-/// The whole command line, for those who look at one without running it.
+/// The command line, for code that checks one without running it.
 const LINE: CommandLine = CommandLine { definition: command, parse: |words| read_from(words).map(drop) };
 
-/// The whole command line, for those who write pages and completions of it.
+/// The command line, for generators of pages and completions.
 pub fn command() -> clap::Command {
     help::shaped(Cli::command())
 }
 
-/// The program.
+/// Runs the program.
 pub fn main() -> ExitCode {
-    // A guest that was started for a command has this program as its PID 1.
+    // This program is also PID 1 of a guest that runs a command.
     if guest_agent::init::is_agent() {
         return guest_agent::init::main();
     }
@@ -176,8 +177,8 @@ pub fn main() -> ExitCode {
     ExitCode::from(status)
 }
 
-/// The script for bash with the names of running machines among the words of commands that take one;
-/// another shell's script as it is.
+/// Adds the names of running machines to the words that a bash script offers for commands that take
+/// a machine. Scripts for other shells are unchanged.
 fn with_machines(script: &str) -> String {
     const NAMES: &str = " $(vellum list 2>/dev/null | awk 'NR > 2 { print $1 }')\"";
     let definition = command();
@@ -200,10 +201,11 @@ fn with_machines(script: &str) -> String {
     out
 }
 
-/// Plants the mistake that the environment names, where this program can make any: for the command, and for test programs.
+/// Plants the mistake that the environment variable names, in builds that can plant one. The
+/// command and test programs call it.
 ///
 /// # Errors
-/// Where no mistake has that name.
+/// No mistake has that name.
 pub fn plant() -> Result<(), Failure> {
     let Some(name) = std::env::var_os(VARIABLE).filter(|_| POSSIBLE) else { return Ok(()) };
     let name = name.to_string_lossy();
@@ -212,16 +214,16 @@ pub fn plant() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Lets a panic be seen wherever it happens.
+/// Makes a panic visible in any thread.
 pub fn say_panics() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        // A terminal in raw mode would outlive the process, and spoil the message.
+        // Raw mode would outlive the process and garble the message.
         vellum_sys::terminal::restore();
         if !sandbox::is_in_force() {
             return default(panic);
         }
-        // The default hook opens files for a backtrace, which would end the process with a violation instead.
+        // The default hook opens files for a backtrace, and seccomp would end the process.
         let thread = std::thread::current();
         let (name, text) = (thread.name().unwrap_or("?"), panic.payload_as_str().unwrap_or("no message"));
         let place = panic.location().map_or(String::new(), |place| format!(" at {place}"));
@@ -229,8 +231,8 @@ pub fn say_panics() {
     }));
 }
 
-/// The command, where it is one that must start fast and is well-formed: only its own arguments are built then. Whatever
-/// is left, help and errors included, takes the long way, which knows all commands.
+/// Parses a command that must start fast, building only its own arguments. `None` for other
+/// commands, for help and for errors. [`read`] handles those.
 fn quick() -> Option<Command> {
     let name = word(1)?;
     let command = match name.as_str() {
@@ -244,7 +246,7 @@ fn quick() -> Option<Command> {
     Command::from_arg_matches(&matches).ok()
 }
 
-/// The command, by way of all that there are.
+/// Parses the command with all commands built.
 fn read() -> Result<Command, clap::Error> {
     read_from(habits::ours(std::env::args_os().collect(), command, Path::new(".")))
 }
@@ -259,7 +261,7 @@ fn read_from(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Re
 mod tests {
     use super::*;
 
-    /// What a shell completes, and that it is not a file's name.
+    /// Shells complete words, not file names.
     #[test]
     fn completions_offer_the_words_that_there_are() {
         let mut script = Vec::new();
@@ -279,7 +281,7 @@ mod tests {
         }
     }
 
-    /// A machine's name is completed by those that there are, and `ctl` by its verbs.
+    /// Shells complete the names of running machines, and the verbs of `ctl`.
     #[test]
     fn completions_offer_machines_and_verbs() {
         let mut script = Vec::new();
@@ -297,7 +299,7 @@ mod tests {
         command().debug_assert();
     }
 
-    /// So that `-v -1` is answered with what -v takes, and not with an unexpected argument '-1'.
+    /// `-v -1` is answered with what -v accepts, and not with an unexpected argument '-1'.
     #[test]
     fn a_negative_number_is_a_value_wherever_numbers_are() {
         for name in ["run", "bench", "test"] {

@@ -1,11 +1,11 @@
-//! What a command writes: results to standard output, and messages to standard error, one line each.
+//! The output of commands: results on standard output, and messages of one line on standard error.
 
 use std::fmt::Display;
 use std::io::{self, Write};
 
 use super::failure::Failure;
 
-/// Prints `text`; false where whoever read standard output has seen enough, as `| head` has.
+/// Prints `text`. Returns false if the reader of standard output has closed it, as `| head` does.
 pub(super) fn print(text: impl Display) -> Result<bool, Failure> {
     let mut out = io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {
@@ -15,14 +15,14 @@ pub(super) fn print(text: impl Display) -> Result<bool, Failure> {
     }
 }
 
-/// Says `message` on standard error, in one line that a terminal can take.
+/// Prints `message` on standard error, as one line without control characters.
 pub(super) fn say(message: &str) {
-    // Where nobody reads it the exit status says as much.
+    // If nothing reads standard error, the exit status still tells of the failure.
     let _ = writeln!(io::stderr(), "vellum: {}", fit(message));
 }
 
-/// What of a message fits: whoever typed 100,000 characters knows them, and its end says what would work. Control characters are
-/// shown and not sent.
+/// Shortens a long message in its middle, because its end says what would work. Control characters
+/// are escaped.
 fn fit(message: &str) -> String {
     const MAX_LENGTH: usize = 2000;
     let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };

@@ -1,4 +1,4 @@
-//! `vellum receive`: waits for a machine that `vellum migrate` sends here, and runs it.
+//! `vellum receive`: waits for a machine from `vellum migrate`, and runs it.
 
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -27,12 +27,14 @@ use vellum_sys::keyvalue;
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct ReceiveArgs {
-    /// Where the source connects: unix:PATH, tcp:HOST:PORT, or fd:N, a stream socket that is connected already; without it,
-    /// where `vellum migrate --to ssh:HOST:NAME` looks for the machine of this name
+    /// Where the source connects: unix:PATH, tcp:HOST:PORT, or fd:N, a connected stream socket.
+    /// Without it, the source connects with `vellum migrate --to ssh:HOST:NAME` to the machine of
+    /// this name
     #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["name", "relay", "take_over"])]
     listen: Option<Address>,
 
-    /// Let it listen on an address that others than this host reach, where anybody may send a machine and read along
+    /// Let it listen on an address that other hosts reach; anyone on the network can send a machine
+    /// and read its memory
     #[arg(long)]
     insecure_network: bool,
 
@@ -40,8 +42,8 @@ pub struct ReceiveArgs {
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     liveness: Option<Duration>,
 
-    /// Connect standard input and output to the machine of this name that waits here: what `vellum migrate --to ssh:` runs on the
-    /// other host
+    /// Connect standard input and output to the machine of this name that waits here; `vellum
+    /// migrate --to ssh:` runs this on the other host
     #[arg(long, value_name = "NAME", conflicts_with_all = ["listen", "name"])]
     relay: Option<String>,
 
@@ -52,8 +54,9 @@ pub struct ReceiveArgs {
     #[command(flatten)]
     host: HostArgs,
 
-    /// What backs its memory, whose size comes with it: `backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd[,prealloc][,lock]`;
-    /// with prealloc all of it is there before the guest runs
+    /// What backs memory, whose size comes from the source:
+    /// `backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd[,prealloc][,lock]`; prealloc
+    /// populates all of it before the guest runs
     #[arg(short, long, value_name = "BACKING", value_parser = args::memory_without_size, default_value = "anonymous")]
     memory: MemoryConfig,
 }
@@ -63,7 +66,7 @@ Examples:
   vellum receive --listen unix:/tmp/there.sock --name web    then: vellum migrate web --to unix:/tmp/there.sock
   vellum receive --name web --disk web.img                   then, on another host: vellum migrate web --to ssh:HOST:web";
 
-/// Where somebody listens, as typed.
+/// The address of `--listen`, as typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
     /// `unix:PATH`
@@ -93,16 +96,16 @@ impl FromStr for Address {
     }
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::Listen, "--listen:")]];
 
-/// Where the machine of this name waits for a source that `--relay` brings.
+/// The socket where the machine of this name waits for a source that connects through `--relay`.
 fn waiting_place(name: &str) -> Result<PathBuf, Failure> {
     let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
     Ok(socket.with_extension("incoming"))
 }
 
-/// Does what was asked.
+/// Runs `vellum receive`.
 pub fn run(args: ReceiveArgs) -> Result<Exit, Failure> {
     if let Some(file) = args.take_over {
         return take_over::run(file, FLAGS);
@@ -136,7 +139,7 @@ fn bind(address: &str, insecure: bool) -> Result<TcpListener, Failure> {
     Ok(listener)
 }
 
-/// The descriptor that this process was started with.
+/// Takes a descriptor that this process was started with.
 fn taken(fd: i32) -> Result<OwnedFd, Failure> {
     inherited(fd).ok_or_else(|| Failure::usage(format!("--listen fd:{fd}: no such descriptor is open")))
 }

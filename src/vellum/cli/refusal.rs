@@ -1,5 +1,5 @@
-//! What is said of a command line that is wrong: clap's paragraphs as one line, with the reason and what would work where clap
-//! knows only the rule.
+//! Messages about a wrong command line: clap's paragraphs as one line. Where clap states only a
+//! rule, the message has the reason and what would work.
 
 use std::ffi::OsString;
 
@@ -15,7 +15,8 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::output::allow_broken_pipe;
 use vellum_sys::keyvalue;
 
-/// Prints help as it is, and an error of the command line as one line; how that ends, `None` where it was asked for.
+/// Prints help as it is, and an error of the command line as one line. Returns the exit status, or
+/// `None` if help was requested.
 pub(super) fn refuse(line: CommandLine, error: &clap::Error) -> Option<Exit> {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match allow_broken_pipe(error.print()) {
@@ -37,7 +38,7 @@ pub(super) fn refuse(line: CommandLine, error: &clap::Error) -> Option<Exit> {
     }
 }
 
-/// Clap's paragraphs about `words` as one line, without the usage that `--help` shows better.
+/// Clap's paragraphs about `words` as one line, without the usage, which `--help` shows better.
 pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error) -> String {
     let first = words.first().map(String::as_str);
     let text = error.to_string();
@@ -50,12 +51,12 @@ pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error)
     if let (ErrorKind::UnknownArgument, Some(ContextValue::String(typed))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
     {
-        // A value with a unit, as in `-5s`, is taken for flags.
+        // Clap reads a negative value with a unit, as in `-5s`, as flags.
         if typed.strip_prefix('-').is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
         {
             return format!("unexpected argument '{typed}': no value here is negative");
         }
-        // Clap's own guesses are far off at times, and it takes the words of a guest's command for ours.
+        // Clap's guesses are often wrong, and it mistakes words of the guest's command for ours.
         let (path, command) = innermost(line, words);
         if typed.starts_with("--") {
             let longs: Vec<&str> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
@@ -70,7 +71,7 @@ pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error)
                  vellum run -k KERNEL -- {typed}"
             );
         }
-        // Behind an argument, as in `ctl NAME stpo`, clap does not take a word for a command.
+        // Behind an argument, as in `ctl NAME stpo`, clap does not look for subcommands.
         if !typed.starts_with('-')
             && let Some(first) = first
             && (line.definition)().find_subcommand(first).is_some_and(clap::Command::has_subcommands)
@@ -93,7 +94,8 @@ pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error)
     lines.join("; ").replace(":; ", ": ")
 }
 
-/// Which of `words` is refused because it is no text: clap says only that one is. Some may be none, as some paths are.
+/// The message about the word that is refused because it is not UTF-8. Clap does not say which it
+/// is. Some words, such as paths, may be any bytes.
 fn not_text(line: CommandLine, words: &[OsString]) -> Option<String> {
     let strange = |at: &usize| words[*at].to_str().is_none();
     let refused = |at: &usize| {
@@ -116,7 +118,7 @@ fn not_text(line: CommandLine, words: &[OsString]) -> Option<String> {
     Some(format!("{flag}: {:?} is not UTF-8; give it a name that is, or a link with such a name", words[at]))
 }
 
-/// The command that `words` name, as typed.
+/// The command that `words` name, with its path as typed.
 fn innermost(line: CommandLine, words: &[String]) -> (String, clap::Command) {
     let (mut path, mut command) = ("vellum".to_owned(), (line.definition)());
     for word in words {
@@ -128,7 +130,7 @@ fn innermost(line: CommandLine, words: &[String]) -> (String, clap::Command) {
     (path, command)
 }
 
-/// What to say of a subcommand that there is not, at the level where it was typed: after `first`, if that has any.
+/// The message about an unknown subcommand. It lists the subcommands of `first` if that has any.
 fn unknown(line: CommandLine, typed: &str, first: Option<&str>) -> String {
     let cli = (line.definition)();
     let outer = first.and_then(|first| cli.find_subcommand(first)).filter(|outer| outer.has_subcommands());
@@ -146,7 +148,7 @@ fn unknown(line: CommandLine, typed: &str, first: Option<&str>) -> String {
 const BOTH_SEEDS: &str = "both say what cloud-init does: leave out one of the two";
 const NO_WORKLOAD: &str = "a guest that boots runs no workload: leave out one of the two; --timeout ends it";
 
-/// Why two arguments exclude each other, by the one that says so, and what would work.
+/// Why an argument excludes others, and what would work.
 const EXCLUSIONS: [(&str, &str); 10] = [
     (
         "--firmware",
@@ -183,7 +185,7 @@ fn excluded(error: &clap::Error) -> Option<String> {
         ContextValue::Strings(others) => others.join(" and "),
         _ => return None,
     };
-    // Either may be the one that was typed first.
+    // Clap may name either of the two first.
     let is = |text: &str, flag: &str| text.split_whitespace().any(|word| word == flag);
     let (_, why) = EXCLUSIONS.iter().find(|(flag, _)| is(one, flag) || is(&other, flag))?;
     Some(if one == &other {
@@ -196,8 +198,9 @@ fn excluded(error: &clap::Error) -> Option<String> {
 const NO_KERNEL: &str = "--kernel FILE or --disk IMAGE is missing: the built-in guest has no devices, console, initrd or \
     command line; name a kernel, or leave out the flags that are for one (vellum run --help)";
 
-/// Flags of a guest with a kernel need one. Clap sees to that, except where a flag of the built-in guest is there too: it
-/// excludes `--kernel`, and clap does not ask for what is excluded.
+/// Checks that flags for a guest with a kernel come with one. Clap checks it too, except if a flag
+/// of the built-in guest is given: that excludes `--kernel`, and clap does not require what is
+/// excluded.
 pub(super) fn check(line: CommandLine, matches: &ArgMatches) -> Result<(), clap::Error> {
     const EXCLUDING: [&str; 5] = ["workload", "passes", "duration", "json", "format"];
     let run = match matches.subcommand() {
@@ -223,7 +226,7 @@ pub(super) fn check(line: CommandLine, matches: &ArgMatches) -> Result<(), clap:
     }
 }
 
-/// What to say where something else is needed too.
+/// The message about a missing argument.
 fn missing(error: &clap::Error) -> Option<String> {
     let (ErrorKind::MissingRequiredArgument, Some(ContextValue::Strings(wanted))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
@@ -231,7 +234,7 @@ fn missing(error: &clap::Error) -> Option<String> {
         return None;
     };
     match wanted.as_slice() {
-        // A command in a guest needs both.
+        // A command in a guest needs both -- COMMAND and --kernel.
         wanted if wanted.iter().any(|flag| flag.contains("--kernel")) => Some(NO_KERNEL.into()),
         [command] if command.contains("COMMAND") => Some(
             "COMMAND is missing: give one behind --, as in `-- uname -a`, or to vellum exec --request JSON"
@@ -255,7 +258,7 @@ mod tests {
             (&[b"run", b"-k", b"k", b"--serial=file=\xff"], "--serial: \"--serial=file=\\xFF\" is"),
             (&[b"run", b"--gdb", b"\xff"], "--gdb: \"\\xFF\" is"),
             (&[b"migrate", b"m", b"--to", b"unix:\xff"], "--to: \"unix:\\xFF\" is"),
-            // The first may be what it likes.
+            // The first argument, a path, may be any bytes.
             (&[b"restore", b"/dir\xff", b"--serial", b"file=\xff"], "--serial: \"file=\\xFF\" is"),
         ];
         for (words, says) in cases {
@@ -268,7 +271,7 @@ mod tests {
         }
     }
 
-    /// What is said of a line that is wrong.
+    /// The message about a wrong line.
     fn said(words: &[&str]) -> String {
         let error = read_from(words).map(drop).expect_err("must be refused");
         let words: Vec<String> = words[1..].iter().map(|word| (*word).to_owned()).collect();
@@ -301,11 +304,11 @@ mod tests {
         }
     }
 
-    /// Whatever else is there: clap itself forgets, where a flag excludes the kernel.
+    /// Clap forgets the requirement if another flag excludes the kernel.
     #[test]
     fn flags_of_a_guest_with_a_kernel_need_one() {
         let kernel = KernelArgs::augment_args(clap::Command::new("run"));
-        // What a configuration must have is known without a kernel.
+        // --kconfig works without a kernel.
         let boots = ["kernel", "firmware", "disk", "kconfig"];
         let flags = kernel.get_arguments().filter(|flag| !boots.contains(&flag.get_id().as_str()));
         let mut count = 0;
@@ -325,7 +328,7 @@ mod tests {
                 "forward" => "80:80",
                 _ => "x",
             };
-            // A command in the guest stands behind all flags.
+            // A command for the guest comes behind all flags.
             let mut words = vec![flag.get_long().map_or("--".to_owned(), |flag| format!("--{flag}"))];
             words.extend(flag.get_action().takes_values().then(|| value.to_owned()));
             let built_in =
@@ -342,7 +345,7 @@ mod tests {
         assert!(count > 10, "only {count} flags");
     }
 
-    /// Every rule has its reason: a new one is not left to clap's words.
+    /// Every rule has a reason here. A new rule without one fails the test.
     #[test]
     fn arguments_that_exclude_each_other_are_told_why() {
         for line in [

@@ -1,4 +1,4 @@
-//! `vellum report`: results read again, and compared.
+//! `vellum report`: prints and compares results.
 
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
@@ -46,15 +46,16 @@ enum ReportCommand {
 struct CompareArgs {
     /// A result file, or a directory of them
     a: PathBuf,
-    /// What to compare it with
+    /// The results to compare it with
     b: PathBuf,
 
-    /// Fail if a time grows, or a rate falls, so that the same work takes more than PCT percent longer, and by more than noise.
-    /// The exit status is then 1. It is 4 if there are too few results to tell
+    /// Fail if a time grows, or a rate falls, so that the same work takes more than PCT percent
+    /// longer, and by more than noise. The exit status is then 1. It is 4 if there are too few
+    /// results to tell
     #[arg(long, value_name = "PCT", value_parser = |text: &str| keyvalue::number(text, 0.0..=1e6))]
     fail_if_slower: Option<f64>,
 
-    /// Print all figures, those without a difference too
+    /// Print all figures, including those without a difference
     #[arg(long)]
     verbose: bool,
 
@@ -85,7 +86,7 @@ enum PageForm {
     Markdown,
 }
 
-/// Does what was asked.
+/// Runs `vellum report`.
 pub fn run(args: &ReportArgs) -> Result<Exit, Failure> {
     match &args.what {
         Some(ReportCommand::Compare(args)) => compare_sets(args),
@@ -129,7 +130,7 @@ fn compare_sets(args: &CompareArgs) -> Result<Exit, Failure> {
 }
 
 impl PageArgs {
-    /// Writes the page if one was asked for, and prints the text otherwise.
+    /// Writes the page if it was requested, otherwise prints the text.
     fn deliver(
         &self,
         inputs: &[&PathBuf],
@@ -154,7 +155,7 @@ impl PageArgs {
     }
 }
 
-/// Whether both are the same file, by whatever names.
+/// Whether both paths lead to the same file.
 fn is_same(a: &Path, b: &Path) -> bool {
     let identity = |path: &Path| std::fs::metadata(path).map(|about| (about.dev(), about.ino()));
     match (identity(a), identity(b)) {

@@ -1,4 +1,4 @@
-//! `vellum restore`: runs a machine out of a snapshot.
+//! `vellum restore`: runs a machine from a snapshot.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use vellum_migration::snapshot::source::Source;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
-/// Run a machine out of a snapshot
+/// Run a machine from a snapshot
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct RestoreArgs {
@@ -27,36 +27,42 @@ pub struct RestoreArgs {
     #[arg(value_name = "DIR")]
     dir: PathBuf,
 
-    /// Which point of it (`vellum snapshot list DIR`) [default: the newest]
+    /// The number of the point (`vellum snapshot list DIR`) [default: the newest]
     #[arg(long, value_name = "N")]
     at: Option<u32>,
 
-    /// What the guest's clocks do about the time since: stand-still, as if there had been none; advance, by the host's real time
+    /// What the guest's clocks do about the time since the snapshot: stand-still, as if none had
+    /// passed; advance, by the host's real time
     #[arg(long, value_name = "HOW", default_value = "stand-still", hide_possible_values = true)]
     clock: Clock,
 
-    /// Let it wait until `vellum resume NAME`, however it was saved
+    /// Keep it paused until `vellum resume NAME`, even if it was saved running
     #[arg(long, requires = "name")]
     paused: bool,
 
-    /// Take disks that have been written to since, are of another size or others: the guest finds on them what it does not expect
+    /// Accept disks that were written to since, have another size or are others; the guest does not
+    /// expect what it finds on them
     #[arg(long)]
     disk_changed: bool,
 
-    /// How its memory comes and what backs it: `eager|map|demand[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock]`;
-    /// eager: all of it is read, and compared with its sums; map: it shows the files, on anonymous or thp, whose pages are read when
-    /// somebody wants them, are shared by all who do, and are not compared; demand: the guest runs at once, each page is read when
-    /// somebody wants it, on any backing, and compared, and the rest is read meanwhile. A migration or a snapshot that is asked for
-    /// before all is there begins at once, and reads what is missing in its first pass. A page that is found damaged ends the machine
+    /// How memory is loaded and what backs it:
+    /// `eager|map|demand[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc]`
+    /// `[,lock]`; eager: all memory is read and compared with its checksums before the guest runs;
+    /// map: memory maps the files, on anonymous or thp, so that pages are read on demand, shared
+    /// between machines and not compared; demand: the guest runs at once, on any backing, each page
+    /// is read on demand and compared, and the rest is read in the background. A migration or
+    /// snapshot that starts before all memory is there reads the missing pages in its first pass. A
+    /// damaged page ends the machine
     #[arg(short, long, value_name = "HOW", value_parser = args::restored_memory, default_value = "eager")]
     memory: args::RestoredMemory,
 
-    /// With --memory demand: write into DIR which pages are wanted in this time, and in which order; nothing else is read meanwhile
+    /// With --memory demand: write into DIR which pages are wanted in this time, and in which
+    /// order; no other pages are read meanwhile
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, num_args = 0..=1, require_equals = true,
           default_missing_value = "10s", conflicts_with = "prefetch")]
     record: Option<Duration>,
 
-    /// With --memory demand: read first what the restore that was recorded has wanted
+    /// With --memory demand: first read the pages that the recorded restore wanted
     #[arg(long)]
     prefetch: bool,
 
@@ -78,13 +84,13 @@ Examples:
   vellum restore web.snap --memory demand --record        at once, each page compared when it is wanted; and which these are
   vellum restore web.snap --memory demand --prefetch      the same, with those first";
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[
     host::FLAGS,
     &[(Field::DiskChanged, "--disk-changed accepts it:"), (Field::OnDemand, "--memory demand:")],
 ];
 
-/// Does what was asked.
+/// Runs `vellum restore`.
 pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let source = Source::open(&args.dir).map_err(failure)?;

@@ -1,4 +1,4 @@
-//! Where a command's result goes: to the terminal, to a file as JSON, or in a form for other programs.
+//! The targets of a command's result: the terminal, a JSON file, or a form for other programs.
 
 use std::path::PathBuf;
 
@@ -23,20 +23,20 @@ pub struct ResultArgs {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
-    /// Print the result in another form: markdown, to paste into a mail; ktap, as the kernel's tests print it; junit; kcidb, which
-    /// needs --origin; json, what --json writes
+    /// Print the result in another form: markdown, to paste into a mail; ktap, as the kernel's
+    /// tests print it; junit; kcidb, which needs --origin; json, what --json writes
     #[arg(long, value_name = "FORM", value_enum, hide_possible_values = true)]
     format: Option<Form>,
 
-    /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
+    /// The submitter's name in KCIDB, as agreed with its operators: a-z, 0-9 and _
     #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
     origin: Option<String>,
 }
 
-/// The forms as typed.
+/// The forms, as typed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Form {
-    /// Everything, to paste into a mail
+    /// All figures, to paste into a mail
     Markdown,
     /// KTAP version 1, as the kernel's tests print it
     Ktap,
@@ -49,7 +49,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// The view. `origin` is for KCIDB.
+    /// The view of this form. `origin` is for KCIDB.
     pub fn view(self, origin: Option<&str>) -> View {
         match self {
             Self::Markdown => View::Markdown,
@@ -61,7 +61,7 @@ impl Form {
     }
 }
 
-/// The name of who submits.
+/// Parses the name of a submitter.
 pub fn origin(text: &str) -> Result<String, String> {
     let right = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     match !text.is_empty() && text.chars().all(right) {
@@ -70,33 +70,34 @@ pub fn origin(text: &str) -> Result<String, String> {
     }
 }
 
-/// Where a result goes. It is opened before there is a result: a sandbox may be in force by then.
+/// The targets of a result. They are opened before there is a result, because a sandbox may be in
+/// force by then.
 pub struct Place {
     writer: Option<Writer>,
-    /// The form that was asked for.
+    /// The requested form.
     pub(super) view: Option<View>,
     verbose: bool,
     width: usize,
 }
 
 impl ResultArgs {
-    /// The same place as that of another process.
+    /// The target of another process's result.
     pub fn at(path: Option<PathBuf>) -> Self {
         Self { verbose: false, json: path, format: None, origin: None }
     }
 
-    /// Whether everything is asked for.
+    /// Whether `--verbose` was given.
     pub fn is_verbose(&self) -> bool {
         self.verbose
     }
 
-    /// Where it is, wherever a process is.
+    /// The absolute path of the JSON file, for processes in other directories.
     pub fn path(&self) -> Option<PathBuf> {
         let path = self.json.as_ref()?;
         Some(if path.as_os_str() == "-" { path.clone() } else { std::path::absolute(path).ok()? })
     }
 
-    /// Opens what is to be written.
+    /// Opens the targets.
     pub fn open(&self) -> Result<Place, Failure> {
         let view = self.format.map(|form| form.view(self.origin.as_deref()));
         if view.is_some() && self.json.as_deref() == Some(std::path::Path::new("-")) {
@@ -111,11 +112,11 @@ impl ResultArgs {
 }
 
 impl Place {
-    /// Delivers the results.
+    /// Writes the results.
     pub fn deliver(self, reports: &[Report]) -> Result<(), Failure> {
         let Self { writer, view, verbose, width } = self;
         if writer.as_ref().is_none_or(|writer| !writer.is_stdout()) {
-            // The selftests that the benchmarks follow have -v for vCPUs.
+            // The benchmarks have -v for vCPUs, as the selftests do.
             let more = if word(1).as_deref() == Some("bench") {
                 "More: --verbose, --json FILE"
             } else {
@@ -134,7 +135,7 @@ impl Place {
         Ok(())
     }
 
-    /// There is none: no file is left behind.
+    /// Closes the targets without a result. No file is left.
     pub fn discard(self) {
         if let Some(writer) = self.writer {
             writer.discard();

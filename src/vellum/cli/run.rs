@@ -1,4 +1,4 @@
-//! `vellum run`: a guest from the command line.
+//! `vellum run`: runs a guest.
 
 use std::time::Duration;
 
@@ -30,14 +30,15 @@ use vellum_sys::keyvalue;
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct RunArgs {
-    /// Virtual CPUs: `N[,pin=auto|off|LIST]`, as in `4,pin=[0,2-4]`; auto, which the built-in guest has unless told otherwise, is
-    /// a CPU each and one to spare
+    /// Virtual CPUs: `N[,pin=auto|off|LIST]`, as in `4,pin=[0,2-4]`; auto, the built-in guest's
+    /// default, pins each vCPU to a CPU of its own if one CPU is left over
     #[arg(short, long, value_name = "N", value_parser = args::cpus, default_value = "1")]
     cpus: args::Cpus,
 
-    /// Guest memory: `SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N]`
-    /// `[,eager-split=SIZE]`; sizes take k, m, g, t, and a bare number is in MiB; eager-split has Arm's KVM split blocks of that size
-    /// as soon as they are logged
+    /// Guest memory:
+    /// `SIZE[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock][,slots=N]`
+    /// `[,eager-split=SIZE]`; sizes take k, m, g, t, and a bare number is in MiB; eager-split makes
+    /// Arm's KVM split blocks of that size as soon as they are logged
     #[arg(short, long, value_name = "SIZE", value_parser = args::memory, default_value = "256m")]
     #[arg(default_value_ifs = [
         ("kernel", clap::builder::ArgPredicate::IsPresent, Some("512m")),
@@ -49,8 +50,9 @@ pub struct RunArgs {
     /// The built-in guest:
     /// `write[,order=sequential|random|shuffled][,hot=PCT[,share=PCT]][,write=PCT][,rate=PAGES/S]`
     /// `[,seed=N][,region=each|shared][,stride=SIZE][,page=2m|4k][,latency=on|off]`
-    /// `[,warm][,fill][,journal=TIME]`; warm: the first pass regardless of the rate; fill: memory holds random numbers at first;
-    /// journal: what it gets done in slices of that time, and the longest time without a write
+    /// `[,warm][,fill][,journal=TIME]`; warm: the first pass ignores the rate; fill: memory holds
+    /// random numbers at first; journal: record the progress in slices of that time, and the
+    /// longest time without a write
     #[arg(short, long, value_name = "NAME", value_parser = args::workload, default_value = "write")]
     workload: args::Workload,
 
@@ -71,12 +73,12 @@ pub struct RunArgs {
     #[command(flatten)]
     result: ResultArgs,
 
-    /// Confine the running VMM by seccomp and Landlock: on; log (what seccomp would forbid goes to the kernel's log, and
-    /// Landlock, which can only deny, is left out); off
+    /// Confine the running VMM by seccomp and Landlock: on; log (the kernel logs what seccomp would
+    /// forbid, and Landlock, which cannot log, is left out); off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 
-    /// Give up root for this user and group once everything is open, as two numbers
+    /// Switch from root to this user and group once everything is open, as two numbers
     #[arg(long, value_name = "UID:GID")]
     user: Option<User>,
 
@@ -84,8 +86,9 @@ pub struct RunArgs {
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
 
-    /// The CPU that the guest is shown: host, all that this host's KVM offers; x86-64-v2, x86-64-v3 or x86-64-v4, a level of the psABI, and no
-    /// feature beyond it, for a guest that is to migrate to other CPUs; or a FILE that `vellum doctor --cpu-common` has written
+    /// The guest's CPU: host, all that this host's KVM supports; x86-64-v2, x86-64-v3 or x86-64-v4,
+    /// a level of the psABI without further features, to migrate between CPU models; or a FILE from
+    /// `vellum doctor --cpu-common`
     #[arg(long, value_name = "MODEL", default_value = "host", hide_default_value = true)]
     cpu: Model,
 
@@ -93,17 +96,19 @@ pub struct RunArgs {
     #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
     cpuid: Vec<Choice>,
 
-    /// Give each vCPU a dirty ring of N entries, a power of two, for migrations of this machine: pages that it writes are listed
-    /// there, and KVM keeps no bitmap beside
+    /// Give each vCPU a dirty ring of N entries, a power of two, for migrations of this machine.
+    /// KVM then lists dirty pages in the rings and keeps no bitmap
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
     dirty_ring: Option<u32>,
 
-    /// Let GDB connect at a unix socket: `SOCK[,wait]`; wait: the guest does not run before GDB lets it. A kernel is told nokaslr, so that
-    /// its symbols are where they are. GDB's command line is printed
+    /// Let GDB connect to a unix socket: `SOCK[,wait]`; wait: the guest does not run before GDB
+    /// continues it. GDB's command line is printed. A kernel gets nokaslr, so that its symbols are
+    /// at their linked addresses
     #[arg(long, value_name = "SOCK", value_parser = gdb)]
     gdb: Option<Gdb>,
 
-    /// How much Vellum itself says on standard error while the guest runs; debug adds KVM's counters of a guest with a kernel
+    /// The log level of Vellum on standard error while the guest runs; debug adds KVM's counters of
+    /// a guest with a kernel
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     loglevel: LogLevel,
 
@@ -111,7 +116,7 @@ pub struct RunArgs {
     kernel: kernel::KernelArgs,
 }
 
-/// kvmtool's levels.
+/// kvmtool's log levels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LogLevel {
     Error,
@@ -140,13 +145,13 @@ Examples:
   vellum run -d debian-12.qcow2 --login me       the system in an image
   vellum run -w write,hot=10,rate=50000 --duration 30s --json result.json";
 
-/// Does what was asked.
+/// Runs `vellum run`.
 pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
     if args.kernel.launch.kconfig {
         return print(vellum_launch::config::fragment(args.kernel.board())).map(|_| Exit::PowerOff);
     }
     if args.kernel.boots() {
-        // A guest with a kernel has no figures: what Vellum says is all that there is more of.
+        // A guest with a kernel has no figures. --verbose prints more of Vellum's log instead.
         if args.result.is_verbose() {
             args.loglevel = LogLevel::Debug;
         }
@@ -154,7 +159,8 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
         args.name = args.name.or_else(|| image::default_name(&args.kernel));
         let process = process(&args)?;
         let launched = args.kernel.kernel.clone();
-        // Guests share a host; those that measure it have it to themselves.
+        // Guests with a kernel share a host, so they are not pinned by default. A guest that
+        // measures has the host to itself.
         let pins = pins(&args.cpus, Pin::Off)?;
         let config = machine::Config {
             cpus: args.cpus.count,
@@ -185,7 +191,7 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
     }
     let place = args.result.open()?;
     match run_workload(&args) {
-        // It was delivered by the process that stood in for this one, to the same place.
+        // The process that took over delivered the result to the same place.
         Ok(outcome) if outcome.succeeded => Ok(outcome.exit),
         Ok(outcome) => place.deliver(&[outcome.report]).map(|()| outcome.exit),
         Err(failure) => {
@@ -218,7 +224,7 @@ pub(crate) fn run_workload(args: &RunArgs) -> Result<builtin::Outcome, Failure> 
     builtin::run(&process, &config).map_err(failure)
 }
 
-/// What is asked of the process, whatever the machine.
+/// The configuration of the process, for any machine.
 fn process(args: &RunArgs) -> Result<session::Config, Failure> {
     let control = args.name.as_deref().map(names::own_socket).transpose();
     let control = control.map_err(|error| Failure::of(&error, FLAGS))?;
@@ -232,7 +238,7 @@ fn process(args: &RunArgs) -> Result<session::Config, Failure> {
     })
 }
 
-/// `SOCK[,wait]`.
+/// Parses `SOCK[,wait]`.
 fn gdb(text: &str) -> Result<Gdb, keyvalue::Error> {
     let kv = keyvalue::KeyValues::parse(text, Some("socket"), &["socket", "wait"])?;
     Ok(Gdb {
@@ -241,7 +247,7 @@ fn gdb(text: &str) -> Result<Gdb, keyvalue::Error> {
     })
 }
 
-/// `--cpu`, and all of `--cpuid` in one.
+/// Combines `--cpu` and all of `--cpuid`.
 fn cpuid(args: &RunArgs) -> Choice {
     let mut all = Choice::of(args.cpu.clone());
     args.cpuid.iter().cloned().for_each(|later| all.append(later));

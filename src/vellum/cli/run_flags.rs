@@ -1,4 +1,4 @@
-//! Which flag of `vellum run` an error is about, for a guest with a kernel and without.
+//! The flags of `vellum run` for errors, for a guest with a kernel and without.
 
 use super::failure::Failure;
 use super::flags::Flags;
@@ -6,7 +6,7 @@ use crate::session;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "--memory backing="),
     (Field::Cmdline, "--cmdline"),
@@ -35,7 +35,7 @@ pub(super) const FLAGS: Flags = &[&[
     (Field::User, "--user"),
 ]];
 
-/// What is said of a machine that cannot be run, or that was ended before it was.
+/// The failure of a machine that cannot run, or that the user ended before it ran.
 pub(super) fn failure(error: session::Error) -> Failure {
     match error.interrupted() {
         Some(signal) => Failure::ended(Exit::Signal(signal), error.to_string()),

@@ -1,5 +1,6 @@
-//! `vellum snapshot`: the client of a snapshot. It makes the files, hands them to the machine, and names them when they are written;
-//! the machine itself opens nothing. Killed, it leaves nothing behind, and the guest goes on: the snapshot ends with its connection.
+//! `vellum snapshot`: the client of a snapshot. It creates the files and hands them to the machine,
+//! which opens no path itself. When they are written, the client names them. If the client is
+//! killed, the snapshot ends with its connection: no file is left, and the guest goes on.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -36,19 +37,21 @@ pub struct SnapshotArgs {
     #[arg(required = true)]
     machine: Option<String>,
 
-    /// The directory: a new one, or one that has a snapshot, which gets a further point
+    /// The directory: a new one, or one with a snapshot, which gets another point
     #[arg(value_name = "DIR", required = true)]
     dir: Option<PathBuf>,
 
-    /// How long the guest may stand still: a limit
+    /// The longest downtime
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
     downtime: Duration,
 
-    /// After which time it is paused for longer, where it writes faster than passes over its memory end
+    /// Pause the guest for longer after this time, if it writes faster than passes over its memory
+    /// finish
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "30s")]
     timeout: Duration,
 
-    /// How dirty pages are collected while the guest runs: bitmap, manual-protect, initially-set or ring [default: as `vellum migrate`]
+    /// How dirty pages are collected while the guest runs: bitmap, manual-protect, initially-set or
+    /// ring [default: as `vellum migrate`]
     #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Option<args::Tracker>,
 
@@ -56,21 +59,22 @@ pub struct SnapshotArgs {
     #[arg(long)]
     paused: bool,
 
-    /// End the machine at the point where it was paused
+    /// End the machine after the snapshot; the guest does not run again here
     #[arg(long)]
     stop: bool,
 
-    /// Go on to follow who writes to memory, so that the next snapshot into DIR has only what has changed; the guest pays for that
-    /// with a fault for each page that it writes
+    /// Keep dirty tracking on, so that the next snapshot into DIR has only the changes. Each page
+    /// that the guest writes then costs it a fault
     #[arg(long)]
     follow: bool,
 
-    /// Clone the machine's disks into DIR at the pause, as disk0-N of point N and so on: DIR must be on the disks' file system, and that one
-    /// whose files share blocks, as Btrfs and XFS
+    /// Clone the machine's disks into DIR during the pause, as disk0-N of point N and so on. DIR
+    /// must be on the disks' file system, and its files must be able to share blocks, as on Btrfs
+    /// and XFS
     #[arg(long)]
     reflink: bool,
 
-    /// Print what the machine says as JSON lines
+    /// Print the machine's events as JSON lines
     #[arg(long)]
     json: bool,
 }
@@ -81,24 +85,25 @@ enum SnapshotCommand {
     List {
         /// The directory
         dir: PathBuf,
-        /// As JSON
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Follow no longer who writes to a machine's memory: the next snapshot of it is full
+    /// Stop dirty tracking; the next snapshot of the machine is full
     End {
         /// The machine: its name (--name), or the path of its control socket
         machine: String,
     },
-    /// Join a point and those that it continues into one full point of the same number; the others are gone then
+    /// Merge a point and those that it continues into one full point of the same number; the others
+    /// are removed
     Merge {
         /// The directory
         dir: PathBuf,
-        /// Up to which point [default: the newest]
+        /// The last point to merge [default: the newest]
         #[arg(long, value_name = "N")]
         to: Option<u32>,
     },
-    /// Read all of a snapshot, and compare it with its sums
+    /// Read all of a snapshot, and compare it with its checksums
     Verify {
         /// The directory
         dir: PathBuf,
@@ -115,7 +120,7 @@ Examples:
 Disks are flushed and named in it, and no part of it: one that has changed since is refused by vellum restore.
   vellum snapshot web web.snap --reflink   with clones of its disks: vellum restore web.snap --disk web.snap/disk0-0";
 
-/// Does what was asked.
+/// Runs `vellum snapshot`.
 pub fn run(args: &SnapshotArgs) -> Result<Exit, Failure> {
     match (&args.what, &args.machine, &args.dir) {
         (Some(SnapshotCommand::List { dir, json }), ..) => list(dir, *json),
@@ -176,7 +181,7 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     let number = match store.add(&files, point) {
         Ok(number) => number,
         Err(error) => {
-            // It says itself what it does then.
+            // The machine reports by itself how it goes on.
             let _ = machine.ask(&Do::SnapshotCancel { of: has.numbered.then_some(of) });
             return Err(failure(error));
         }
@@ -197,7 +202,8 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
     Ok(Exit::PowerOff)
 }
 
-/// SnapshotCommand `point` has, in words, and what following the guest has cost it; `before` is when the point before was taken.
+/// The kind of `point` in words, and the cost of tracking to the guest. `before` is the time of the
+/// previous point.
 fn kind(point: &Point, before: Option<u64>) -> String {
     match before {
         None => "whole".into(),
@@ -214,7 +220,7 @@ fn kind(point: &Point, before: Option<u64>) -> String {
     }
 }
 
-/// Waits until it is written; what the list is to say of it, and how long the guest stood still.
+/// Waits until the snapshot is written. Returns its entry for the list, and the downtime.
 fn written(
     args: &SnapshotArgs,
     name: &str,
@@ -268,7 +274,7 @@ fn written(
     }
 }
 
-/// Waits until the machine is ready for another one, or has ended.
+/// Waits until the machine can take another snapshot, or has ended.
 fn over(machine: &mut Client, of: u64) {
     loop {
         match machine.event_of(Some(of)) {
@@ -279,7 +285,7 @@ fn over(machine: &mut Client, of: u64) {
     }
 }
 
-/// A moment in nanoseconds since 1970 as a date (UTC); as far as it is one.
+/// A time in nanoseconds since 1970 as a UTC date, if it is in the range of dates.
 fn date(nanoseconds: i128) -> String {
     let date = i64::try_from(nanoseconds / 1_000_000).ok().and_then(chrono::DateTime::from_timestamp_millis);
     date.map_or("at no date".into(), |date| date.format("%Y-%m-%d %H:%M:%S.%3fZ").to_string())
@@ -299,7 +305,7 @@ fn list(dir: &Path, as_json: bool) -> Result<Exit, Failure> {
             format!("{:>5}  {kind}  {taken:<24}  {all:>6}  {present:>7}  {:>10}\n", point.number, point.zero);
         print(line)?;
         for disk in &point.disks {
-            // Of the list nobody knows who wrote it, and a terminal obeys some characters.
+            // Names in the list are not trusted. A terminal would obey control characters.
             let (name, path) = (disk.name.escape_debug(), disk.path.escape_debug());
             let cloned = if disk.clone_changed.is_some() { ", cloned" } else { "" };
             let changed = disk

@@ -1,4 +1,4 @@
-//! `vellum ssh`, and `vellum run --ssh`: connections to a guest that `--login` has made a user in.
+//! `vellum ssh`, and `vellum run --ssh`: connections to the user that `--login` created in a guest.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -27,9 +27,9 @@ use vellum_linux as machine;
 use vellum_sandbox::Sandbox;
 use vellum_sys::fork::{Forked, fork};
 
-/// How long one try to reach the guest's server waits for its first words.
+/// How long one attempt to reach the guest's server waits for its banner.
 const TRY: Duration = Duration::from_secs(2);
-/// How long after a try that failed at once the next one follows.
+/// The delay between attempts.
 const PAUSE: Duration = Duration::from_millis(300);
 
 /// Connect to a guest by SSH: one that was started with --login and a name
@@ -42,7 +42,7 @@ pub(crate) struct SshArgs {
     command: Vec<String>,
 }
 
-/// `vellum ssh`.
+/// Runs `vellum ssh`.
 pub(crate) fn run(args: &SshArgs) -> Result<Exit, Failure> {
     let name = &args.machine;
     let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
@@ -53,12 +53,12 @@ pub(crate) fn run(args: &SshArgs) -> Result<Exit, Failure> {
             "{name} was not started for SSH: vellum run --disk IMAGE --login USER --name {name}"
         )));
     }
-    // ssh replaces this process, so that its exit status and signals are what the caller sees.
+    // ssh replaces this process, so that the caller sees its exit status and signals.
     let error = ssh(&config, name, &args.command).exec();
     Err(Failure::host(format!("ssh: {error}: apt install openssh-client")))
 }
 
-/// ssh(1) to machine `name`.
+/// The ssh(1) command for machine `name`.
 fn ssh(config: &Path, name: &str, command: &[String]) -> Command {
     let mut ssh = Command::new("ssh");
     ssh.arg("-F").arg(config).arg(name);
@@ -68,8 +68,8 @@ fn ssh(config: &Path, name: &str, command: &[String]) -> Command {
     ssh
 }
 
-/// Boots the guest in a process of its own, connects to it, and ends it with the connection. The status
-/// is ssh's.
+/// Boots the guest in a process of its own, connects to it, and stops it when the connection ends.
+/// Returns ssh's status.
 pub(super) fn beside(
     prepared: &Prepared,
     mut args: KernelArgs,
@@ -102,7 +102,7 @@ pub(super) fn beside(
         Forked::Parent(child) => {
             drop((child_output, word));
             Sandbox::client(mode).map_err(|error| Failure::of(&error, FLAGS))?;
-            // It ends when the machine has all that it needs, or has failed and said why.
+            // The read ends when the machine has all that it needs, or has failed and printed why.
             let _ = File::from(OwnedFd::from(ready)).read(&mut [0]);
             let socket = names::socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
             let Ok(mut machine) = Client::connect(&socket) else {
@@ -117,7 +117,7 @@ pub(super) fn beside(
                 return Ok(Exit::Guest(status.max(1)));
             }
             let status = ssh(&ssh_config, name, &[]).status();
-            // A guest that was switched off by hand has ended already.
+            // The guest may have been switched off from inside.
             let _ = machine.ask(&Do::Stop {});
             child.wait().map_err(Failure::host)?;
             let status =
@@ -127,13 +127,13 @@ pub(super) fn beside(
     }
 }
 
-/// Waits until the server behind `port` speaks, while the machine `lives`.
+/// Waits until the server behind `port` sends its banner, as long as the machine `lives`.
 fn wait_for_server(port: u16, lives: impl Fn() -> bool) -> bool {
     while lives() {
         if speaks(port).unwrap_or(false) {
             return true;
         }
-        // passt takes a connection at once, and closes it if nobody listens in the guest.
+        // passt accepts a connection at once, and closes it if the guest does not listen.
         std::thread::sleep(PAUSE);
     }
     false

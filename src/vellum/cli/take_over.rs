@@ -1,5 +1,5 @@
-//! `vellum receive --take-over`: the other side of `vellum ctl NAME upgrade`, which starts it. What the command line of a machine says
-//! otherwise is in a list here, with descriptors that this process has inherited.
+//! `vellum receive --take-over`: the new process of `vellum ctl NAME upgrade`, which starts it. A
+//! list with inherited descriptors replaces the machine's command line.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -31,25 +31,25 @@ use vellum_sandbox::user::User;
 use vellum_sys::file::taken;
 use vellum_sys::identity;
 
-/// What the file behind `--take-over` says.
+/// The content of the file of `--take-over`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Inherited {
     /// A [`List`].
     pub list: Value,
-    /// Its descriptors, by their numbers in this process.
+    /// The list's descriptors, by their numbers in this process.
     pub descriptors: Vec<RawFd>,
-    /// The connection that the machine comes by.
+    /// The connection that the machine arrives on.
     pub link: RawFd,
-    /// What ties this process to the one that it stands in for, where the list has none.
+    /// The socket to the process that this one takes over from. Used if the list has none.
     #[serde(rename = "tether")]
     pub supervisor: RawFd,
 }
 
-/// The longest such file in bytes.
+/// The maximum size of the file in bytes.
 const MAX_MESSAGE: u64 = 2 << 20;
 
-/// The descriptors of a list, each taken once.
+/// The descriptors of a list. Each can be taken once.
 struct Descriptors(Vec<Option<OwnedFd>>);
 
 impl Descriptors {
@@ -63,7 +63,7 @@ impl Descriptors {
     }
 }
 
-/// Runs the machine that comes from the process which this one is to stand in for.
+/// Runs the machine that arrives from the process that this one takes over from.
 pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("--take-over {file}: {what}"));
@@ -112,9 +112,9 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         virtio: virtio::Config(devices),
         ..machine::Config::default()
     };
-    // What backs memory comes with it.
+    // The memory arrives with its backing.
     let memory = MemoryConfig { lock: list.lock, ..MemoryConfig::new(0) };
-    // Standard descriptors, which this process has as its own.
+    // Closes the remaining descriptors: the standard ones, which this process has as its own.
     drop(lent);
     let lenience = Lenience { liveness: LIVENESS, other_tsc: true };
     let result = ResultArgs::at(list.result).open()?;

@@ -1,6 +1,6 @@
-//! `vellum ctl NAME upgrade`: the machine goes on in another build of Vellum, under its name, with all that it has open. This is the
-//! client of that: it borrows descriptors from the process that has the machine, starts the other one with them, and has the machine
-//! handed over from the one to the other as `vellum migrate --link memfd` does.
+//! `vellum ctl NAME upgrade`: the machine continues in another build of Vellum, with its name and
+//! open files. This is the client: it borrows descriptors from the machine's process, starts the
+//! other build with them, and migrates the machine as `vellum migrate --link memfd` does.
 
 use std::fs;
 use std::fs::File;
@@ -25,10 +25,10 @@ use vellum_sys::mmap::memfd;
 use vellum_sys::program::detached_with;
 use vellum_sys::signal;
 
-/// How long a process that has not got the machine may take to end.
+/// How long the new process may take to end after a failed migration.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Does what was asked.
+/// Runs `vellum ctl NAME upgrade`.
 pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Exit, Failure> {
     let path = names::find(machine).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
@@ -78,7 +78,7 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     }
 }
 
-/// All that the machine has open.
+/// The list and descriptors of everything that the machine has open.
 fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
     let mut all = Vec::new();
     loop {
@@ -96,7 +96,7 @@ fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
     }
 }
 
-/// Starts the other build, which waits for the machine at the first of `sockets`.
+/// Starts the other build. It waits for the machine at the first of `sockets`.
 fn start(
     binary: &Path,
     list: &List,
@@ -129,7 +129,8 @@ fn start(
     })
 }
 
-/// Puts process `child` into the control group of process `of`, for which it is to stand in: who ends the group's processes means it, too.
+/// Moves process `child` into the cgroup of process `of`, which it takes over from, so that it ends
+/// with the processes of that cgroup.
 fn join_group(of: u32, child: u32) {
     let group = |pid: u32| {
         let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
@@ -145,7 +146,8 @@ fn join_group(of: u32, child: u32) {
     }
 }
 
-/// The machine has not gone to it: it ends by itself, or is ended.
+/// Waits for the new process to end after a failed migration, and kills it after
+/// [`ANSWER_TIMEOUT`].
 fn end(child: &mut Child) {
     let since = Instant::now();
     while matches!(child.try_wait(), Ok(None)) {

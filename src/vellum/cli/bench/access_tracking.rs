@@ -15,7 +15,7 @@ pub struct AccessTrackingArgs {
     #[command(flatten)]
     region: RegionArgs,
 
-    /// All vCPUs go over one and the same region
+    /// All vCPUs access the same region
     #[arg(short, long)]
     overlap: bool,
 
@@ -23,7 +23,7 @@ pub struct AccessTrackingArgs {
     output: Output,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[REGION];
 
 pub(super) fn run(args: AccessTrackingArgs) -> Result<Exit, Failure> {

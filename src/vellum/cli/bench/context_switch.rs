@@ -11,11 +11,11 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
-/// CR3 loaded from among K page tables in turn: time and exits per switch
+/// Load CR3 from among K page tables in turn: time and exits per switch
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub struct ContextSwitchArgs {
-    /// How many page tables; several numbers are measured one after the other
+    /// Page tables; several numbers are measured one after the other
     #[arg(value_name = "K", value_delimiter = ',', default_value = "2,4,8",
         value_parser = |text: &str| keyvalue::number(text, 2..=100_000u64))]
     tables: Vec<u64>,
@@ -30,8 +30,8 @@ pub struct ContextSwitchArgs {
         value_parser = |text: &str| keyvalue::number(text, 0..=MAX_PAGES))]
     reads: u64,
 
-    /// Whether the guest loads CR3 by way of the CR3 cache, which takes a kernel with the patches for it: off, on, or both, of which
-    /// figures then have names of their own
+    /// Whether the guest loads CR3 through the CR3 cache, which needs a patched kernel: off; on; or
+    /// both, whose figures have different names
     #[arg(long, value_name = "WHETHER", value_enum, default_value = "off", hide_possible_values = true)]
     cr3_cache: Cached,
 
@@ -42,7 +42,7 @@ pub struct ContextSwitchArgs {
     output: Output,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[SHADOW, &[(Field::Cr3Cache, "--cr3-cache:")]];
 
 pub(super) fn run(args: ContextSwitchArgs) -> Result<Exit, Failure> {

@@ -13,7 +13,7 @@ use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 use vellum_sys::uffd::Mode;
 
-/// A guest touches memory that is not there, and userfaultfd handlers bring it
+/// A guest touches missing memory, and userfaultfd handlers provide it
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub struct DemandPagingArgs {
@@ -35,14 +35,14 @@ pub struct DemandPagingArgs {
         value_parser = |text: &str| keyvalue::number(text, 1..=1024usize))]
     readers: usize,
 
-    /// Pages that a handler brings for each fault
+    /// Pages that a handler provides for each fault
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=65_536u64))]
     batch: u64,
 
     #[command(flatten)]
     region: RegionArgs,
 
-    /// All vCPUs go over one and the same region
+    /// All vCPUs access the same region
     #[arg(short, long)]
     overlap: bool,
 
@@ -58,7 +58,7 @@ fn mode(text: &str) -> Result<Mode, String> {
     )
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[REGION, &[(Field::PageFaults, "-u")]];
 
 pub(super) fn run(args: DemandPagingArgs) -> Result<Exit, Failure> {

@@ -16,13 +16,14 @@ use vellum_kvm::vm::ring::RING_ENTRIES;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
-/// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and more
+/// The cost of dirty logging to host and guest; options as in the kernel's dirty_log_perf_test, and
+/// more
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = EXAMPLES)]
 pub struct DirtyLogArgs {
-    /// Show in one table where the cost goes: on 4 KiB, transparent and reserved huge pages, with manual-protect and with
-    /// initially-set, over 5 passes unless -i says otherwise
+    /// Show in one table where the cost arises: on 4 KiB, transparent and reserved huge pages, with
+    /// manual-protect and with initially-set, over 5 passes unless -i is given
     #[arg(long, value_enum, conflicts_with_all = ["backing", "tracker", "no_manual_protect"])]
     preset: Option<Preset>,
 
@@ -41,15 +42,15 @@ pub struct DirtyLogArgs {
     #[arg(short = 'a', long)]
     random: bool,
 
-    /// All vCPUs work on all memory, instead of on a part each
+    /// All vCPUs access all memory, instead of a part each
     #[arg(short, long)]
     overlap: bool,
 
-    /// Cut memory into so many memslots
+    /// Split memory into this many memslots
     #[arg(short = 'x', long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=32_764u32))]
     slots: u32,
 
-    /// Do without manual protection: the same as --tracker bitmap
+    /// No manual protection: the same as --tracker bitmap
     #[arg(short = 'g', long, conflicts_with = "tracker")]
     no_manual_protect: bool,
 
@@ -65,24 +66,24 @@ pub struct DirtyLogArgs {
     #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = keyvalue::address)]
     phys_offset: Option<u64>,
 
-    /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default: initially-set, or the
-    /// next best that this host has]
+    /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default:
+    /// initially-set, or the next best that this host has]
     #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Option<args::Tracker>,
 
-    /// Have Arm's KVM split blocks as soon as they are logged, so many bytes at a time, as in 2m
+    /// Make Arm's KVM split blocks as soon as they are logged, this many bytes at a time, as in 2m
     #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1))]
     eager_split: Option<u64>,
 
-    /// Clear in chunks of so many pages, a multiple of 64, instead of whole memslots
+    /// Clear in chunks of this many pages, a multiple of 64, instead of whole memslots
     #[arg(long, value_name = "PAGES", value_parser = args::clear_chunk)]
     clear_chunk: Option<u64>,
 
-    /// A part of each vCPU's memory that takes a share of its accesses, as in 10%,share=90%
+    /// A part of each vCPU's memory that gets a share of its accesses, as in 10%,share=90%
     #[arg(long, value_name = "PCT[,share=PCT]", value_parser = hot)]
     hot: Option<Hot>,
 
-    /// In lockstep with the guest, or as fast as possible while the guest runs through
+    /// Collect in lockstep with the guest, or as fast as possible while the guest runs
     #[arg(long, value_enum, default_value_t = Collect::Lockstep)]
     collect: Collect,
 
@@ -108,13 +109,13 @@ Examples:
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Preset {
-    /// Protecting huge pages when the log is switched on, or when it is first cleared
+    /// Huge pages are protected when the log is switched on, or when it is first cleared
     Lazy,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Collect {
-    /// The guest goes over its memory, stops, and the log is collected: as dirty_log_perf_test does
+    /// The guest writes its memory and stops, then the log is collected, as in dirty_log_perf_test
     Lockstep,
     /// The guest never stops, and its progress is recorded over time
     Continuous,
@@ -127,7 +128,7 @@ fn hot(text: &str) -> Result<Hot, String> {
     read().map_err(|e| e.to_string())
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[
     REGION,
     &[

@@ -19,11 +19,11 @@ use vellum_sys::keyvalue;
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub struct MemslotArgs {
-    /// Tests, all unless given: map, unmap, unmap_chunked, move_active, move_inactive, rw, create
+    /// Tests, all by default: map, unmap, unmap_chunked, move_active, move_inactive, rw, create
     #[arg(value_name = "TEST", value_delimiter = ',', value_parser = test)]
     tests: Vec<Test>,
 
-    /// Into how many memslots memory is cut
+    /// Split memory into this many memslots
     #[arg(short = 's', value_name = "N", default_value_t = 32,
         value_parser = |text: &str| keyvalue::number(text, 1..=32_763u32))]
     slots: u32,
@@ -36,11 +36,11 @@ pub struct MemslotArgs {
     #[arg(long, value_name = "BACKING", default_value = "anonymous", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
-    /// How long each test goes on in each run
+    /// How long each test runs in each repetition
     #[arg(short = 'l', value_name = "TIME", default_value = "5s", value_parser = keyvalue::duration)]
     time: Duration,
 
-    /// Runs of each test
+    /// Repetitions of each test
     #[arg(short = 'r', long = "repeat", value_name = "N", default_value_t = 1,
         value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,
@@ -57,7 +57,7 @@ fn test(text: &str) -> Result<Test, String> {
     keyvalue::one_of("test", text, &Test::NAMES)
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "--backing"),
     (Field::Memory, "-b:"),

@@ -19,12 +19,12 @@ use vellum_kvm::vm::ring::RING_ENTRIES;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
-/// Move a guest that writes from one process to another: how long it stands still, what it loses, and what that takes
+/// Migrate a writing guest between two processes: its downtime, what it loses, and the cost
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = EXAMPLES, after_long_help = format!("{FIGURES}\n\n{EXAMPLES}"))]
 pub struct MigrationArgs {
-    /// Show all of it in one table, as the guest writes faster and faster, up to as fast as it can
+    /// Show all figures in one table, from slow writes up to as fast as the guest can
     #[arg(long, value_enum, conflicts_with = "dirty_rate")]
     preset: Option<Preset>,
 
@@ -37,57 +37,61 @@ pub struct MigrationArgs {
     #[arg(short, long, alias = "memory", value_name = "SIZE", default_value = "512m", value_parser = |text: &str| keyvalue::size(text, 1))]
     bytes: u64,
 
-    /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them (anonymous_thp)
+    /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them
+    /// (anonymous_thp)
     #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
-    /// CPUs that the processes of the measurement may use, as in 2,3 [default: all]
+    /// CPUs that the measured processes may use, as in 2,3 [default: all]
     #[arg(short = 'c', long, value_name = "LIST", value_delimiter = ',', value_parser = cpu)]
     cpus: Option<Vec<usize>>,
 
-    /// How dirty pages are collected: bitmap, manual-protect, initially-set, ring[,entries=N] [default: what a migration
-    /// takes by itself]
+    /// How dirty pages are collected: bitmap, manual-protect, initially-set, ring[,entries=N]
+    /// [default: what a migration chooses]
     #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Option<args::Tracker>,
 
-    /// How much memory all vCPUs together write in a second, in distinct pages, as in 64m; max for as much as they can
+    /// Memory that all vCPUs together write in a second, in distinct pages, as in 64m; max for as
+    /// much as they can
     #[arg(long, value_name = "SIZE", default_value = "64m", value_parser = rate)]
     dirty_rate: Rate,
 
-    /// In which order pages are written, and whether a part of them takes a share of the writes:
+    /// In which order pages are written, and whether a part of them gets a share of the writes:
     /// `sequential|random|shuffled[,hot=PCT[,share=PCT]]`
     #[arg(long, value_name = "ORDER", default_value = "sequential", value_parser = pattern)]
     pattern: Pattern,
 
-    /// When memory goes: precopy, before the guest runs on the target; postcopy, after that; hybrid, all of it before and what was written
-    /// meanwhile after. Where it follows, what the guest waits for a page stands beside the barest answer to such a fault
+    /// When memory is sent: precopy, before the guest runs on the target; postcopy, after that;
+    /// hybrid, all of it before and what was written meanwhile after. With postcopy and hybrid the
+    /// guest's wait for a page is shown beside the fastest possible answer to such a fault
     #[arg(long, value_name = "WHEN", value_parser = args::MODE, default_value = "precopy", hide_possible_values = true)]
     mode: Mode,
 
-    /// Send pages over so many connections at once, 1 to 16
+    /// Send pages over this many connections, 1 to 16
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=16u32))]
     connections: u32,
 
-    /// At most so much a second over the link, as in 400m [default: all that it carries; half of that where memory follows the guest]
+    /// The highest bandwidth in bytes per second, as in 400m [default: that of the link; half of it
+    /// for postcopy and hybrid]
     #[arg(long, value_name = "SIZE", value_parser = |text: &str| match keyvalue::size(text, 1 << 20)? {
         bytes if bytes >= 1 << 20 => Ok(bytes),
         _ => Err("1m or more".to_owned()),
     })]
     bandwidth: Option<u64>,
 
-    /// How long the guest may stand still: a limit
+    /// The longest downtime
     #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = keyvalue::duration)]
     downtime: Duration,
 
-    /// After this time it moves, however long it has to stand still for that
+    /// Migrate after this time, however long the downtime is then
     #[arg(long, value_name = "TIME", default_value = "20s", value_parser = keyvalue::duration)]
     timeout: Duration,
 
-    /// How long the guest is left alone before it moves, and afterwards
+    /// How long the guest runs undisturbed before it migrates, and afterwards
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = keyvalue::duration)]
     around: Duration,
 
-    /// Rounds, each with processes of its own: figures then have a median and a spread
+    /// Rounds, each with processes of its own; figures then have a median and a spread
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,
 
@@ -145,7 +149,7 @@ fn pattern(text: &str) -> Result<Pattern, String> {
     read().map_err(|e| e.to_string())
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "-s"),
     (Field::Cpus, "-v"),
@@ -189,7 +193,7 @@ fn words(line: &str) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
-/// `vellum receive`, as the target.
+/// The target: `vellum receive`.
 fn target(config: &Config, paths: &Paths) -> Vec<String> {
     let (backing, sandbox) = (config.region.backing, config.common.sandbox);
     let (listen, result) = (paths.listen.display(), paths.result.display());
@@ -198,7 +202,7 @@ fn target(config: &Config, paths: &Paths) -> Vec<String> {
     ))
 }
 
-/// `vellum run`, as the source.
+/// The source: `vellum run`.
 fn source(config: &Config, journal: Duration) -> Vec<String> {
     let (order, backing, sandbox) = (config.order.name(), config.region.backing, config.common.sandbox);
     let mut workload = format!("write,order={order},warm,fill,journal={}ms", journal.as_millis());
@@ -219,7 +223,7 @@ fn source(config: &Config, journal: Duration) -> Vec<String> {
     words(&line)
 }
 
-/// `vellum migrate`, from the one to the other.
+/// The client: `vellum migrate`.
 fn client(config: &Config, paths: &Paths) -> Vec<String> {
     let ms = |time: Duration| format!("{}ms", time.as_secs_f64() * 1e3);
     let (connections, downtime, timeout) = (config.connections, ms(config.downtime), ms(config.timeout));

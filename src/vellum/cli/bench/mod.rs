@@ -1,4 +1,4 @@
-//! `vellum bench NAME`: one file a benchmark here too; arguments only.
+//! `vellum bench NAME`: one file for each benchmark, with arguments only.
 
 mod access_tracking;
 mod context_switch;
@@ -30,7 +30,7 @@ use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 use vellum_sys::{host::allowed_cpus, signal};
 
-/// Which flag each field comes from, by the subcommand as typed.
+/// The flag of each field, by subcommand as typed.
 #[cfg(test)]
 pub(super) const TABLES: [(&str, Flags); 8] = [
     ("bench access-tracking", access_tracking::FLAGS),
@@ -62,7 +62,7 @@ enum BenchCommand {
     Migration(Box<migration::MigrationArgs>),
 }
 
-/// Where the result goes.
+/// The target of the result.
 #[derive(Debug, Args)]
 struct Output {
     #[command(flatten)]
@@ -72,12 +72,12 @@ struct Output {
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = args::SANDBOX, hide_possible_values = true)]
     sandbox: Mode,
 
-    /// BenchCommand a terminal shows while it is measured.
+    /// The progress on a terminal.
     #[arg(skip = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)"))]
     progress: ProgressBar,
 }
 
-/// Does what was asked.
+/// Runs `vellum bench`.
 pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
     match args.what {
         BenchCommand::DirtyLog(args) => dirty_log::run(*args),
@@ -91,14 +91,15 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
     }
 }
 
-/// vCPUs and the memory that they go over, with the short options of the KVM selftests.
+/// vCPUs and the memory that they access, with the short options of the KVM selftests.
 #[derive(Debug, Args)]
 struct RegionArgs {
     /// Memory of each vCPU; sizes take k, m, g, t
     #[arg(short, long, alias = "memory", value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
     bytes: u64,
 
-    /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them (anonymous_thp)
+    /// Backing: anonymous, thp, hugetlb-2m, shmem and so on, or as the KVM selftests call them
+    /// (anonymous_thp)
     #[arg(short = 's', long, value_name = "BACKING", default_value = "anonymous", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
@@ -106,25 +107,27 @@ struct RegionArgs {
     #[arg(short, long, alias = "cpus", value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=65_536usize))]
     vcpus: Option<usize>,
 
-    /// CPUs to pin to, as in 1,2,3,0: one for each vCPU, and one more for the main thread if given
+    /// CPUs to pin to, as in 1,2,3,0: one for each vCPU, and optionally one more for the main
+    /// thread
     #[arg(short = 'c', long, value_name = "LIST")]
     pin: Option<String>,
 
-    /// Rounds, each in a machine of its own: figures then have a median and a spread
+    /// Rounds, each in a machine of its own; figures then have a median and a spread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,
 
-    /// The page size of the guest's own tables: 4k or 2m [default: 4k, or 2m where the host shadows them]
+    /// The page size of the guest's own tables: 4k or 2m [default: 4k, or 2m where the host shadows
+    /// them]
     #[arg(short, long, value_name = "SIZE", value_parser = guest_page)]
     mode: Option<GuestPage>,
 
-    /// Give the machine interrupt controllers: split between KVM and Vellum, or all in KVM, as the KVM selftests do. No
-    /// workload uses them, but every exit then costs more [default: none]
+    /// Give the machine interrupt controllers: split between KVM and Vellum, or all in KVM, as the
+    /// KVM selftests do. No workload uses them, but every exit then costs more [default: none]
     #[arg(long, value_name = "WHERE")]
     irqchip: Option<irqchip::Mode>,
 }
 
-/// Which flag each field of [`RegionArgs`] comes from.
+/// The flag of each field of [`RegionArgs`].
 const REGION: &[(Field, &str)] = &[
     (Field::Backing, "-s"),
     (Field::Cpus, "-v"),
@@ -157,7 +160,7 @@ impl RegionArgs {
     }
 }
 
-/// BenchCommand the benchmarks of shadow paging take besides their numbers of page tables.
+/// The arguments of the benchmarks of shadow paging, besides their numbers of page tables.
 #[derive(Debug, Args)]
 #[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.")]
 struct ShadowArgs {
@@ -165,12 +168,12 @@ struct ShadowArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,
 
-    /// Stay on this CPU
+    /// Pin to this CPU
     #[arg(short, long, value_name = "CPU", value_parser = cpu)]
     cpu: Option<usize>,
 }
 
-/// Which flag each field of [`ShadowArgs`] comes from.
+/// The flag of each field of [`ShadowArgs`].
 const SHADOW: &[(Field, &str)] = &[(Field::Pin, "-c:"), (Field::Sandbox, "--sandbox:")];
 
 impl ShadowArgs {
@@ -187,8 +190,8 @@ impl ShadowArgs {
 }
 
 impl Output {
-    /// Opens what is to be written, measures, and delivers the result: an invalid one too, which fails, and what there is
-    /// when the user has had enough.
+    /// Opens the outputs, measures, and delivers the result. An invalid result is delivered too,
+    /// and the command fails. A signal ends the measurement, and the result so far is delivered.
     fn deliver(
         &self,
         flags: Flags,
@@ -219,7 +222,7 @@ impl Output {
     }
 }
 
-/// A CPU that this process may use.
+/// Parses a CPU that this process may use.
 fn cpu(text: &str) -> Result<usize, String> {
     let allowed = allowed_cpus().map_err(|e| e.to_string())?;
     let cpu = keyvalue::number(text, 0..=65_535)?;
@@ -232,7 +235,7 @@ fn cpu(text: &str) -> Result<usize, String> {
     }
 }
 
-/// `-c LIST`: a CPU for each vCPU, and one more for the main thread if given.
+/// Parses `-c LIST`: a CPU for each vCPU, and optionally one more for the main thread.
 fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure> {
     let Some(text) = list else { return Ok(None) };
     let wrong = |why: String| Failure::usage(format!("-c {text}: {why}"));
@@ -247,7 +250,7 @@ fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure>
     Ok(Some(cpus))
 }
 
-/// `--mode SIZE`: the page size of the guest's own tables.
+/// Parses `--mode SIZE`: the page size of the guest's own tables.
 fn guest_page(text: &str) -> Result<GuestPage, String> {
     keyvalue::one_of("guest page size", text, &[("2m", GuestPage::Large), ("4k", GuestPage::Small)])
 }

@@ -10,31 +10,31 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
-/// Make, change and rebuild KVM's mappings of a region that all vCPUs share
+/// Create, change and rebuild KVM's mappings of a region that all vCPUs share
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(mut_arg("bytes", |arg| arg.help("Memory in all, which all vCPUs share; sizes take k, m, g, t")))]
 pub struct PageTableArgs {
-    /// Run rows that others have published, scaled to this host; the scale is part of the result. -v is then what the row with the
-    /// most vCPUs has [default: two for each CPU]
+    /// Run the rows of a published table, scaled to this host; the result records the scale. With
+    /// --preset, -v sets the vCPUs of the largest row [default: two for each CPU]
     #[arg(long, conflicts_with_all = ["bytes", "backing", "pin", "together"])]
     preset: Option<Preset>,
 
     #[command(flatten)]
     region: RegionArgs,
 
-    /// Do not populate memory beforehand: create_mappings is then also the host's first touch of it, as in
-    /// kvm_page_table_test
+    /// Do not populate memory beforehand: create_mappings then includes the host's first touch of
+    /// it, as in kvm_page_table_test
     #[arg(long)]
     unpopulated: bool,
 
-    /// Have all vCPUs create each mapping at the same time: a page is missing until every vCPU waits for it, which userfaultfd
-    /// tells. create_mappings then includes that
+    /// Have all vCPUs create each mapping at the same time: a page is missing until every vCPU
+    /// waits for it on userfaultfd. create_mappings then includes that
     #[arg(long, conflicts_with_all = ["unpopulated", "execute"])]
     together: bool,
 
-    /// Once memory is logged, first execute an instruction in each page of the backing's size: by it an Arm host, which maps what
-    /// is written without the right to execute it, splits its blocks
+    /// Once memory is logged, first execute an instruction in each page of the backing's size: an
+    /// Arm host, which maps written pages without execute permission, splits its blocks on that
     #[arg(long)]
     execute: bool,
 
@@ -52,7 +52,7 @@ enum Preset {
     Seed,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[REGION, &[(Field::GuestAddress, "-p")]];
 
 pub(super) fn run(args: PageTableArgs) -> Result<Exit, Failure> {

@@ -16,7 +16,7 @@ use vellum_sys::keyvalue;
 #[command(after_help = "Meaningful where KVM shadows guest page tables: kvm_amd npt=0, kvm_intel ept=0.
 `vellum bench rmap-fork 500` is what `rmap_fork 500` is inside a Linux guest, without the Linux.")]
 pub struct RmapForkArgs {
-    /// How many page tables; several numbers are measured one after the other, as in 1,2,15,500
+    /// Page tables; several numbers are measured one after the other, as in 1,2,15,500
     #[arg(value_name = "N", value_delimiter = ',', default_value = "500",
         value_parser = |text: &str| keyvalue::number(text, 1..=100_000u64))]
     tables: Vec<u64>,
@@ -26,7 +26,8 @@ pub struct RmapForkArgs {
         value_parser = |text: &str| keyvalue::one_of("order", text, &DropOrder::NAMES))]
     drop: Vec<DropOrder>,
 
-    /// Time one table only, whose entries make chains of these lengths or leave them, as in 1,2,15,1000
+    /// Time one table only, whose entries make or drop rmap chains of these lengths, as in
+    /// 1,2,15,1000
     #[arg(long, value_name = "N", value_delimiter = ',', conflicts_with_all = ["tables", "drop"],
         value_parser = |text: &str| keyvalue::number(text, 1..=100_000u64))]
     lengths: Vec<u64>,
@@ -43,7 +44,7 @@ pub struct RmapForkArgs {
     output: Output,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[SHADOW];
 
 pub(super) fn run(args: RmapForkArgs) -> Result<Exit, Failure> {

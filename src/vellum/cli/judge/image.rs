@@ -41,7 +41,7 @@ Examples:
   vellum run -k judge.elf -p passes=10 > log
   vellum judge read log";
 
-/// Does what was asked.
+/// Runs `vellum judge image`.
 pub(super) fn run(args: &ImageArgs) -> Result<Exit, Failure> {
     let image = image::image(args.format);
     let out = &args.out;

@@ -1,4 +1,5 @@
-//! `vellum judge`: the image that judges its own machine, and what its console says. What they do is in [`vellum_judge`].
+//! `vellum judge`: the image that judges its own machine, and the reader of its console. The work
+//! is in [`vellum_judge`].
 
 mod image;
 mod read;
@@ -9,7 +10,8 @@ use clap::{Args, Subcommand};
 use super::failure::Failure;
 use vellum_kvm::vm::lifecycle::Exit;
 
-/// Find memory and state that a VMM loses: a guest for any VMM that judges its own migration, snapshot or restore
+/// Find memory and state that a VMM loses: a guest for any VMM that judges its own migration,
+/// snapshot or restore
 #[derive(Debug, Args)]
 pub(super) struct JudgeArgs {
     #[command(subcommand)]
@@ -23,7 +25,7 @@ enum JudgeCommand {
     Run(Box<run::RunArgs>),
 }
 
-/// Does what was asked.
+/// Runs `vellum judge`.
 pub(super) fn run(args: &JudgeArgs) -> Result<Exit, Failure> {
     match &args.what {
         JudgeCommand::Image(args) => image::run(args),

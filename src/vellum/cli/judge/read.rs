@@ -14,7 +14,7 @@ use vellum_judge::read::{self, Log, Verdict};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::{Answer, Case, Report, Status};
 
-/// Read what the image printed on its console, and say whether its machine lost anything
+/// Read the image's console output, and say whether its machine lost anything
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct ReadArgs {
@@ -33,12 +33,12 @@ Examples:
   vellum judge read log
   vellum run -k judge.elf | vellum judge read - --format ktap";
 
-/// Longer logs are refused.
+/// The maximum size of a log in bytes. Larger ones are refused.
 const MAX_LOG: u64 = 256 << 20;
-/// Faults that the terminal shows.
+/// The number of faults that the terminal shows.
 const SHOWN: usize = 16;
 
-/// Does what was asked.
+/// Runs `vellum judge read`.
 pub(super) fn run(args: &ReadArgs) -> Result<Exit, Failure> {
     let text = load(&args.log)?;
     args.result.deliver("judge read", &ProgressBar::hidden(), || {
@@ -115,7 +115,7 @@ fn report(log: &Log, verdict: &Verdict) -> Report {
     for (kind, count) in read::kinds().iter().zip(&log.counts) {
         let printed = log.faults.iter().filter(|fault| fault.kind == *kind).count() as u64;
         let count = count.map_or(printed, |count| count.max(printed));
-        // What was not counted to the end did not pass.
+        // A kind that was not counted to the end has not passed.
         let ended = matches!(verdict, Verdict::Whole | Verdict::Lost);
         match (count, ended) {
             (0, true) => report.cases.push(Case::new(*kind, Status::Pass)),

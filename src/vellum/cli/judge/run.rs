@@ -17,7 +17,7 @@ use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::{Answer, Case, Report, Status};
 use vellum_sys::{keyvalue, signal};
 
-/// Start a VMM with the image, move its machine, and say what was lost
+/// Start a VMM with the image, migrate its machine, and say what was lost
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct RunArgs {
@@ -29,7 +29,7 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "NAME", value_parser = |text: &str| keyvalue::one_of("scenario", text, &Scenario::NAMES))]
     scenario: Vec<Scenario>,
 
-    /// How often each
+    /// The number of rounds of each
     #[arg(long, value_name = "N", default_value = "1", value_parser = |text: &str| keyvalue::number(text, 1..=1_000_000u32))]
     times: u32,
 
@@ -62,7 +62,7 @@ Examples:
   vellum judge run --vmm qemu
   vellum judge run --vmm vellum --scenario migrate --times 100 --format ktap";
 
-/// Does what was asked.
+/// Runs `vellum judge run`.
 pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
     let mebibytes = args.memory >> 20;
     if mebibytes << 20 != args.memory || mebibytes < 4 {
@@ -116,9 +116,10 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
     })?
 }
 
-/// All rounds of a scenario as one case; the first one that is not whole decides.
+/// All rounds of a scenario as one case. The first failed round decides. If none failed, a crashed
+/// one does.
 fn judge(args: &RunArgs, scenario: Scenario, mebibytes: u64, logs: &Logs) -> Result<Case, Failure> {
-    // Enough for a move to fall into the middle; what nothing happens to may be short.
+    // Long enough for a migration to start in the middle. A boot has nothing to wait for.
     let passes = if scenario == Scenario::Boot { "passes=3" } else { "passes=16 rate=30000" };
     let mut found = BTreeMap::new();
     for round in 1..=args.times {
@@ -160,7 +161,7 @@ fn judge(args: &RunArgs, scenario: Scenario, mebibytes: u64, logs: &Logs) -> Res
     })
 }
 
-/// Where the consoles of rounds are; removed in the end, unless they are to be kept.
+/// The directory of the rounds' consoles. It is removed in the end, unless `--logs` keeps it.
 struct Logs {
     dir: PathBuf,
     kept: bool,
@@ -180,7 +181,7 @@ impl Logs {
     fn round(&self, scenario: Scenario, round: u32) -> Result<PathBuf, Failure> {
         let dir = self.dir.join(format!("{}-{round}", scenario.name()));
         if !self.kept {
-            // Of the round before nothing is needed any more.
+            // The previous round's directory is not needed further.
             let _ = fs::remove_dir_all(self.dir.join(format!("{}-{}", scenario.name(), round - 1)));
         }
         fs::create_dir(&dir).map_err(Failure::host)?;

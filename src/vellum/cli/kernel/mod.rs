@@ -1,5 +1,5 @@
-//! `vellum run --kernel`: a guest with a kernel of its own. The short forms are kvmtool's, so that scripts written for
-//! `lkvm run` work.
+//! `vellum run --kernel`: a guest with a kernel of its own. The short options are kvmtool's, so
+//! that scripts for `lkvm run` work.
 
 mod launch_args;
 
@@ -41,8 +41,9 @@ use vellum_sys::open::{self, Kind};
 #[command(group = ArgGroup::new("guest").args(["kernel", "firmware", "disk"]).multiple(true)
     .conflicts_with_all(["workload", "passes", "duration", "json", "format"]))]
 pub(crate) struct KernelArgs {
-    /// The kernel: a bzImage, an ELF vmlinux, a PVH or multiboot image; with a COMMAND also the kernel of a tree in which one was built
-    /// (O= too), of an unpacked linux-image package, or `host`, this host's own
+    /// The kernel: a bzImage, an ELF vmlinux, a PVH or multiboot image. With a COMMAND it may also
+    /// be a kernel tree with a built kernel (O= too), an unpacked linux-image package, or `host`,
+    /// this host's kernel
     #[arg(short, long, value_name = "FILE|DIR|host")]
     pub kernel: Option<PathBuf>,
 
@@ -55,25 +56,26 @@ pub(crate) struct KernelArgs {
     #[arg(allow_hyphen_values = true)]
     pub(super) cmdline: Vec<String>,
 
-    /// Leave out what is there by default: the beginning of the command line
+    /// Leave out the defaults of the command line
     #[arg(long, requires = "guest")]
     nodefaults: bool,
 
-    /// How the kernel is entered, where it offers several ways
+    /// The boot protocol, if the kernel supports several
     #[arg(long, value_name = "HOW", requires = "guest")]
     protocol: Option<Protocol>,
 
-    /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT [default: split; on Arm the newer
-    /// one of those that this host has]
+    /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT
+    /// [default: split; on Arm the newer one of those that this host has]
     #[arg(long, value_name = "WHERE", value_enum, requires = "guest")]
     irqchip: Option<Mode>,
 
-    /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI tables name; or pci, a bus that it
-    /// enumerates, with an interrupt for each queue (MSI-X) [default: mmio; pci where the kernel is in the disk]
+    /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI
+    /// tables name; or pci, a bus that it enumerates, with an interrupt for each queue (MSI-X)
+    /// [default: mmio; pci where the kernel is in the disk]
     #[arg(long, value_name = "HOW", requires = "guest")]
     pub(super) transport: Option<Codec>,
 
-    /// What the serial port is; a PL011 is on Arm alone
+    /// The kind of serial port; a PL011 exists only on Arm
     #[arg(long, value_name = "KIND", value_enum, default_value_t, requires = "guest")]
     pub(super) uart: Uart,
 
@@ -81,12 +83,14 @@ pub(crate) struct KernelArgs {
     #[arg(long, value_name = "WHERE", default_value = "terminal", requires = "guest")]
     pub(super) serial: Target,
 
-    /// Give it no VM generation ID, by which it notices that it was restored from a snapshot and draws other random numbers
+    /// Leave out the VM generation ID, by which a guest notices that it was restored from a
+    /// snapshot and reseeds its random numbers
     #[arg(long, requires = "guest")]
     no_vmgenid: bool,
 
-    /// Let a guest on shadow paging load CR3 without an exit, as at context switches, if it knows how: on; auto, where this host can;
-    /// off. It sees where its shadow page tables are in the host's memory
+    /// Let a guest on shadow paging load CR3 without an exit, as at context switches, if it
+    /// supports that: on; auto, if this host can; off. The guest sees the addresses of its shadow
+    /// page tables in the host's memory
     #[arg(
         long,
         value_name = "WHETHER",
@@ -101,8 +105,9 @@ pub(crate) struct KernelArgs {
     #[arg(long, value_name = "TIME", requires = "guest", value_parser = keyvalue::duration)]
     timeout: Option<Duration>,
 
-    /// What to do when the guest panics, before it ends: dump[=FILE], write its memory into FILE, which is what `vellum dump` writes
-    /// [default: vellum-PID.core]. A kernel whose pvpanic is a module is heard to panic on its serial port
+    /// What to do when the guest panics, before it ends: dump[=FILE], write its memory into FILE as
+    /// `vellum dump` does [default: vellum-PID.core]. If the kernel's pvpanic is a module, the
+    /// panic is recognised on its serial port
     #[arg(long, value_name = "dump[=FILE]", value_parser = on_panic, requires = "guest")]
     on_panic: Option<PathBuf>,
 
@@ -117,31 +122,33 @@ pub(crate) struct KernelArgs {
 }
 
 impl KernelArgs {
-    /// Whether they name a guest that boots, beside which there is the built-in one.
+    /// Whether the arguments name a guest that boots. Without one the built-in guest runs.
     pub(super) fn boots(&self) -> bool {
         self.kernel.is_some() || self.image.firmware.is_some() || self.devices.disk().is_some()
     }
 
-    /// What a guest's kernel needs drivers for.
+    /// The parts of the board that the guest's kernel needs drivers for.
     pub(super) fn board(&self) -> Board {
         Board { pl011: self.uart == Uart::Pl011, pci: self.transport == Some(Codec::Pci) }
     }
 }
 
-/// What a machine has beside its arguments, and what tells that it is ready: its end, when this is dropped.
+/// What a machine gets besides its arguments. Dropping `word` closes it, which tells its reader
+/// that the machine is ready.
 pub(super) struct Ready {
     pub word: Option<OwnedFd>,
     pub devices: Vec<Arc<dyn DeviceConfig>>,
 }
 
 impl Ready {
-    /// Nothing more, and nobody to be told.
+    /// No further devices, and no reader to tell.
     pub fn none() -> Self {
         Self { word: None, devices: Vec::new() }
     }
 }
 
-/// Boots `kernel` on a machine of `memory` and `config` with what else `args` say, and waits for its end; `told` ends as soon as the machine has all that it needs of the host.
+/// Boots `kernel` on a machine of `memory` and `config`, with the remaining `args`, and waits for
+/// its end. `told.word` is closed once the machine has all that it needs of the host.
 pub(super) fn boot(
     args: KernelArgs,
     kernel: PathBuf,
@@ -164,7 +171,7 @@ pub(super) fn boot(
     } = args;
     devices.confine(process.sandbox);
     let defaults = (!args.nodefaults).then(|| default_cmdline(uart));
-    // Symbols are where the image has them, and not where a random number puts them.
+    // A debugger expects symbols at their linked addresses. KASLR would move them.
     let fixed = process.gdb.as_ref().map(|_| "nokaslr");
     let parts: Vec<&str> =
         defaults.into_iter().chain(fixed).chain(args.cmdline.iter().map(String::as_str)).collect();
@@ -200,7 +207,7 @@ pub(super) fn boot(
     Ok(outcome.exit)
 }
 
-/// `dump[=FILE]`.
+/// Parses `dump[=FILE]`.
 fn on_panic(text: &str) -> Result<PathBuf, &'static str> {
     match text.split_once('=') {
         None if text == "dump" => Ok(format!("vellum-{}.core", std::process::id()).into()),
@@ -209,19 +216,20 @@ fn on_panic(text: &str) -> Result<PathBuf, &'static str> {
     }
 }
 
-/// The file with the symbols of the kernel `image`: the vmlinux of the tree that it was built in, or itself.
+/// The file with the symbols of the kernel `image`: the image itself if it is an ELF, or the
+/// vmlinux of the tree that it was built in.
 fn symbols(image: &Path) -> Option<PathBuf> {
     let is_elf = |path: &Path| {
         let mut magic = [0; 4];
         open::for_reading(path, Kind::Regular).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
             && magic == *b"\x7fELF"
     };
-    // arch/x86/boot/bzImage.
+    // For example arch/x86/boot/bzImage, four levels below the tree.
     let beside = image.ancestors().skip(1).take(4).map(|directory| directory.join("vmlinux"));
     std::iter::once(image.to_owned()).chain(beside).find(|path| is_elf(path))
 }
 
-/// Says how it ended, where that is not what everybody expects.
+/// Logs how the guest ended, unless it ended as expected.
 pub(super) fn tell(outcome: &Outcome) {
     if let Some((index, ended)) = &outcome.ended {
         let what = match ended.exit {

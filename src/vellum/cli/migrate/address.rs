@@ -1,5 +1,5 @@
-//! Where a target is, and the way there: a socket, or a process that leads to it by its standard input and output. The other end of such
-//! a process is here, too.
+//! The address of a target and the connection to it: a socket, or a process that leads there by its
+//! standard input and output. [`relay`] is the other end of such a process.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
@@ -15,7 +15,7 @@ use vellum_migration::link::LIVENESS;
 use vellum_report::output::allow_broken_pipe;
 use vellum_sys::socket;
 
-/// Where a target is, as typed.
+/// The address of a target, as typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// `unix:PATH`
@@ -36,7 +36,7 @@ impl FromStr for Target {
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
             Some(("tcp", address)) if address.contains(':') => Ok(Self::Tcp(address.into())),
             Some(("ssh", rest)) => match rest.rsplit_once(':') {
-                // ssh takes what begins with a hyphen for an option.
+                // ssh would read a host with a leading hyphen as an option.
                 Some((host, name)) if !host.is_empty() && !host.starts_with('-') && !name.is_empty() => {
                     Ok(Self::Ssh(host.into(), name.into()))
                 }
@@ -48,7 +48,8 @@ impl FromStr for Target {
     }
 }
 
-/// Why an address is no place for a guest's memory in the clear, if it is none.
+/// The reason that guest memory must not go to `address` unencrypted, unless the address is on
+/// loopback.
 pub(crate) fn off_loopback(address: &SocketAddr) -> Option<String> {
     let ip = match address.ip() {
         IpAddr::V6(ip) => ip.to_canonical(),
@@ -62,9 +63,9 @@ pub(crate) fn off_loopback(address: &SocketAddr) -> Option<String> {
     })
 }
 
-/// A connection to the target, with the process that leads there, where one does.
+/// A connection to the target, and the process that leads there if there is one.
 pub struct Connection {
-    /// To be handed to the machine.
+    /// The socket, for the machine.
     pub socket: OwnedFd,
     child: Option<Child>,
 }
@@ -72,17 +73,19 @@ pub struct Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         if let Some(child) = &mut self.child {
-            // It ends with its connection; not to leave it behind is all that is wanted.
+            // The process ends with its connection. Killing it makes sure that it is not left
+            // behind.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// Connects to where `target` says, in the clear only on loopback, but where that is allowed.
+/// Connects to `target`. An unencrypted connection is refused unless it stays on loopback or
+/// `insecure` is set.
 ///
 /// # Errors
-/// Where nobody waits there.
+/// No target listens there, or the connection is refused.
 pub fn connect(target: &Target, insecure: bool) -> Result<Connection, Failure> {
     let plain = |socket: OwnedFd| Connection { socket, child: None };
     match target {
@@ -127,7 +130,7 @@ fn unreachable(address: &str, error: &io::Error) -> Failure {
     Failure::ended(Exit::Error, message)
 }
 
-/// Starts what leads to the target by its standard input and output.
+/// Starts a process that leads to the target by its standard input and output.
 fn spawn(mut command: Command) -> Result<Connection, Failure> {
     let (mine, theirs) = UnixStream::pair().map_err(Failure::host)?;
     let input: OwnedFd = theirs.try_clone().map_err(Failure::host)?.into();
@@ -137,7 +140,8 @@ fn spawn(mut command: Command) -> Result<Connection, Failure> {
     Ok(Connection { socket: mine.into(), child: Some(child) })
 }
 
-/// `vellum receive --relay`: carries bytes between this process's standard input and output and the machine that waits at `path`.
+/// `vellum receive --relay`: copies bytes between standard input and output and the machine that
+/// waits at `path`.
 pub fn relay(path: &Path) -> Result<Exit, Failure> {
     let stream = socket::connect(path, LIVENESS);
     let stream = stream.map_err(|error| Failure::host(format!("--relay {}: {error}", path.display())))?;
@@ -148,13 +152,13 @@ pub fn relay(path: &Path) -> Result<Exit, Failure> {
         carry(io::stdin().lock(), &stream, || drop(stream.shutdown(Shutdown::Write)))
     });
     let carried = allow_broken_pipe(carry(&back, io::stdout().lock(), || ()));
-    // Its peer is gone: what still comes in would go nowhere.
+    // The peer is gone, so further input has no reader.
     drop(there);
     carried.map_err(|error| Failure::host(format!("standard output: {error}")))?;
     Ok(Exit::PowerOff)
 }
 
-/// Carries what comes until one of them ends; why the other one takes no more.
+/// Copies bytes until one side ends, then calls `end`. Returns the error of a failed write.
 fn carry(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) -> io::Result<()> {
     let mut buffer = vec![0; 256 << 10];
     let mut carried = Ok(());

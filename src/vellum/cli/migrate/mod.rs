@@ -1,6 +1,7 @@
-//! `vellum migrate`: the client of a migration. It connects to the target, hands the connection to the machine, and says how far it
-//! is; the machine itself opens nothing. Ended before the hand-over it gives the migration up; killed, it stops nothing, and another one
-//! follows the migration with --attach.
+//! `vellum migrate`: the client of a migration. It connects to the target, hands the connection to
+//! the machine, and prints progress. The machine opens no path itself. If a signal ends the client
+//! before the hand-over, the migration is cancelled. If the client is killed, the migration goes
+//! on, and another client can follow it with --attach.
 
 pub mod address;
 
@@ -31,58 +32,65 @@ pub struct MigrateArgs {
     /// The machine: its name (--name), or the path of its control socket
     machine: String,
 
-    /// Where `vellum receive` listens: `unix:PATH`, `tcp:HOST:PORT`, `ssh:[USER@]HOST:NAME`, or `exec:COMMAND`, whose standard input and
-    /// output lead there
+    /// Where `vellum receive` listens: `unix:PATH`, `tcp:HOST:PORT`, `ssh:[USER@]HOST:NAME`, or
+    /// `exec:COMMAND`, whose standard input and output lead there
     #[arg(long, value_name = "ADDRESS", required_unless_present = "attach")]
     to: Option<Target>,
 
-    /// Follow a migration that another `vellum migrate` has begun; with --to, connect again after a cut
+    /// Follow a migration that another `vellum migrate` has started; with --to, reconnect after a
+    /// cut
     #[arg(long)]
     attach: bool,
 
-    /// How memory gets there: stream, its pages are sent; memfd, to another process of this host, which is handed a descriptor by --to
-    /// unix:PATH, so that nothing is copied. It takes memory that has one: vellum run --memory SIZE,backing=memfd
+    /// How memory gets there: stream, pages are sent; memfd, a process on this host gets a
+    /// descriptor by --to unix:PATH, and nothing is copied. memfd needs memory with a descriptor:
+    /// vellum run --memory SIZE,backing=memfd
     #[arg(long, value_name = "HOW", value_parser = args::LINK, default_value = "stream", hide_possible_values = true)]
     link: Link,
 
-    /// When memory goes: precopy, before the guest runs on the target; postcopy, after that, each page as it is wanted there and the rest
-    /// meanwhile; hybrid, a pass before and what was written during it after. Once a guest runs there ahead of its memory, it can go on
-    /// only while both processes live
+    /// When memory is sent: precopy, before the guest runs on the target; postcopy, after that,
+    /// each page on demand and the rest in the background; hybrid, one pass before and what was
+    /// written during it after. While the guest runs there without all of its memory, it is lost if
+    /// either process dies
     #[arg(long, value_name = "WHEN", value_parser = args::MODE, default_value = "precopy", hide_possible_values = true)]
     mode: Mode,
 
-    /// Go on with a postcopy whose link was cut: connect again, and send what the target says that it lacks,
-    /// over one connection
+    /// Resume a postcopy whose link was cut: reconnect, and send what the target lacks, over one
+    /// connection
     #[arg(long, requires = "to", conflicts_with = "attach")]
     recover: bool,
 
-    /// How long the guest may stand still: a limit. Below what pausing it takes, some 5 ms, it is taken for that
+    /// The longest downtime. Values below the time that a pause takes, some 5 ms, are raised to
+    /// that
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration, default_value = "300ms")]
     downtime: Duration,
 
-    /// How long all of it may take, and what then: `TIME[,then=cancel|force|postcopy]`
+    /// How long the migration may take, and what happens then: `TIME[,then=cancel|force|postcopy]`
     #[arg(long, value_name = "TIME", value_parser = timeout)]
     timeout: Option<(Duration, Then)>,
 
-    /// At most so much a second, as in 400m
+    /// The highest bandwidth in bytes per second, as in 400m
     #[arg(long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
     bandwidth: Option<u64>,
 
-    /// Send pages over so many connections at once, 1 to 16; for ssh: and exec: that is as many processes
+    /// Send pages over this many connections, 1 to 16; for ssh: and exec: each is a process
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16), default_value_t = 1)]
     connections: u32,
 
-    /// Slow a guest down that writes faster than the link takes: off; steps, a step for each pass that leaves too much; dirty-limit,
-    /// to half of what the link takes, and of a machine with dirty rings only the vCPUs that write more than their share
+    /// Slow down a guest that writes faster than the link sends: off; steps, one more step after
+    /// each pass that leaves too much; dirty-limit, to half of the link's rate, and on machines
+    /// with dirty rings only the vCPUs that write more than their share
     #[arg(long, value_name = "HOW", value_parser = args::THROTTLING, default_value = "off", hide_possible_values = true)]
     throttle: Throttling,
 
-    /// Compress pages where that makes them shorter: zstd. For links that are slower than a CPU compresses
+    /// Compress pages if that makes them shorter: zstd. For links that are slower than a CPU
+    /// compresses
     #[arg(long, value_name = "HOW", value_parser = args::COMPRESSION, hide_possible_values = true)]
     compress: Option<Compression>,
 
-    /// How dirty pages are collected: manual-protect, initially-set, bitmap; ring with a machine that `vellum run --dirty-ring` has
-    /// made, and nothing else with that; initially-set, unless it is said or this kernel is known to lose pages of that
+    /// How dirty pages are collected: manual-protect, initially-set, bitmap; or ring, which
+    /// machines of `vellum run --dirty-ring` require and others do not have. The default is
+    /// initially-set, unless this kernel is known to lose pages with it
     #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Option<args::Tracker>,
 
@@ -94,15 +102,16 @@ pub struct MigrateArgs {
     #[arg(long)]
     paused: bool,
 
-    /// Compare every page of memory before the guest is handed over; it stands still meanwhile, which --downtime does not count
+    /// Compare every page of memory before the hand-over; the guest is paused meanwhile, which
+    /// --downtime does not count
     #[arg(long)]
     verify: bool,
 
-    /// Let guest memory go over a network in the clear, where anybody on the way may read and change it
+    /// Allow guest memory to cross a network unencrypted; anyone on the path can read and change it
     #[arg(long)]
     insecure_network: bool,
 
-    /// Print what happens as JSON, a line each
+    /// Print events as JSON, a line each
     #[arg(long)]
     json: bool,
 }
@@ -127,16 +136,16 @@ fn timeout(text: &str) -> Result<(Duration, Then), String> {
     read().map_err(|e| e.to_string())
 }
 
-/// What would have avoided that a target lacks CPU features.
+/// How to avoid that a target lacks CPU features.
 const AVOIDS: &str =
     "\nvellum run --cpu x86-64-v2, or --cpu FILE of vellum doctor --cpu-common, shows a guest what both have";
 
-/// How often a cut link is tried again, and for how long.
+/// The interval of attempts to reconnect after a cut, and how long they go on.
 const AGAIN: Duration = Duration::from_secs(1);
 const PERSEVERANCE: Duration = Duration::from_secs(60);
 
 impl MigrateArgs {
-    /// The request that they make; what the host loses of a dirty log is not among them.
+    /// The migration request. The caller adds `loses`, what the host's dirty log loses.
     fn request(&self) -> MigrateRequest {
         let liveness = self.liveness.unwrap_or(LIVENESS);
         MigrateRequest {
@@ -156,7 +165,7 @@ impl MigrateArgs {
     }
 }
 
-/// Does what was asked.
+/// Runs `vellum migrate`.
 pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
     let path = names::find(&args.machine).map_err(failure)?;
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
@@ -205,7 +214,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
                  comes after that",
             ));
         }
-        // One more for pages that somebody waits for.
+        // Postcopy sends pages that are waited for on a connection of their own.
         for _ in 0..args.connections + u32::from(follows) {
             connections.push(connect(target, args.insecure_network)?);
         }
@@ -230,7 +239,7 @@ pub fn run(args: &MigrateArgs) -> Result<Exit, Failure> {
     follow(args, &mut machine, of, has.numbered, &mut connections)
 }
 
-/// Whether the machine that is as `status` says can be handed over.
+/// Checks that the machine with this `status` can be migrated by memfd.
 fn check_memfd(args: &MigrateArgs, status: &Status) -> Result<(), Failure> {
     let wrong = |why: String| Err(Failure::usage(format!("--link memfd: {why}")));
     let others = [
@@ -249,7 +258,7 @@ fn check_memfd(args: &MigrateArgs, status: &Status) -> Result<(), Failure> {
     has_a_descriptor(&args.machine, status).or_else(wrong)
 }
 
-/// Says what happens until it is decided.
+/// Prints progress until the outcome is known.
 fn follow(
     args: &MigrateArgs,
     machine: &mut Client,
@@ -264,13 +273,14 @@ fn follow(
     let mut judged = args.json || args.mode == Mode::Postcopy;
     loop {
         if signal::take().is_some() {
-            // Before the hand-over it stays here; after it, the target is asked first. Either way the machine says what came of it.
+            // Before the hand-over the migration is cancelled. After it the target is asked first.
+            // An event tells the outcome.
             let _ = machine.ask(&Do::MigrateCancel { of: of.filter(|_| numbered) });
         }
         let line = match heard(machine, of, "the migration was over") {
             Ok(Some(line)) => line,
             Ok(None) => continue,
-            // A machine that has moved ends, and its connection with it.
+            // A machine that has moved ends and closes the connection.
             Err(failed) => {
                 bar.finish_and_clear();
                 return ended.ok_or(failed);
@@ -346,7 +356,7 @@ fn follow(
                 ended = Some(Exit::PowerOff);
             }
             Event::Ended { .. } if ended.is_some() => {
-                // `exec:` and `ssh:` have carried the last word by now.
+                // `exec:` and `ssh:` have delivered everything by now.
                 return Ok(Exit::PowerOff);
             }
             _ => {}
@@ -354,15 +364,15 @@ fn follow(
     }
 }
 
-/// A migration is judged after so many passes: the first sends all memory, and the third is the first
-/// that shows whether passes get shorter.
+/// The number of passes after which a migration is judged. The first pass sends all memory. The
+/// third is the first that shows whether passes get shorter.
 const PASSES_TO_JUDGE: u32 = 3;
 
 fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Whether the migration can end within its limits, and what would help if it cannot.
+/// Whether the migration converges within its limits, and what would help if it does not.
 fn outlook(args: &MigrateArgs, written: u64, carried: u64, expected_ms: Option<u64>) -> String {
     let limit = args.downtime.as_millis() as u64;
     let rates =
@@ -394,7 +404,7 @@ fn outlook(args: &MigrateArgs, written: u64, carried: u64, expected_ms: Option<u
     format!("{seen}: it does not converge, and {ends}. What helps: {}", helps.join(", "))
 }
 
-/// The last line of a migration.
+/// The summary after a migration.
 fn moved(args: &MigrateArgs, us: u64, compared: Option<u64>, waited: Option<&Waited>, left: &Left) -> String {
     let took = left.sent.max(left.saved).saturating_sub(left.began);
     let (took, still, limit) = (took as f64 / 1e6, us as f64 / 1e3, args.downtime.as_millis());
@@ -439,7 +449,7 @@ fn describe(
     text
 }
 
-/// Brings two more connections to a target that lacks memory.
+/// Adds two connections to a target that lacks memory.
 fn recover(
     args: &MigrateArgs,
     machine: &mut Client,
@@ -454,7 +464,7 @@ fn recover(
     Ok(())
 }
 
-/// Brings another connection after a cut.
+/// Reconnects after a cut.
 fn again(args: &MigrateArgs, machine: &mut Client) -> Result<Connection, Failure> {
     let since = Instant::now();
     let Some(target) = &args.to else {

@@ -1,4 +1,4 @@
-//! `vellum test` alone: both tests of the dirty log, and one verdict.
+//! `vellum test` without a subcommand: both tests of the dirty log, and one verdict.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_report::{Report, Status};
 use vellum_sys::keyvalue;
 
-/// The arguments of both tests together. Each alone has more.
+/// The arguments that both tests share. Each test has more of its own.
 #[derive(Debug, Args)]
 pub(super) struct BothArgs {
-    /// Go on for so long, as in 30s or 1h [default: a million events with each tracker]
+    /// Run for this long, as in 30s or 1h [default: a million events with each tracker]
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     duration: Option<Duration>,
 
@@ -28,14 +28,14 @@ pub(super) struct BothArgs {
     result: JudgedArgs,
 }
 
-/// The arguments of a test as if nothing was typed.
+/// The arguments of a test without any options.
 fn defaults<T: Args + FromArgMatches>() -> Result<T, Failure> {
     let command = T::augment_args(clap::Command::new("defaults").no_binary_name(true));
     let matches = command.try_get_matches_from(std::iter::empty::<&str>()).map_err(Failure::host)?;
     T::from_arg_matches(&matches).map_err(Failure::host)
 }
 
-/// Runs both tests. One that this host cannot run does not keep the other from running.
+/// Runs both tests. If this host cannot run one of them, the other still runs.
 pub(super) fn run(args: &BothArgs) -> Result<Exit, Failure> {
     let edges: DirtyEdgesArgs = defaults()?;
     let mut log: DirtyLogArgs = defaults()?;
@@ -44,7 +44,7 @@ pub(super) fn run(args: &BothArgs) -> Result<Exit, Failure> {
     args.result.deliver("test", &progress, || {
         let at_edges = dirty_edges::config(&edges).and_then(|config| dirty_edges::examine(&config));
         let mut first = told("test dirty-edges", at_edges)?;
-        // That test alone, as it is run here, needs no flag.
+        // That test needs no flags to reproduce this.
         if first.0.cases.iter().any(|case| case.status == Status::Fail)
             && let Some(answer) = first.0.answer.take()
         {
@@ -60,7 +60,7 @@ pub(super) fn run(args: &BothArgs) -> Result<Exit, Failure> {
     })
 }
 
-/// How bad it is that a test ended like this.
+/// How bad the exit status of a test is.
 fn severity(exit: Exit) -> u8 {
     match exit {
         Exit::PowerOff => 0,
@@ -70,14 +70,14 @@ fn severity(exit: Exit) -> u8 {
     }
 }
 
-/// A test's result and how it ended. The verdict says what the line of a failure would say.
+/// A test's result and exit status. The verdict contains the message of a failure.
 fn told(
     name: &str,
     done: Result<(Report, Result<Exit, Failure>), Failure>,
 ) -> Result<(Report, Exit), Failure> {
     match done {
         Ok((report, exit)) => Ok((report, exit.unwrap_or_else(|failure| failure.exit))),
-        // Nothing was typed that could be wrong, so this host cannot run the test.
+        // A usage error means that this host cannot run the test, because no options were given.
         Err(failure) if failure.lacking || failure.exit == Exit::Usage => {
             let failure = Failure { lacking: true, ..failure };
             Ok((failure.report(name), Exit::NotRun))

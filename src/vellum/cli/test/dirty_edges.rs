@@ -21,12 +21,14 @@ use vellum_sys::keyvalue;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::signal;
 
-/// Clear the dirty log chunk by chunk and write at both ends of each chunk: the pages that a test at random hardly meets
+/// Clear the dirty log chunk by chunk and write at both ends of each chunk: pages that a random
+/// test rarely hits
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct DirtyEdgesArgs {
-    /// How the log is collected: manual-protect, initially-set, or ring (with initially-set asked for too: it must not matter)
+    /// How the log is collected: manual-protect, initially-set, or ring (together with
+    /// initially-set, which must make no difference)
     #[arg(long, value_name = "NAME", default_value = "initially-set", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: args::Tracker,
 
@@ -38,7 +40,8 @@ pub(super) struct DirtyEdgesArgs {
     #[arg(short = 'b', short_alias = 'm', long, value_name = "SIZE", value_parser = |text: &str| keyvalue::size(text, 1 << 20), default_value = "8m")]
     memory: u64,
 
-    /// Where it starts, guest-physical; host addresses are congruent modulo 2 MiB [default: 0x40001000]
+    /// The guest-physical address of the memslot; host addresses are congruent modulo 2 MiB
+    /// [default: 0x40001000]
     #[arg(long, value_name = "ADDRESS", value_parser = address)]
     slot_base: Option<u64>,
 
@@ -46,11 +49,13 @@ pub(super) struct DirtyEdgesArgs {
     #[arg(long)]
     revoke: bool,
 
-    /// Set and revoke it in another thread, again and again, while the log is switched on, and then write to all pages
+    /// Set and revoke it in another thread, again and again, while the log is switched on, and then
+    /// write to all pages
     #[arg(long, conflicts_with = "revoke")]
     race: bool,
 
-    /// With --tracker ring: signals end resets of the ring, and each page whose entry was reset must be in the ring again
+    /// With --tracker ring: signals interrupt resets of the ring, and each page whose entry was
+    /// reset must be in the ring again
     #[arg(long, conflicts_with_all = ["revoke", "race"])]
     interrupt: bool,
 
@@ -62,7 +67,7 @@ pub(super) struct DirtyEdgesArgs {
     sandbox: Mode,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "--backing"),
     (Field::Memory, "--memory:"),
@@ -79,7 +84,7 @@ Examples:
   vellum test dirty-edges --tracker ring --interrupt
                                              resets of a ring that signals end";
 
-/// Does what was asked.
+/// Runs `vellum test dirty-edges`.
 pub(super) fn run(args: &DirtyEdgesArgs) -> Result<Exit, Failure> {
     let config = config(args)?;
     args.result.deliver("test dirty-edges", &ProgressBar::hidden(), || {
@@ -142,7 +147,7 @@ pub(super) fn config(args: &DirtyEdgesArgs) -> Result<edges::Config, Failure> {
     })
 }
 
-/// The result, and how the command ends.
+/// Runs the test. Returns the result, and how the command ends.
 pub(super) fn examine(config: &edges::Config) -> Result<(Report, Result<Exit, Failure>), Failure> {
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
     let interrupted = |error: &soak::Error| match error {
@@ -162,7 +167,7 @@ pub(super) fn examine(config: &edges::Config) -> Result<(Report, Result<Exit, Fa
     Ok((report, exit))
 }
 
-/// How a test ends that found something.
+/// The message of a test that found lost pages.
 fn failure(lost: usize) -> String {
     let pages = if lost == 1 { "page that the guest wrote is" } else { "pages that the guest wrote are" };
     format!(

@@ -27,17 +27,18 @@ use vellum_sys::keyvalue;
 use vellum_sys::mmap::host_page;
 use vellum_sys::signal;
 
-/// Write at random, collect the dirty log while memslots come, go and move, and check every page of every collection
+/// Write at random, collect the dirty log while memslots are added, removed and moved, and check
+/// every page of every collection
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct DirtyLogArgs {
-    /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N]; may be given several times
-    /// [default: all that this host has]
+    /// How the log is collected: bitmap, manual-protect, initially-set, ring[,entries=N]; may be
+    /// repeated [default: all that this host has]
     #[arg(long, value_name = "NAME", value_parser = args::TRACKER, hide_possible_values = true)]
     tracker: Vec<args::Tracker>,
 
-    /// What backs memory; may be given several times [default: all that this host has pages for]
+    /// What backs memory; may be repeated [default: all that this host has pages for]
     #[arg(short = 's', long, value_name = "BACKING", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Vec<Backing>,
 
@@ -49,35 +50,37 @@ pub(super) struct DirtyLogArgs {
     #[arg(short, long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 1..=1024usize), default_value = "2")]
     cpus: usize,
 
-    /// Stop with each tracker when so many distinct (page, collection) events are checked, as in 500k or 10m
+    /// Stop each tracker after this many distinct (page, collection) events, as in 500k or 10m
     /// [default: 1m, or no end with --duration]
     #[arg(long, value_name = "N", value_parser = events)]
     events: Option<u64>,
 
-    /// Go on for so long, as in 30s or 1h, shared out among the trackers
+    /// Run for this long, as in 30s or 1h, divided among the trackers
     #[arg(long, value_name = "TIME", value_parser = keyvalue::duration)]
     pub(super) duration: Option<Duration>,
 
-    /// The seed of all that is random. It repeats the choices and not the timing: the same seed may lose other pages, or none
-    /// [default: drawn, and printed]
+    /// The seed of all that is random. It repeats the choices and not the timing: the same seed may
+    /// lose other pages, or none [default: drawn, and printed]
     #[arg(long, value_name = "N", value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
     pub(super) seed: Option<u64>,
 
-    /// Collect only while the guest runs, or only with its vCPUs out of the guest: running or quiesced [default: both]
+    /// Collect only while the guest runs, or only with its vCPUs out of the guest: running or
+    /// quiesced [default: both]
     #[arg(long, value_name = "MODE", value_parser = mode)]
     mode: Option<Mode>,
 
-    /// Take bits out of each tracker's collections after KVM has cleared them: lose=N. The test must then fail, and name
-    /// these pages
+    /// Remove bits from each tracker's collections after KVM has cleared them: lose=N. The test
+    /// must then fail, and name these pages
     #[arg(long, value_name = "lose=N", value_parser = lose)]
     inject: Option<u64>,
 
-    /// Test one memslot that starts at this guest-physical address, as in 0x40001000; host addresses are congruent
-    /// modulo 2 MiB
+    /// Test one memslot at this guest-physical address, as in 0x40001000; host addresses are
+    /// congruent modulo 2 MiB
     #[arg(long, value_name = "ADDRESS", value_parser = address)]
     slot_base: Option<u64>,
 
-    /// Clear in chunks of so many pages, a multiple of 64, and in each collection only a part of the chunks
+    /// Clear in chunks of this many pages, a multiple of 64, and only a part of the chunks in each
+    /// collection
     #[arg(long, value_name = "PAGES", value_parser = args::clear_chunk)]
     clear_chunk: Option<u64>,
 
@@ -89,7 +92,7 @@ pub(super) struct DirtyLogArgs {
     sandbox: sandbox::Mode,
 }
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "--backing"),
     (Field::ClearChunk, "--clear-chunk"),
@@ -140,7 +143,7 @@ pub(super) fn address(text: &str) -> Result<u64, String> {
         })
 }
 
-/// Does what was asked.
+/// Runs `vellum test dirty-log`.
 pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
     let progress = bar(0, "{elapsed_precise}  {msg}  (Ctrl-C ends it)");
     args.result.deliver("test dirty-log", &progress, || {
@@ -149,7 +152,7 @@ pub(super) fn run(args: &DirtyLogArgs) -> Result<Exit, Failure> {
     })?
 }
 
-/// The result, and how the command ends.
+/// Runs the test. Returns the result, and how the command ends.
 pub(super) fn soak(
     config: &soak::Config,
     progress: &ProgressBar,
@@ -258,7 +261,8 @@ pub(super) fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
     })
 }
 
-/// What of `asked` this host has by `check`; the rest is left out, unless nothing else was asked for.
+/// The items of `asked` that this host supports, by `check`. The others are left out. If none are
+/// supported, that is an error.
 fn present<T: Copy, E: Diagnose + 'static>(
     asked: impl IntoIterator<Item = T>,
     check: impl Fn(T) -> Result<(), E>,
@@ -281,7 +285,7 @@ fn present<T: Copy, E: Diagnose + 'static>(
     }
 }
 
-/// Whether this host can give `size` bytes of this backing, where the first memslot is at `base`.
+/// Checks that this host has `size` bytes of this backing, if the first memslot is at `base`.
 fn check_backing(backing: Backing, base: u64, size: u64) -> Result<(), Shortage> {
     match backing {
         Backing::Hugetlb(page) | Backing::SharedHugetlb(page) => {
@@ -291,7 +295,8 @@ fn check_backing(backing: Backing, base: u64, size: u64) -> Result<(), Shortage>
     }
 }
 
-/// Every backing that this host can give `size` bytes of, where the first memslot is at `base`; the others are left out.
+/// Every backing that this host has `size` bytes of, if the first memslot is at `base`. The others
+/// are added to `left_out`.
 fn backings(base: u64, size: u64, left_out: &mut Vec<LeftOut>) -> Vec<Backing> {
     let mut backings = vec![Backing::Anonymous, Backing::Thp, Backing::Shmem, Backing::Memfd];
     for page in hugepages::sizes() {

@@ -1,4 +1,4 @@
-//! `vellum test`: what proves or provokes something, and has no place under `run`.
+//! `vellum test`: tests of the host's KVM, and of the start of a guest.
 
 mod both;
 mod dirty_edges;
@@ -13,12 +13,12 @@ use super::output::print;
 use super::run;
 use vellum_kvm::vm::lifecycle::Exit;
 
-/// Which flag each field comes from, by the subcommand as typed.
+/// The flag of each field, by subcommand as typed.
 #[cfg(test)]
 pub(super) const TABLES: [(&str, super::flags::Flags); 2] =
     [("test dirty-edges", dirty_edges::FLAGS), ("test dirty-log", dirty_log::FLAGS)];
 
-/// Test this host's KVM: both tests of the dirty log, or the one that is named
+/// Test this host's KVM: both tests of the dirty log, or the named one
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, after_help = EXAMPLES)]
 pub struct TestArgs {
@@ -39,12 +39,13 @@ Examples:
 enum TestCommand {
     DirtyLog(Box<dirty_log::DirtyLogArgs>),
     DirtyEdges(dirty_edges::DirtyEdgesArgs),
-    /// Run the built-in guest as `vellum run` does, and print nothing but when its first doorbell rang: nanoseconds on
-    /// CLOCK_MONOTONIC, for whoever started this program and looked at the same clock
+    /// Run the built-in guest as `vellum run` does, and print only when its first doorbell rang:
+    /// nanoseconds on CLOCK_MONOTONIC. The caller reads the same clock before it starts this
+    /// program
     Startup(Box<run::RunArgs>),
 }
 
-/// Does what was asked.
+/// Runs `vellum test`.
 pub fn run(args: TestArgs) -> Result<Exit, Failure> {
     match args.what {
         None => both::run(&args.both),
