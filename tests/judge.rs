@@ -11,6 +11,7 @@ use support::hosts::{kvm, real};
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_judge::image::{Format, image};
 use vellum_judge::read::{Log, Verdict, read};
+use vellum_judge::sectors;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 support::vellum!();
@@ -69,6 +70,16 @@ fn elf(env: &TestEnv) -> Result<PathBuf, Failed> {
     Ok(path)
 }
 
+/// The arguments of a disk that the image reads.
+fn disk(env: &TestEnv) -> Result<String, Failed> {
+    let path = env.path("judge.raw");
+    if !path.exists() {
+        let sectors: Vec<u8> = (0..2048).flat_map(sectors::sector).collect();
+        fs::write(&path, sectors)?;
+    }
+    Ok(format!("--disk {},readonly", path.display()))
+}
+
 /// The arguments of a machine that the image runs, whose console is a file called `console`.
 fn line(env: &TestEnv, cpus: u32, memory: &str, cmdline: &str, console: &str) -> Result<Command, Failed> {
     let mut command = env.command(&format!("run --kernel {} --cpus {cpus}", elf(env)?.display()));
@@ -90,25 +101,39 @@ fn whole(log: &Log) -> Result<(), Failed> {
 
 fn boots_under_vellum(cpus: u32, memory: &str, protocol: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let log = runs(&env, cpus, memory, "passes=2 seed=7", &format!("--protocol {protocol}"))?;
+    let transport = if cpus == 1 { "mmio" } else { "pci" };
+    let more = format!("--protocol {protocol} --transport {transport} {}", disk(&env)?);
+    let log = runs(&env, cpus, memory, "passes=2 seed=7 clock=60s", &more)?;
     whole(&log)?;
+    ensure(log.disks == [(transport.into(), 2048)], || format!("{:?}", log.disks))?;
     let start = log.start.as_ref().ok_or("no first line")?;
-    ensure((start.vcpus, start.given) == (cpus.into(), cpus.into()), || format!("{start:?}"))
+    let has_clocks = start.kvmclock && start.timer;
+    ensure(has_clocks && (start.vcpus, start.given) == (cpus.into(), cpus.into()), || format!("{start:?}"))
 }
 
 fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    // On `microvm` a bzImage was not seen to start.
-    let formats = if machine == "pc" { &[Format::Elf, Format::BzImage][..] } else { &[Format::Elf] };
-    for format in formats {
+    disk(&env)?;
+    let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", env.path("judge.raw").display());
+    // On `microvm` a bzImage was not seen to start. Its virtio-mmio is of version 1, or of version 2.
+    let (ways, device, transport) = match machine {
+        "pc" => ([(Format::Elf, "on"), (Format::BzImage, "on")], "virtio-blk-pci", "pci"),
+        _ => ([(Format::Elf, "on"), (Format::Elf, "off")], "virtio-blk-device", "mmio"),
+    };
+    for (format, legacy) in ways {
         let path = env.path("image");
-        fs::write(&path, image(*format))?;
+        fs::write(&path, image(format))?;
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args(["-M", machine, "-accel", "tcg", "-cpu", "max", "-smp", "2", "-m", "64", "-no-reboot"]);
         qemu.args(["-nodefaults", "-display", "none", "-serial", "stdio", "-append", "passes=2 seed=7"]);
+        qemu.args(["-global", &format!("virtio-mmio.force-legacy={legacy}")]);
+        qemu.args(["-drive", &drive, "-device", &format!("{device},drive=d")]);
         let output = qemu.arg("-kernel").arg(&path).output()?;
         ensure(output.status.success(), || format!("{output:?}"))?;
-        whole(&read(&output.stdout))?;
+        let log = read(&output.stdout);
+        whole(&log)?;
+        let timer = log.start.as_ref().is_some_and(|start| start.timer);
+        ensure(timer && log.disks == [(transport.into(), 2048)], || format!("{log:?}"))?;
     }
     Ok(())
 }
@@ -147,7 +172,8 @@ fn logged(env: &TestEnv, consoles: &[&str]) -> Result<Log, Failed> {
 
 /// Starts the image as `here`, with memory that may be handed over.
 fn starts(env: &TestEnv) -> Result<Machine, Failed> {
-    let machine = env.start("here", &mut line(env, 2, "16m,backing=memfd", MOVING, "here.log")?)?;
+    let mut command = line(env, 2, "16m,backing=memfd", MOVING, "here.log")?;
+    let machine = env.start("here", command.args(disk(env)?.split(' ')))?;
     has_passed(env, "here.log")?;
     Ok(machine)
 }
@@ -155,7 +181,8 @@ fn starts(env: &TestEnv) -> Result<Machine, Failed> {
 /// Moves the image to `there`.
 fn moves(env: &TestEnv, mode: &str) -> Result<Machine, Failed> {
     let here = starts(env)?;
-    let there = env.receive("there", &format!("--serial file={}", env.path("there.log").display()))?;
+    let serial = format!("--serial file={} {}", env.path("there.log").display(), disk(env)?);
+    let there = env.receive("there", &serial)?;
     succeeds(env.migrate("here", "there", mode)?)?;
     ends(here, 15)?;
     Ok(there)
@@ -213,8 +240,8 @@ fn a_snapshot_and_each_restore_are_whole() -> Result<(), Failed> {
     let before = fs::read(env.path("here.log"))?;
     for memory in ["eager", "map", "demand"] {
         let console = env.path("restored.log");
-        let line = format!("{} --memory {memory} --serial file={}", dir.display(), console.display());
-        let restored = env.restore("restored", &line)?;
+        let serial = format!("--serial file={} {}", console.display(), disk(&env)?);
+        let restored = env.restore("restored", &format!("{} --memory {memory} {serial}", dir.display()))?;
         ends(restored, 0)?;
         whole(&read(&[before.clone(), fs::read(&console)?].concat()))?;
         fs::remove_file(&console)?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
-    for source in ["build.rs", "guest", "schedule.rs", "words.rs"] {
+    for source in ["build.rs", "guest", "schedule.rs", "sectors.rs", "words.rs"] {
         println!("cargo::rerun-if-changed={source}");
     }
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

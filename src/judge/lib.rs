@@ -28,6 +28,12 @@
 //! number that only the position gives, and [`read`] computes it again: a log that says WHOLE without having read the right
 //! words is not believed.
 //!
+//! Devices are judged in the same way. The number of requests that the first processor has made of a disk follows from its
+//! position. So do the bytes that the device has written: sectors, status, the entries and the index of the used ring. The
+//! device's own position in the rings has the same age, or it answers a request twice, or never. Timers and clocks are
+//! compared with what the image saw of them before, which lies in memory: these comparisons find what goes back or does not
+//! come, and prove no age.
+//!
 //! What this cannot see: a whole machine that goes back, all parts together, is a machine that has run for less time. Pages
 //! that the image excludes, which it lists. And words of a page that are not the first two or the last. Positions in the
 //! array have 32 bits, so a position that is old by 4,096 phases looks right there; the pages still differ.
@@ -40,4 +46,5 @@ pub mod image;
 mod model;
 pub mod read;
 mod schedule;
+pub mod sectors;
 mod words;

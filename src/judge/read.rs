@@ -5,11 +5,13 @@
 //! those that [`crate::schedule`] gives.
 
 use crate::schedule::{MAX_RANGES, MAX_VCPUS, PAGE, PHASE, POISON, Range, Schedule, mix};
-use crate::words::{END, FAULT, KINDS, LEFT_OUT, PASS, RAM, REFUSED, START, SUM};
+use crate::sectors;
+use crate::words::{DISK, END, FAULT, KINDS, LEFT_OUT, PASS, RAM, REFUSED, REQUESTS, START, SUM};
 
 /// What a log may have, so that a hostile one costs bounded memory and time.
 const MAX_FAULTS: usize = 10_000;
 const MAX_LEFT_OUT: usize = 64;
+const MAX_DISKS: usize = 4;
 /// RAM that a machine may have.
 const MAX_RAM: u64 = 1 << 40;
 /// Steps for the checksums: about a minute.
@@ -36,6 +38,10 @@ pub struct Start {
     pub vcpus: u64,
     /// vCPUs that the machine has.
     pub given: u64,
+    /// Whether kvmclock is compared, too.
+    pub kvmclock: bool,
+    /// Whether there is a timer whose interrupts are waited for.
+    pub timer: bool,
     /// How it was booted.
     pub boot: String,
 }
@@ -66,6 +72,8 @@ pub struct Log {
     pub ranges: Vec<Range>,
     /// Memory that was not judged, and why, as the image says it.
     pub left_out: Vec<String>,
+    /// The disks that are read: how each is reached, and its sectors.
+    pub disks: Vec<(String, u64)>,
     /// The last pass that was reported.
     pub pass: Option<u64>,
     /// The faults that were printed one by one.
@@ -73,6 +81,7 @@ pub struct Log {
     /// The count of each kind at the end, in the order of [`kinds`].
     pub counts: Vec<Option<u64>>,
     sums: Vec<(u64, u64, u64)>,
+    answered: Vec<u64>,
     end: Option<bool>,
     refused: Option<String>,
     /// The image's lines that make no sense, or come after the end.
@@ -134,6 +143,14 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
+fn yes(text: &str) -> Option<bool> {
+    match text {
+        "yes" => Some(true),
+        "no" => Some(false),
+        _ => None,
+    }
+}
+
 /// The value of `key=value` among words.
 fn value<'a>(words: &'a str, key: &str) -> Option<&'a str> {
     words.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='))
@@ -142,7 +159,7 @@ fn value<'a>(words: &'a str, key: &str) -> Option<&'a str> {
 impl Log {
     /// One line. Returns `None` if it is one of the image's and makes no sense.
     fn line(&mut self, line: &str) -> Option<()> {
-        let known = [START, RAM, LEFT_OUT, PASS, FAULT, SUM, END, REFUSED, "ok ", "not ok "];
+        let known = [START, RAM, LEFT_OUT, DISK, REQUESTS, PASS, FAULT, SUM, END, REFUSED, "ok ", "not ok "];
         if !known.iter().any(|start| line.starts_with(start)) {
             return Some(());
         }
@@ -183,6 +200,17 @@ impl Log {
                 found: of("found")?,
             };
             (self.faults.len() < MAX_FAULTS).then(|| self.faults.push(fault))
+        } else if let Some(rest) = line.strip_prefix(DISK) {
+            let mut words = rest.split(' ');
+            let at = number(words.next()?)?;
+            let how = words.next().filter(|how| ["mmio", "pci"].contains(how))?;
+            let sectors = number(value(rest, "sectors")?)?;
+            let is_next = at == self.disks.len() as u64 && self.disks.len() < MAX_DISKS;
+            is_next.then(|| self.disks.push((how.into(), sectors)))
+        } else if let Some(rest) = line.strip_prefix(REQUESTS) {
+            let (at, answered) = (number(value(rest, "disk")?)?, number(value(rest, "answered")?)?);
+            let is_next = at == self.answered.len() as u64 && self.answered.len() < MAX_DISKS;
+            is_next.then(|| self.answered.push(answered))
         } else if let Some(rest) = line.strip_prefix(SUM) {
             let of = |key| number(value(rest, key)?);
             let sum = (of("vcpu")?, of("position")?, of("checksum")?);
@@ -229,6 +257,8 @@ impl Log {
             },
             vcpus: of("vcpus")?,
             given: of("given")?,
+            kvmclock: yes(value(words, "kvmclock")?)?,
+            timer: yes(value(words, "timer")?)?,
             boot: value(words, "boot")?.chars().take(20).collect(),
         };
         let percent = |percent: u64| (1..100).contains(&percent);
@@ -276,6 +306,12 @@ impl Log {
         let vcpus: Vec<u64> = self.sums.iter().map(|sum| sum.0).collect();
         if vcpus != (0..start.vcpus).collect::<Vec<_>>() {
             return Err("sums of vCPUs are missing");
+        }
+        let accesses = division.of(0).iter().map(|segment| segment.count).sum();
+        let requests = (u128::from(pass) + 1) * u128::from(sectors::each_pass(accesses)) + 1;
+        let all = self.answered.iter().all(|answered| u128::from(*answered) == requests);
+        if self.answered.len() != self.disks.len() || !all {
+            return Err("requests of a disk are missing");
         }
         let mut steps = 0;
         for (vcpu, position, checksum) in &self.sums {

@@ -7,6 +7,10 @@ pub const START: &str = "# judge 1 ";
 pub const RAM: &str = "# ram ";
 /// A range of RAM that is not.
 pub const LEFT_OUT: &str = "# left out ";
+/// A disk that is read.
+pub const DISK: &str = "# disk ";
+/// How many requests a disk has answered, at the end.
+pub const REQUESTS: &str = "# requests ";
 /// Progress.
 pub const PASS: &str = "# pass ";
 /// One fault.
@@ -18,7 +22,7 @@ pub const END: &str = "# end ";
 /// Nothing was judged.
 pub const REFUSED: &str = "Bail out! ";
 /// The kinds of fault, in the order of the cases.
-pub const KINDS: [&str; 14] = [
+pub const KINDS: [&str; 20] = [
     "lost-write",
     "other-address",
     "future",
@@ -33,4 +37,10 @@ pub const KINDS: [&str; 14] = [
     "clock-back",
     "clock-jump",
     "processors",
+    "kvmclock-back",
+    "kvmclock-jump",
+    "timer",
+    "disk-data",
+    "disk-ring",
+    "disk-lost",
 ];

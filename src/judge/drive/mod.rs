@@ -5,12 +5,14 @@ mod process;
 mod qemu;
 mod vellum;
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::image::{Format, image};
 use crate::read::{Log, read};
+use crate::sectors;
 use process::Process;
 
 /// What happens to the machine.
@@ -108,6 +110,7 @@ pub fn version(vmm: Vmm) -> Result<String, Trouble> {
 pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Result<Log, Trouble> {
     let round = Round { setup, dir };
     fs::write(round.path(KERNEL), image(Format::Elf)).map_err(Trouble::io("the image"))?;
+    write_disk(&round.path(DISK)).map_err(Trouble::io("the disk"))?;
     match vmm {
         Vmm::Qemu => qemu::run(&round, scenario)?,
         Vmm::Vellum => vellum::run(&round, scenario)?,
@@ -121,6 +124,16 @@ pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Result<Lo
 
 /// The image, in the directory of a round.
 const KERNEL: &str = "judge.elf";
+/// Its disk there.
+const DISK: &str = "judge.raw";
+/// Sectors of the disk that each machine has.
+const SECTORS: u64 = 2048;
+
+fn write_disk(path: &Path) -> std::io::Result<()> {
+    let mut file = BufWriter::new(File::create(path)?);
+    (0..SECTORS).try_for_each(|number| file.write_all(&sectors::sector(number)))?;
+    file.flush()
+}
 
 /// One run of a scenario.
 struct Round<'a> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::process::{Process, wait};
-use super::{KERNEL, Round, Scenario, Trouble};
+use super::{DISK, KERNEL, Round, Scenario, Trouble};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// Where a machine moves to.
@@ -52,6 +52,8 @@ impl Qemu {
         command.current_dir(round.dir).args(["-kernel", KERNEL, "-append", &setup.cmdline]);
         command.args(["-serial", &format!("file:{name}.log")]);
         command.args(["-qmp", &format!("unix:{name}.qmp,server=on,wait=off")]);
+        let disk = format!("if=none,id=disk,format=raw,readonly=on,file={DISK}");
+        command.args(["-drive", &disk, "-device", "virtio-blk-pci,drive=disk"]);
         if let Some(incoming) = incoming {
             command.args(["-incoming", incoming]);
         }

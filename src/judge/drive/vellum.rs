@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use super::process::Process;
-use super::{KERNEL, Round, Scenario, Trouble};
+use super::{DISK, KERNEL, Round, Scenario, Trouble};
 
 pub(super) fn version() -> Result<String, Trouble> {
     let output = program()?.arg("--version").output().map_err(Trouble::io("vellum"))?;
@@ -27,6 +27,8 @@ impl Round<'_> {
         let serial = format!("file={}", self.path(&format!("{name}.log")).display());
         let mut command = self.vellum(arguments)?;
         command.args(["--name", name, "--serial", &serial]);
+        // A path may have commas, which end it here.
+        command.current_dir(self.dir).args(["--disk", &format!("{DISK},readonly")]);
         Process::start(&mut command, self.path(&format!("{name}.err")))
     }
 

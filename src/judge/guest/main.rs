@@ -10,11 +10,16 @@
 #[path = "x86_64/mod.rs"]
 mod arch;
 mod console;
+mod disk;
 mod options;
 mod report;
 #[path = "../schedule.rs"]
 #[allow(dead_code)] // The reader has the rest.
 mod schedule;
+#[path = "../sectors.rs"]
+#[allow(dead_code)] // As above.
+mod sectors;
+mod virtio;
 #[path = "../words.rs"]
 mod words;
 
@@ -77,8 +82,15 @@ struct Sealed {
     segments: [[Segment; MAX_SEGMENTS]; MAX_VCPUS],
     regions: [[u64; 2]; 8],
     schedule: Schedule,
+    clock: Option<u64>,
     passes: u64,
     report: u64,
+    /// Ticks of the TSC in a second.
+    ticks: u64,
+    /// Ticks that an interrupt or an answer may be late.
+    late: u64,
+    /// Requests of a disk in a pass.
+    requests: u64,
 }
 
 const NO_CPU: Cpu = Cpu {
@@ -114,9 +126,15 @@ static SEALED: Shared<Sealed> = Shared::new(Sealed {
     segments: [[NO_SEGMENT; MAX_SEGMENTS]; MAX_VCPUS],
     regions: [[0; 2]; 8],
     schedule: NO_SCHEDULE,
+    clock: None,
     passes: 0,
     report: 0,
+    ticks: 0,
+    late: 0,
+    requests: 0,
 });
+/// When the first processor reports progress again.
+static NEXT_REPORT: AtomicU64 = AtomicU64::new(0);
 
 /// How many processors run.
 static STARTED: AtomicU32 = AtomicU32::new(0);
@@ -129,6 +147,35 @@ const FLAG_FSGSBASE: u64 = 1;
 const FLAG_SPARSE: u64 = 2;
 const FLAG_EACH: u64 = 4;
 const FLAG_RATE: u64 = 8;
+const FLAG_DISK: u64 = 16;
+
+/// Ticks of the TSC in a second.
+pub(crate) fn ticks() -> u64 {
+    // SAFETY: written before anything waits.
+    unsafe { (*SEALED.get()).ticks }
+}
+
+/// Waiting for what is late. Only time counts that passes while the processor runs: a machine that stood still, or whose
+/// time went forward, has not waited.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience {
+    last: u64,
+    spent: u64,
+}
+
+impl Patience {
+    pub(crate) const NONE: Self = Self { last: 0, spent: 0 };
+
+    /// Whether it has been looked at for long enough.
+    pub(crate) fn is_over(&mut self) -> bool {
+        let now = arch::now();
+        // SAFETY: as in `ticks`.
+        let (ticks, late) = unsafe { ((*SEALED.get()).ticks, (*SEALED.get()).late) };
+        let step = if self.last == 0 { 0 } else { now.saturating_sub(self.last) };
+        (self.last, self.spent) = (now, self.spent + step.min(ticks / 100));
+        self.spent > late
+    }
+}
 
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo) -> ! {
@@ -156,9 +203,15 @@ extern "C" fn judge_main(number: u64) -> ! {
     if number >= unsafe { (*SEALED.get()).schedule.vcpus } {
         arch::halt();
     }
+    arch::start_clocks(number);
     // SAFETY: complete since GO; each processor changes its own alone, at its end.
     let cpu = unsafe { &raw mut (*SEALED.get()).cpus[number as usize & 7] };
     unsafe { arch::judge_run(cpu) };
+    if number == 0 && disk::any() {
+        // SAFETY: complete since GO.
+        let sealed = unsafe { &*SEALED.get() };
+        disk::finish(1 + (sealed.passes + 1) * sealed.requests);
+    }
     DONE.fetch_add(1, Ordering::SeqCst);
     if number != 0 {
         arch::halt();
@@ -182,6 +235,7 @@ fn prepare() {
     let started = arch::start_processors(&STARTED);
     let options = Options::read(boot.command_line());
     let ticks = arch::ticks_per_second();
+    let (kvmclock, timer) = arch::find_clocks(ticks);
     let vcpus = started.running.min(MAX_VCPUS as u64);
     let mut schedule =
         Schedule { seed: schedule::mix(options.seed), vcpus, shuffled: options.shuffled, ..NO_SCHEDULE };
@@ -209,6 +263,10 @@ fn prepare() {
         Item::Number(started.given),
         Item::Name(" ticks="),
         Item::Number(ticks),
+        Item::Name(" kvmclock="),
+        Item::Text(if kvmclock { "yes" } else { "no" }),
+        Item::Name(" timer="),
+        Item::Text(if timer { "yes" } else { "no" }),
         Item::Name(" boot="),
         Item::Text(boot.protocol()),
     ]);
@@ -235,8 +293,8 @@ fn prepare() {
     let Ok(division) = schedule.divide(ranges) else {
         refuse("too little memory: 80 pages for each processor are needed");
     };
+    arch::find_disks(schedule.seed);
     fill_in(&options, schedule, &division, ticks);
-    report::set_next_tick(arch::now() + options.report * ticks / 1000);
     GO.store(1, Ordering::SeqCst);
 }
 
@@ -246,7 +304,13 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
     sealed.segments = division.segments;
     sealed.schedule = schedule;
     sealed.passes = options.passes;
+    sealed.clock = options.clock;
     sealed.report = options.report * ticks / 1000;
+    sealed.ticks = ticks;
+    sealed.late = options.late * (ticks / 1000);
+    let own = &division.segments[0][..division.counts[0]];
+    sealed.requests = sectors::each_pass(own.iter().map(|segment| segment.count).sum());
+    NEXT_REPORT.store(arch::now() + sealed.report, Ordering::Relaxed);
     let regions = arch::constant_regions();
     sealed.regions[..regions.len()].copy_from_slice(&regions);
     let count = regions.len();
@@ -269,7 +333,8 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
             flags: flag(arch::has_fsgsbase(), FLAG_FSGSBASE)
                 | flag(schedule.is_sparse(), FLAG_SPARSE)
                 | flag(options.each, FLAG_EACH)
-                | flag(options.rate != 0, FLAG_RATE),
+                | flag(options.rate != 0, FLAG_RATE)
+                | flag(vcpu == 0 && disk::any(), FLAG_DISK),
             cold: schedule.cold,
             hot: schedule.hot,
             hot_set: schedule.hot_set,
@@ -380,14 +445,31 @@ mod called {
     #[unsafe(no_mangle)]
     extern "C" fn judge_time_jumped(cpu: &Cpu, before: u64, now: u64) {
         fault(if now < before { Kind::ClockBack } else { Kind::ClockJump }, cpu.number, 0, before, now);
+        arch::set_next_look(cpu.number, now);
+        NEXT_REPORT.fetch_min(now, Ordering::Relaxed);
     }
 
-    /// It is time to report progress.
+    /// It is time to look at the processor's clocks, and to report progress. Returns whether something is wrong.
     #[unsafe(no_mangle)]
-    extern "C" fn judge_tick(_: &Cpu, position: u64) {
-        report::progress(position, sealed().passes);
-        // From the end of the line on: where a console is slow, the image does more than print.
-        report::set_next_tick(arch::now() + sealed().report.max(1));
+    extern "C" fn judge_look(cpu: &Cpu, position: u64, now: u64) -> u64 {
+        let sealed = sealed();
+        arch::set_next_look(cpu.number, now + sealed.ticks / 1000);
+        let limit = sealed.clock.map_or(u64::MAX, |limit| limit * 1_000_000);
+        let wrong = arch::look_at_clocks(cpu.number, limit);
+        if cpu.number == 0 && now >= NEXT_REPORT.load(Ordering::Relaxed) {
+            report::progress(position, sealed.passes);
+            // From the end of the line on: where a console is slow, the image does more than print.
+            NEXT_REPORT.store(arch::now() + sealed.report.max(1), Ordering::Relaxed);
+        }
+        wrong.into()
+    }
+
+    /// The disks' next request is due. Returns whether something is wrong.
+    #[unsafe(no_mangle)]
+    extern "C" fn judge_disks(_: &Cpu, position: u64) -> u64 {
+        let accesses = position & ((1 << schedule::PHASE) - 1);
+        let pass = (position & ((1 << schedule::POISON) - 1)) >> (schedule::PHASE + 2);
+        disk::request(pass * sealed().requests + accesses / sectors::EVERY).into()
     }
 
     /// A processor's exception.

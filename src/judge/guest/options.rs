@@ -18,6 +18,8 @@ pub(crate) struct Options {
     pub(crate) report: u64,
     /// The largest step of the time between two looks at it, in milliseconds.
     pub(crate) clock: Option<u64>,
+    /// How late a timer interrupt or a disk's answer may be, in milliseconds.
+    pub(crate) late: u64,
 }
 
 impl Options {
@@ -32,6 +34,7 @@ impl Options {
             each: true,
             report: 1000,
             clock: None,
+            late: 10_000,
         };
         for word in line.split(|byte| *byte <= b' ') {
             let Some(equals) = word.iter().position(|byte| *byte == b'=') else { continue };
@@ -43,6 +46,7 @@ impl Options {
                 b"write" => set(&mut options.write, number(value).filter(|write| *write <= 100)),
                 b"report" => set(&mut options.report, duration(value).filter(|report| *report > 0)),
                 b"clock" => set(&mut options.clock, duration(value).map(Some)),
+                b"late" => set(&mut options.late, duration(value).filter(|late| *late > 0)),
                 b"hot" => set(&mut options.hot, hot(value).map(Some)),
                 b"order" => set(&mut options.shuffled, choice(value, b"sequential", b"shuffled")),
                 b"verify" => set(&mut options.each, choice(value, b"end", b"each")),
@@ -56,6 +60,7 @@ impl Options {
                     b"write" => "write= is not a percentage from 0 to 100",
                     b"report" => "report= is not a duration, as in 1s or 500ms",
                     b"clock" => "clock= is not a duration, as in 1s or 500ms",
+                    b"late" => "late= is not a duration, as in 10s or 500ms",
                     b"hot" => "hot= is not PAGES:SHARE, two percentages from 1 to 99",
                     b"order" => "order= is neither sequential nor shuffled",
                     _ => "verify= is neither each nor end",

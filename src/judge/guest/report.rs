@@ -3,7 +3,6 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Cpu;
-use crate::arch;
 use crate::console::{Item, line};
 use crate::schedule::{PHASE, POISON};
 use crate::words;
@@ -25,12 +24,18 @@ pub(crate) enum Kind {
     ClockBack,
     ClockJump,
     Processors,
+    KvmclockBack,
+    KvmclockJump,
+    Timer,
+    DiskData,
+    DiskRing,
+    DiskLost,
 }
 
 /// How many of each kind are printed one by one.
 const PRINTED: u64 = 16;
 
-static COUNTS: [AtomicU64; 14] = [const { AtomicU64::new(0) }; 14];
+static COUNTS: [AtomicU64; words::KINDS.len()] = [const { AtomicU64::new(0) }; words::KINDS.len()];
 
 /// Counts a fault, and prints the first ones.
 pub(crate) fn fault(kind: Kind, vcpu: u64, address: u64, expected: u64, found: u64) {
@@ -68,11 +73,6 @@ pub(crate) fn progress(position: u64, passes: u64) {
 
 fn total() -> u64 {
     COUNTS.iter().map(|count| count.load(Ordering::Relaxed)).sum()
-}
-
-/// The time of the next progress report.
-pub(crate) fn set_next_tick(at: u64) {
-    arch::set_next_tick(at);
 }
 
 /// The cases, the sums and the last line.

@@ -13,27 +13,61 @@ pub(crate) struct Power {
 
 const MAX_TABLE: u64 = 1 << 20;
 
-/// Calls `found` with the APIC ID of each processor, and returns how to power off. Returns `None` without ACPI.
-pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power> {
+/// Calls `found` with each table.
+fn tables(rsdp: u64, mut found: impl FnMut(u64)) -> Option<()> {
     let rsdp = if rsdp != 0 && rsdp < 1 << 32 { rsdp } else { scan(0xe_0000, 0x10_0000, b"RSD PTR ")? };
     if &read::<[u8; 8]>(rsdp) != b"RSD PTR " {
         return None;
     }
     let xsdt = if read::<u8>(rsdp + 15) >= 2 { read::<u64>(rsdp + 24) } else { 0 };
     let (root, size) = if xsdt != 0 { (xsdt, 8) } else { (u64::from(read::<u32>(rsdp + 16)), 4) };
-    let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
     for at in (36..length(root)).step_by(size) {
         let table = if size == 8 { read::<u64>(root + at) } else { read::<u32>(root + at).into() };
-        if table == 0 || table >= 1 << 32 {
-            continue;
-        }
-        match &read::<[u8; 4]>(table) {
-            b"APIC" => madt(table, &mut found),
-            b"FACP" => power = fadt(table),
-            _ => {}
+        if table != 0 && table < 1 << 32 {
+            found(table);
         }
     }
+    Some(())
+}
+
+/// Calls `found` with the APIC ID of each processor, and returns how to power off. Returns `None` without ACPI.
+pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power> {
+    let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
+    tables(rsdp, |table| match &read::<[u8; 4]>(table) {
+        b"APIC" => madt(table, &mut found),
+        b"FACP" => power = fadt(table),
+        _ => {}
+    })?;
     Some(power)
+}
+
+/// Calls `found` with the address of each virtio-mmio device: a Memory32Fixed descriptor behind the ID that Linux has for it.
+pub(crate) fn virtio_mmio(rsdp: u64, mut found: impl FnMut(u64)) {
+    tables(rsdp, |table| {
+        if &read::<[u8; 4]>(table) != b"FACP" {
+            return;
+        }
+        let dsdt = dsdt(table);
+        if dsdt == 0 || dsdt >= 1 << 32 {
+            return;
+        }
+        let end = dsdt + length(dsdt);
+        for id in dsdt + 36..end.saturating_sub(20) {
+            if read::<u8>(id) == b'L' && &read::<[u8; 8]>(id) == b"LNRO0005" {
+                let resource = (id + 8..(id + 128).min(end - 12)).find(|at| {
+                    read::<[u8; 3]>(*at) == [0x86, 9, 0] && read::<u8>(at + 3) < 2
+                });
+                if let Some(at) = resource {
+                    found(read::<u32>(at + 4).into());
+                }
+            }
+        }
+    });
+}
+
+fn dsdt(fadt: u64) -> u64 {
+    let long = if length(fadt) >= 148 { read::<u64>(fadt + 140) } else { 0 };
+    if long != 0 { long } else { read::<u32>(fadt + 40).into() }
 }
 
 fn length(table: u64) -> u64 {
@@ -69,9 +103,7 @@ fn fadt(table: u64) -> Power {
         }
         return power;
     }
-    let long = if size >= 148 { read::<u64>(table + 140) } else { 0 };
-    let dsdt = if long != 0 { long } else { read::<u32>(table + 40).into() };
-    let Some(sleep) = s5(dsdt) else { return power };
+    let Some(sleep) = s5(dsdt(table)) else { return power };
     for (at, which) in [(64, 0), (68, 1)] {
         let port = read::<u32>(table + at) as u16;
         power.ports[which] = (port, u16::from(sleep[which]) << 10 | 1 << 13);

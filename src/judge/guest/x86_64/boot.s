@@ -237,8 +237,9 @@ exception:
     iretq
 
 // What ring 3 needs of ring 0. eax: 0 reads MSR ecx, 1 writes rsi to it; 2 reads a byte from port dx, 3 and 4 write a byte
-// and a word of esi to it; 5 ends the machine by a triple fault; anything else halts. It is called by an exception and not
-// by an `int`, which kvm_pvm does not let ring 3 do.
+// and a word of esi to it; 5 is CPUID; 6 ends the machine by a triple fault; 7 halts; 8 reads 32 bits from port dx, 9
+// writes esi to it; 10 lets interrupts in. It is called by an exception and not by an `int`, which kvm_pvm does not let
+// ring 3 do.
 .balign 16
 .globl service
 service:
@@ -285,9 +286,53 @@ undefined:
 5:  mov eax, esi
     out dx, ax
     iretq
-6:  cli
+6:  cmp eax, 9
+    je 10f
+    ja 11f
+    cmp eax, 8
+    je 9f
+12: cli
     hlt
-    jmp 6b
+    jmp 12b
+9:  in eax, dx
+    iretq
+10: mov eax, esi
+    out dx, eax
+    iretq
+    // The flags that ring 3 goes on with.
+11: or qword ptr [rsp + 16], 0x200
+    iretq
+
+// The local APIC's timer: counted for the processor, whose number its stack tells. No register is kept anywhere.
+.balign 16
+.globl timer_interrupt
+timer_interrupt:
+    push rax
+    push rcx
+    push rdx
+    mov rax, rsp
+    sub rax, offset kernel_stacks
+    shr rax, 11
+    inc qword ptr [fired + rax * 8]
+    mov rax, [local_apics + rax * 8]
+    test rax, rax
+    jz 1f
+    mov dword ptr [rax + 0xb0], 0
+    jmp 2f
+1:  mov ecx, 0x80b
+    xor eax, eax
+    xor edx, edx
+    wrmsr
+2:  pop rdx
+    pop rcx
+    pop rax
+    iretq
+
+// Any other: the spurious one, which wants no answer.
+.balign 16
+.globl other_interrupt
+other_interrupt:
+    iretq
 
 // The trampoline of other processors, copied to 0x8000.
 .balign 16
@@ -379,6 +424,14 @@ boot_kind:
 .globl ap_index
 ap_index:
     .skip 4
+    .balign 8
+// Of each processor: timer interrupts, and its local APIC's registers; 0 where they are MSRs.
+.globl fired
+fired:
+    .skip 8 * 8
+.globl local_apics
+local_apics:
+    .skip 8 * 8
 
 // XEN_ELFNOTE_PHYS32_ENTRY (include/xen/interface/elfnote.h in Linux).
 .section .note.pvh, "a", @note

@@ -2,9 +2,13 @@
 
 mod acpi;
 mod boot;
+mod clocks;
+mod pci;
 mod processors;
 
 pub(crate) use boot::boot;
+pub(crate) use clocks::{find_clocks, look_at_clocks, start_clocks};
+pub(crate) use pci::find_disks;
 pub(crate) use processors::start as start_processors;
 
 use core::arch::{asm, global_asm, x86_64};
@@ -50,6 +54,8 @@ global_asm!(
     F_SPARSE = const crate::FLAG_SPARSE,
     F_EACH = const crate::FLAG_EACH,
     F_RATE = const crate::FLAG_RATE,
+    F_DISK = const crate::FLAG_DISK,
+    EVERY = const crate::sectors::EVERY,
 );
 
 /// The name in results.
@@ -70,7 +76,11 @@ unsafe extern "C" {
     static page_tables: u8;
     static page_tables_end: u8;
     static published: u8;
-    static next_tick: u8;
+    static next_look: u8;
+    static fired: u8;
+    static local_apics: u8;
+    static timer_interrupt: u8;
+    static other_interrupt: u8;
     static exception_stubs: u8;
     static trampoline: u8;
     static trampoline_end: u8;
@@ -114,6 +124,9 @@ enum Service {
     Cpuid,
     TripleFault,
     Halt,
+    In32,
+    Out32,
+    Interrupts,
 }
 
 fn out(port: u16, value: u8) {
@@ -137,6 +150,17 @@ fn read<T: Copy>(address: u64) -> T {
 fn write<T>(address: u64, value: T) {
     // SAFETY: callers name the image's own memory, or a device's.
     unsafe { core::ptr::write_volatile(address as *mut T, value) }
+}
+
+/// What a device or another processor may write meanwhile.
+pub(crate) fn load<T: Copy>(address: u64) -> T {
+    // SAFETY: callers name a device's registers, or memory that it shares.
+    unsafe { core::ptr::read_volatile(address as *const T) }
+}
+
+/// What a device or another processor may read meanwhile.
+pub(crate) fn store<T>(address: u64, value: T) {
+    write(address, value);
 }
 
 /// EAX, EBX, ECX and EDX of a leaf.
@@ -167,6 +191,10 @@ pub(crate) fn start() {
     for vector in 0..22 {
         gate(vector, address!(exception_stubs) + 16 * vector, 0x8e);
     }
+    for vector in 32..256 {
+        gate(vector, address!(other_interrupt), 0x8e);
+    }
+    gate(32, address!(timer_interrupt), 0x8e);
 }
 
 pub(crate) fn open_console() {
@@ -260,8 +288,9 @@ pub(crate) fn published_address(cpu: u64) -> u64 {
     address!(published) + 4 * cpu
 }
 
-pub(crate) fn set_next_tick(at: u64) {
-    write(address!(next_tick), at);
+/// When a processor looks at its clocks again.
+pub(crate) fn set_next_look(cpu: u64, at: u64) {
+    write(address!(next_look) + 8 * cpu, at);
 }
 
 pub(crate) fn halt() -> ! {

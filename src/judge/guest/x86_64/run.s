@@ -400,7 +400,7 @@ enter_phase:
     jnz 4b
     ret
 
-// The time does not go back. Reports progress, when it is due. rax: the time.
+// The time does not go back. Looks at clocks, timers and progress when it is due. rax: the time.
 time:
     rdtsc
     shl rdx, 32
@@ -410,16 +410,19 @@ time:
     cmp rcx, [rdi + {c_clock}]
     ja 3f
     mov r15, rax
-    cmp qword ptr [rdi + {c_number}], 0
-    jne 2f
-    cmp rax, [next_tick]
+    mov rcx, [rdi + {c_number}]
+    cmp rax, [next_look + rcx * 8]
     jb 2f
     push rax
     PARK
     movq rsi, mm6
-    call judge_tick
+    mov rdx, rax
+    call judge_look
+    mov rcx, rax
     UNPARK
     pop rax
+    test ecx, ecx
+    jnz 4f
 2:  ret
 3:  mov rcx, r15
     mov r15, rax
@@ -429,6 +432,8 @@ time:
     mov rdx, rax
     call judge_time_jumped
     UNPARK
+    pop rax
+4:  push rax
     call poison
     pop rax
     ret
@@ -442,7 +447,24 @@ boundary:
     pop r9
     call look
     call store_copies
-    call time
+    test dword ptr [rdi + {c_flags}], {F_DISK}
+    jz 1f
+    test r12d, {EVERY} - 1
+    jnz 1f
+    // While it writes.
+    mov rax, r12
+    shr rax, PHASE
+    test eax, 3
+    jnz 1f
+    PARK
+    movq rsi, mm6
+    call judge_disks
+    mov rcx, rax
+    UNPARK
+    test ecx, ecx
+    jz 1f
+    call poison
+1:  call time
     test dword ptr [rdi + {c_flags}], {F_RATE}
     jz 3f
     add r11, [rdi + {c_interval}]
@@ -609,9 +631,9 @@ page_wrong:
 .globl published
 published:
     .skip 64
-.globl next_tick
-next_tick:
-    .skip 8
+.globl next_look
+next_look:
+    .skip 64
 
 // What the compiler calls.
 .section .text.memory, "ax", @progbits

@@ -34,7 +34,8 @@ The image's kernel command line, with its defaults:
   rate=PAGES        at most so many a second, on each vCPU
   verify=end        compare a neighbour's pages after the last pass only
   report=TIME       between two lines of progress
-  clock=TIME        a longer step of the TSC is a fault
+  clock=TIME        a longer step of the TSC or of kvmclock is a fault
+  late=TIME         a timer interrupt or a disk's answer that is later is a fault (10s)
 
 Examples:
   vellum judge image --out judge.elf
@@ -44,7 +45,14 @@ Examples:
 /// Runs `vellum judge image`.
 pub(super) fn run(args: &ImageArgs) -> Result<Exit, Failure> {
     let image = image::image(args.format);
-    let out = &args.out;
+    write(&args.out, |out| out.write_all(&image))
+}
+
+/// Has `write` write the new file `out`, or standard output.
+pub(super) fn write(
+    out: &Path,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<Exit, Failure> {
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::AlreadyExists => {
             Failure::usage(format!("--out {}: exists; remove it, or name another file", out.display()))
@@ -53,10 +61,10 @@ pub(super) fn run(args: &ImageArgs) -> Result<Exit, Failure> {
     };
     if out == Path::new("-") {
         let mut stdout = io::stdout().lock();
-        stdout.write_all(&image).and_then(|()| stdout.flush()).map_err(failed)?;
+        write(&mut stdout).and_then(|()| stdout.flush()).map_err(failed)?;
     } else {
-        let mut file = File::create_new(out).map_err(failed)?;
-        file.write_all(&image).map_err(failed)?;
+        let mut file = io::BufWriter::new(File::create_new(out).map_err(failed)?);
+        write(&mut file).and_then(|()| file.flush()).map_err(failed)?;
     }
     Ok(Exit::PowerOff)
 }

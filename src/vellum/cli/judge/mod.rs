@@ -1,6 +1,7 @@
 //! `vellum judge`: the image that judges its own machine, and the reader of its console. The work
 //! is in [`vellum_judge`].
 
+mod disk;
 mod image;
 mod read;
 mod run;
@@ -21,6 +22,7 @@ pub(super) struct JudgeArgs {
 #[derive(Debug, Subcommand)]
 enum JudgeCommand {
     Image(image::ImageArgs),
+    Disk(disk::DiskArgs),
     Read(Box<read::ReadArgs>),
     Run(Box<run::RunArgs>),
 }
@@ -29,6 +31,7 @@ enum JudgeCommand {
 pub(super) fn run(args: &JudgeArgs) -> Result<Exit, Failure> {
     match &args.what {
         JudgeCommand::Image(args) => image::run(args),
+        JudgeCommand::Disk(args) => disk::run(args),
         JudgeCommand::Read(args) => read::run(args),
         JudgeCommand::Run(args) => run::run(args),
     }

@@ -97,6 +97,8 @@ fn report(log: &Log, verdict: &Verdict) -> Report {
         report.ask("write", start.write);
         report.ask("verify", if start.each { "each" } else { "end" });
         report.ask("boot", start.boot.clone());
+        report.ask("kvmclock", start.kvmclock);
+        report.ask("timer", start.timer);
         report.figure("vcpus", "vcpus", start.vcpus as f64);
         report.figure("vcpus_given", "vcpus", start.given as f64);
     }
@@ -104,6 +106,7 @@ fn report(log: &Log, verdict: &Verdict) -> Report {
     report.figure("pages_judged", "pages", pages as f64);
     report.figure("faults", "faults", total(log) as f64);
     report.set_headline("faults");
+    report.figure("disks", "disks", log.disks.len() as f64);
     for left_out in &log.left_out {
         report.note(format!("not judged: {left_out}"));
     }

@@ -1,0 +1,327 @@
+//! Disks whose sectors are functions of their number.
+//!
+//! The number of requests follows from the first processor's position, and so does all that driver and device write: sectors,
+//! status, both rings and their indices. None of it is a counter in memory. A request stays in flight until the next one is
+//! due, 512 accesses later, or a phase, so that there is one at almost any moment. Each buffer is compared twice: when the
+//! request is answered, and before it is used again, seven requests later.
+
+use core::mem::offset_of;
+use core::sync::atomic::{Ordering, fence};
+
+use crate::arch::{load, store};
+use crate::console::{Item, line};
+use crate::report::{Kind, fault};
+use crate::sectors::{SECTORS, WORDS, first, word};
+use crate::virtio::{Device, Place, Rings, SIZE};
+use crate::{Patience, Shared, words};
+
+const MAX_DISKS: usize = 4;
+/// Requests whose buffers are kept.
+const SLOTS: u64 = 8;
+const BYTES: u32 = 4096;
+/// VIRTQ_DESC_F_NEXT and VIRTQ_DESC_F_WRITE.
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+/// VIRTQ_AVAIL_F_NO_INTERRUPT: the image looks by itself.
+const NO_INTERRUPT: u16 = 1;
+/// What a status holds until the device writes it.
+const PENDING: u8 = 0xff;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+struct Descriptor {
+    address: u64,
+    length: u32,
+    flags: u16,
+    next: u16,
+}
+
+/// What driver and device share. The used ring is where the legacy layout has it, too: on the page behind.
+#[repr(C, align(4096))]
+struct Memory {
+    descriptors: [Descriptor; SIZE as usize],
+    avail_flags: u16,
+    avail_index: u16,
+    avail: [u16; SIZE as usize],
+    rest: [u8; 4096 - 16 * SIZE as usize - 4 - 2 * SIZE as usize],
+    used_flags: u16,
+    used_index: u16,
+    used: [[u32; 2]; SIZE as usize],
+    unused: [u8; 1024],
+    headers: [[u64; 2]; SLOTS as usize],
+    status: [u8; SLOTS as usize],
+    fill: [u8; 4096 - 4 - 8 * SIZE as usize - 1024 - 17 * SLOTS as usize],
+    buffers: [[u8; BYTES as usize]; SLOTS as usize],
+}
+
+const NO_DESCRIPTOR: Descriptor = Descriptor { address: 0, length: 0, flags: 0, next: 0 };
+const NO_MEMORY: Memory = Memory {
+    descriptors: [NO_DESCRIPTOR; SIZE as usize],
+    avail_flags: 0,
+    avail_index: 0,
+    avail: [0; SIZE as usize],
+    rest: [0; 4096 - 16 * SIZE as usize - 4 - 2 * SIZE as usize],
+    used_flags: 0,
+    used_index: 0,
+    used: [[0; 2]; SIZE as usize],
+    unused: [0; 1024],
+    headers: [[0; 2]; SLOTS as usize],
+    status: [0; SLOTS as usize],
+    fill: [0; 4096 - 4 - 8 * SIZE as usize - 1024 - 17 * SLOTS as usize],
+    buffers: [[0; BYTES as usize]; SLOTS as usize],
+};
+
+static MEMORY: Shared<[Memory; MAX_DISKS]> = Shared::new([NO_MEMORY; MAX_DISKS]);
+static DISKS: Shared<[Option<Disk>; MAX_DISKS]> = Shared::new([None; MAX_DISKS]);
+
+#[derive(Clone, Copy)]
+struct Disk {
+    device: Device,
+    memory: u64,
+    sectors: u64,
+    seed: u64,
+    /// What it says that it has written for a request.
+    length: u32,
+    /// Its rings are wrong, or it does not answer.
+    is_off: bool,
+}
+
+fn disks() -> &'static mut [Option<Disk>; MAX_DISKS] {
+    // SAFETY: the first processor alone.
+    unsafe { &mut *DISKS.get() }
+}
+
+/// Starts the disk at `place`. One whose sectors are not the image's is named and left alone.
+pub(crate) fn add(place: Place, seed: u64) {
+    let Some(at) = disks().iter().position(Option::is_none) else {
+        return left_out(place.address(), "there are four already");
+    };
+    let memory = MEMORY.get().cast::<Memory>().wrapping_add(at) as u64;
+    match Disk::start(place, seed, memory) {
+        Ok(disk) => {
+            line(&[
+                Item::Text(words::DISK),
+                Item::Number(at as u64),
+                Item::Name(" "),
+                Item::Text(place.name()),
+                Item::Name(" at="),
+                Item::Address(place.address()),
+                Item::Name(" sectors="),
+                Item::Number(disk.sectors),
+            ]);
+            disks()[at] = Some(disk);
+        }
+        Err(why) => left_out(place.address(), why),
+    }
+}
+
+/// A disk that is not read, and why.
+pub(crate) fn left_out(address: u64, why: &str) {
+    line(&[
+        Item::Text(words::LEFT_OUT),
+        Item::Address(address),
+        Item::Name(" "),
+        Item::Address(address),
+        Item::Name(" a disk: "),
+        Item::Text(why),
+    ]);
+}
+
+/// Whether there is one.
+pub(crate) fn any() -> bool {
+    disks().iter().any(Option::is_some)
+}
+
+/// Makes request `number` of each disk, when those before have been answered. Returns whether something was wrong.
+pub(crate) fn request(number: u64) -> bool {
+    let mut right = true;
+    for disk in disks().iter_mut().flatten() {
+        right &= disk.is_answered(number) && disk.is_right(number, number - 1);
+        // What is used again now.
+        right &= number < SLOTS || disk.is_off || disk.is_right(number, number - SLOTS);
+        if !disk.is_off {
+            disk.make(number);
+        }
+    }
+    !right
+}
+
+/// Compares what the last of `number` requests have left.
+pub(crate) fn finish(number: u64) {
+    for (at, disk) in disks().iter_mut().flatten().enumerate() {
+        let answered = disk.is_answered(number);
+        for request in number - SLOTS.min(number)..number {
+            if answered && !disk.is_off {
+                disk.is_right(number, request);
+            }
+        }
+        line(&[
+            Item::Text(words::REQUESTS),
+            Item::Name("disk="),
+            Item::Number(at as u64),
+            Item::Name(" answered="),
+            Item::Number(if answered { number } else { 0 }),
+        ]);
+        disk.device.reset();
+    }
+}
+
+impl Disk {
+    fn start(place: Place, seed: u64, memory: u64) -> Result<Self, &'static str> {
+        store(memory + offset_of!(Memory, avail_flags) as u64, NO_INTERRUPT);
+        let rings = Rings {
+            descriptors: memory,
+            available: memory + offset_of!(Memory, avail_flags) as u64,
+            used: memory + offset_of!(Memory, used_flags) as u64,
+        };
+        let (device, [low, high]) = place.start(&rings)?;
+        let sectors = u64::from(low) | u64::from(high) << 32;
+        let mut disk = Self { device, memory, sectors, seed, length: 0, is_off: false };
+        for slot in 0..SLOTS {
+            for (at, descriptor) in disk.descriptors(slot).into_iter().enumerate() {
+                store(memory + 16 * (3 * slot + at as u64), descriptor);
+            }
+        }
+        // Before a clock has been looked at: so many looks are enough.
+        disk.make(0);
+        for _ in 0..200_000_000u32 {
+            if disk.used_index() == 1 {
+                break;
+            }
+            core::hint::spin_loop();
+        }
+        let status = load::<u8>(disk.status(0));
+        let why = if disk.used_index() != 1 {
+            "it does not answer"
+        } else if status != 0 {
+            "it cannot be read"
+        } else if sectors < SECTORS || disk.wrong_word(0).is_some() {
+            "it is not made by `vellum judge disk`"
+        } else {
+            disk.length = load::<[u32; 2]>(disk.used(0))[1];
+            return Ok(disk);
+        };
+        device.reset();
+        Err(why)
+    }
+
+    fn used_index(&self) -> u16 {
+        let index = load(self.memory + offset_of!(Memory, used_index) as u64);
+        fence(Ordering::SeqCst);
+        index
+    }
+
+    /// The entry of the used ring of a request.
+    fn used(&self, number: u64) -> u64 {
+        self.memory + offset_of!(Memory, used) as u64 + 8 * (number % u64::from(SIZE))
+    }
+
+    fn available(&self, number: u64) -> u64 {
+        self.memory + offset_of!(Memory, avail) as u64 + 2 * (number % u64::from(SIZE))
+    }
+
+    fn header(&self, slot: u64) -> u64 {
+        self.memory + offset_of!(Memory, headers) as u64 + 16 * slot
+    }
+
+    fn status(&self, slot: u64) -> u64 {
+        self.memory + offset_of!(Memory, status) as u64 + slot
+    }
+
+    fn buffer(&self, slot: u64) -> u64 {
+        self.memory + offset_of!(Memory, buffers) as u64 + u64::from(BYTES) * slot
+    }
+
+    /// The three descriptors of a slot: what to do, where to, and how it went.
+    fn descriptors(&self, slot: u64) -> [Descriptor; 3] {
+        let next = 3 * slot as u16;
+        [
+            Descriptor { address: self.header(slot), length: 16, flags: NEXT, next: next + 1 },
+            Descriptor { address: self.buffer(slot), length: BYTES, flags: NEXT | WRITE, next: next + 2 },
+            Descriptor { address: self.status(slot), length: 1, flags: WRITE, next: 0 },
+        ]
+    }
+
+    /// The first word that a request's buffer has wrongly: its address, what it should be, and what it is.
+    fn wrong_word(&self, number: u64) -> Option<(u64, u64, u64)> {
+        let (sector, buffer) = (first(number, self.seed, self.sectors), self.buffer(number % SLOTS));
+        (0..SECTORS * WORDS).find_map(|at| {
+            let expected = word(sector + at / WORDS, at % WORDS);
+            let found = load::<u64>(buffer + 8 * at);
+            (found != expected).then_some((buffer + 8 * at, expected, found))
+        })
+    }
+
+    fn make(&self, number: u64) {
+        let slot = number % SLOTS;
+        store(self.header(slot), [0, first(number, self.seed, self.sectors)]);
+        store(self.status(slot), PENDING);
+        store(self.available(number), 3 * slot as u16);
+        fence(Ordering::SeqCst);
+        store(self.memory + offset_of!(Memory, avail_index) as u64, number as u16 + 1);
+        fence(Ordering::SeqCst);
+        self.device.notify();
+    }
+
+    /// Waits until `number` requests have been answered.
+    fn is_answered(&mut self, number: u64) -> bool {
+        if self.is_off {
+            return false;
+        }
+        let expected = number as u16;
+        let mut patience = Patience::NONE;
+        loop {
+            let found = self.used_index();
+            let at = self.memory + offset_of!(Memory, used_index) as u64;
+            if found == expected {
+                return true;
+            }
+            let kind = if found != expected.wrapping_sub(1) {
+                Kind::DiskRing
+            } else if patience.is_over() {
+                Kind::DiskLost
+            } else {
+                core::hint::spin_loop();
+                continue;
+            };
+            fault(kind, 0, at, expected.into(), found.into());
+            self.is_off = true;
+            return false;
+        }
+    }
+
+    /// Whether all that a request has left is right, when `made` requests have been made.
+    fn is_right(&mut self, made: u64, number: u64) -> bool {
+        let slot = number % SLOTS;
+        let head = 3 * slot;
+        let index = self.memory + offset_of!(Memory, avail_index) as u64;
+        let mut rings = [
+            (index, made & 0xffff, u64::from(load::<u16>(index))),
+            (self.available(number), head, load::<u16>(self.available(number)).into()),
+            (self.used(number), head | u64::from(self.length) << 32, load(self.used(number))),
+            (self.status(slot), 0, load::<u8>(self.status(slot)).into()),
+            (self.header(slot), 0, load(self.header(slot))),
+            (self.header(slot) + 8, first(number, self.seed, self.sectors), load(self.header(slot) + 8)),
+            (0, 0, 0),
+            (0, 0, 0),
+            (0, 0, 0),
+        ];
+        for (at, descriptor) in self.descriptors(slot).into_iter().enumerate() {
+            let place = self.memory + 16 * (head + at as u64);
+            let found = load::<Descriptor>(place);
+            if found != descriptor {
+                rings[6 + at] = (place, descriptor.address, found.address);
+            }
+        }
+        let wrong = rings.iter().find(|(_, expected, found)| expected != found);
+        if let Some((at, expected, found)) = wrong {
+            fault(Kind::DiskRing, 0, *at, *expected, *found);
+            self.is_off = true;
+        }
+        let data = self.wrong_word(number);
+        if let Some((at, expected, found)) = data {
+            fault(Kind::DiskData, 0, at, expected, found);
+        }
+        wrong.is_none() && data.is_none()
+    }
+}
