@@ -1,14 +1,15 @@
-//! Which pages the target, or a snapshot, has still to get.
+//! The pages that the target or a snapshot still has to get.
 //!
-//! A page is *owed* from the moment that a collection names it until it has been sent. A pass that is given up in its middle leaves the
-//! rest owed, so that nothing is lost with it.
+//! A page is *owed* from the collection that names it until it is sent. If a pass is given up, the
+//! rest stays owed, so no page is lost.
 //!
-//! What KVM's log has of a page is cleared between the two, chunk by chunk, by whoever comes to the chunk first: [`PendingPages::next`] hands out
-//! no page of which that has not been done. What is named and neither cleared nor sent when a pass ends is named again by the next
-//! collection.
+//! Between the two, KVM's dirty log is cleared chunk by chunk by the first thread that reaches a
+//! chunk. [`PendingPages::next`] returns no page before the log of its chunk is clear. If a page
+//! has been named but neither cleared nor sent when a pass ends, the next collection names it
+//! again.
 //!
-//! A log in which all is set at first says nothing of a chunk until that is cleared for the first time, and a chunk that nobody has
-//! touched is never cleared. Of such memory [`UnclearedPages`] tells what is news.
+//! With INITIALLY_SET, the bits of a chunk mean nothing before its first clear, and an untouched
+//! chunk is never cleared. For such memory [`UnclearedPages`] finds the pages that have changed.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,26 +24,27 @@ use vellum_kvm::memory::{Memory, Slot};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
 
-/// One memslot of the machine, and which of its pages are owed.
+/// One memslot of the machine, and a bitmap of its owed pages.
 struct Region {
     outgoing: Outgoing,
     pages: Bits,
 }
 
-/// Of one memslot, what its log does not say. What is touched there is news: in a chunk that was never cleared, every page has been
-/// owed since it was first touched, or is zero as the target's is.
+/// The pages of one memslot about which its log says nothing. Touched pages there are new: in a
+/// chunk that was never cleared, every page has been owed since it was first touched, or is zero on
+/// both sides.
 struct UnclearedPages {
-    /// The pages of which the log says nothing yet.
+    /// The pages about which the log says nothing yet.
     unsaid: Bits,
-    /// Those that were so when it was last asked what has been touched: what was touched between that and the clear of their chunk
-    /// is in no log either.
+    /// The value of `unsaid` at the last query of touched pages. Pages that were touched between
+    /// this query and the clear of their chunk are in no log.
     due: Bits,
-    /// Those that nobody had touched by then.
+    /// The pages that were untouched at the last query.
     untouched: Bits,
 }
 
 impl UnclearedPages {
-    /// Nothing is known of `slot`.
+    /// All pages of `slot` are unsaid.
     fn new(slot: &Slot) -> Self {
         let all = || {
             let bits = Bits::new(slot.pages());
@@ -52,7 +54,8 @@ impl UnclearedPages {
         Self { unsaid: all(), due: all(), untouched: all() }
     }
 
-    /// Tells `news` which of the pages that are due were touched since it was last asked; whether the log says everything from now on.
+    /// Sets in `news` the due pages that were touched since the last query. Returns whether the log
+    /// covers all pages from now on.
     fn ask(&self, ram: &Memory, pagemap: Option<&Pagemap>, slot: &Slot, news: &Bits) -> bool {
         let mut rest = 0..slot.pages();
         while let Some(due) = self.due.first_run(rest.clone()) {
@@ -70,23 +73,24 @@ impl UnclearedPages {
     }
 }
 
-/// Who says what has been written.
+/// The dirty log.
 #[derive(Default)]
 struct Log {
     tracker: Option<Box<dyn DirtyTracker>>,
-    /// Memslot by memslot, as long as there is something that the log does not say.
+    /// One entry per memslot, as long as the log does not cover all pages.
     silence: Option<Vec<UnclearedPages>>,
     /// How long the longest clear took.
     longest: Duration,
 }
 
-/// The memslots of a machine.
+/// The memslots of a machine and their owed pages.
 pub(crate) struct PendingPages {
     regions: Vec<Region>,
     log: Mutex<Log>,
 }
 
-/// Where a pass is: memslot and page, and the page up to which that memslot's log has been cleared for it.
+/// The position of a pass: memslot and page, and the page up to which the memslot's log has been
+/// cleared for it.
 #[derive(Default)]
 pub(crate) struct At {
     region: usize,
@@ -95,7 +99,7 @@ pub(crate) struct At {
 }
 
 impl PendingPages {
-    /// Nothing of `memory` is owed, and nobody follows who writes to it.
+    /// Nothing of `memory` is owed, and dirty tracking is off.
     pub fn new(memory: Vec<Slot>) -> Self {
         let fresh = fresh(&memory);
         let regions = (0u32..).zip(memory).zip(fresh).map(|((region, slot), fresh)| Region {
@@ -106,25 +110,26 @@ impl PendingPages {
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {
-        // Whoever panicked while it was held has ended its pass: what it had not sent is owed.
+        // A thread that panicked with the lock has ended its pass, and its unsent pages stay owed.
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its memslots.
+    /// The memslots.
     pub fn slots(&self) -> impl Iterator<Item = &Slot> {
         self.regions.iter().map(|region| region.outgoing.slot())
     }
 
-    /// Whether somebody follows who writes.
+    /// Whether dirty tracking is on.
     pub fn is_followed(&self) -> bool {
         self.log().tracker.is_some()
     }
 
-    /// Switches `tracker`'s log on: what has been touched until now is owed, and from now on what each [collection](Self::collect) names.
-    /// `pagemap` tells what of `ram` was ever touched.
+    /// Enables `tracker`'s log. Pages touched until now are owed. Later, the pages that each
+    /// [collection](Self::collect) names are owed too. `pagemap` tells which pages of `ram` were
+    /// ever touched.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn follow(
         &self,
         tracker: Box<dyn DirtyTracker>,
@@ -136,10 +141,10 @@ impl PendingPages {
         tracker.enable(true)?;
         let all_set = tracker.method() == Method::InitiallySet;
         if all_set {
-            // For the chunks to be cleared one by one. No page of it is owed for that.
+            // Needed to clear the chunks one by one. The set bits do not make pages owed.
             tracker.get()?;
         }
-        // Asked after the log is on: what is touched from now on is in that.
+        // Queried after the log is on, so that it contains every later write.
         let silence: Vec<_> = self.slots().map(UnclearedPages::new).collect();
         self.ask(&silence, ram, pagemap);
         if !all_set {
@@ -150,7 +155,8 @@ impl PendingPages {
         Ok(())
     }
 
-    /// Owes what was touched of memory of which the log says nothing; whether the log says everything from now on.
+    /// Owes the touched pages about which the log says nothing. Returns whether the log covers all
+    /// pages from now on.
     fn ask(&self, silence: &[UnclearedPages], ram: &Memory, pagemap: Option<&Pagemap>) -> bool {
         let asked = self
             .regions
@@ -160,10 +166,10 @@ impl PendingPages {
         asked.fold(true, |all, said| all & said)
     }
 
-    /// Owes what has been written since the last collection, too.
+    /// Also owes the pages written since the last collection.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn collect(&self, ram: &Memory, pagemap: Option<&Pagemap>) -> Result<(), dirty::Error> {
         let mut log = self.log();
         let Log { tracker: Some(tracker), silence, .. } = &mut *log else { return Ok(()) };
@@ -177,7 +183,7 @@ impl PendingPages {
         }
         for (at, (region, log)) in self.regions.iter().zip(tracker.logs()).enumerate() {
             match silence {
-                // There all bits are set, and stay so until their chunk is cleared.
+                // The bits of these pages are set until their chunk is cleared.
                 Some(silence) => region.pages.add_but(&log.words, &silence[at].unsaid),
                 None => region.pages.add(&log.words),
             }
@@ -185,13 +191,13 @@ impl PendingPages {
         Ok(())
     }
 
-    /// All memory but `ram` is owed.
+    /// Owes all memory except `ram`.
     pub fn owe_all_but(&self, ram: &Memory) {
         let others = self.regions.iter().filter(|region| !ram.holds(region.outgoing.slot()));
         others.for_each(|region| region.pages.set(0..region.outgoing.slot().pages()));
     }
 
-    /// Nobody follows any more who writes; KVM's log is switched off.
+    /// Stops dirty tracking: switches KVM's log off.
     pub fn unfollow(&self) {
         let log = std::mem::take(&mut *self.log());
         if let Some(mut tracker) = log.tracker
@@ -201,22 +207,23 @@ impl PendingPages {
         }
     }
 
-    /// How many pages each vCPU has written, where the tracker knows ([`DirtyTracker::written`]).
+    /// How many pages each vCPU has written, if the tracker knows ([`DirtyTracker::written`]).
     pub fn written(&self) -> Vec<u64> {
         self.log().tracker.as_ref().map_or_else(Vec::new, |tracker| tracker.written())
     }
 
-    /// How long the longest clear has taken since this was last asked.
+    /// The longest clear since the last call.
     pub fn longest_clear(&self) -> Duration {
         std::mem::take(&mut self.log().longest)
     }
 
-    /// A memslot, as the target knows it.
+    /// A memslot, and what the target has been sent of it.
     pub fn outgoing(&self, region: usize) -> &Outgoing {
         &self.regions[region].outgoing
     }
 
-    /// Owes what was ever touched of memory that nobody has followed, and that stands still.
+    /// Owes every page that was ever touched. For memory without dirty tracking while the guest is
+    /// paused.
     pub fn owe_touched(&self, ram: &Memory, pagemap: Option<&Pagemap>) {
         for region in &self.regions {
             let slot = region.outgoing.slot();
@@ -224,8 +231,8 @@ impl PendingPages {
         }
     }
 
-    /// Owes nothing of RAM for the moment: which of its pages were owed, a bit each, by their memslots. The target is told of each of
-    /// them then, those too that are zero.
+    /// Takes RAM's pages from those owed and returns them, a bitmap per memslot. Postcopy sends
+    /// each of them later, even if it is zero.
     pub fn defer(&self) -> Vec<(u32, Bits)> {
         let mut deferred = Vec::new();
         let fresh = fresh(&self.slots().cloned().collect::<Vec<_>>());
@@ -239,7 +246,7 @@ impl PendingPages {
         deferred
     }
 
-    /// Of memslot `region` those are owed that are set in `bits`, and no others.
+    /// Owes the pages of memslot `region` that are set in `bits`, and no others.
     pub fn owe(&self, region: u32, bits: &Bits) {
         let Region { outgoing, pages } = &self.regions[region as usize];
         pages.copy_from(bits);
@@ -250,7 +257,7 @@ impl PendingPages {
         }
     }
 
-    /// From now on those of memslot `region` are owed that are set in `words`, too.
+    /// Also owes the pages of memslot `region` that are set in `words`.
     pub fn add(&self, region: usize, words: &[u64]) {
         self.regions[region].pages.add(words);
     }
@@ -260,11 +267,12 @@ impl PendingPages {
         self.regions.iter().map(|region| region.pages.count()).sum()
     }
 
-    /// The next pages of `share` from `at` on that are owed, as many as a frame takes; `at` is behind them then. `None` where there is
-    /// none. The log of them is clear when this returns: they may be [settled](Self::settle) and read.
+    /// The next owed pages of `share` from `at` on, at most a frame of them. Moves `at` behind
+    /// them. `None` at the end. Their log is clear on return: the caller may [settle](Self::settle)
+    /// and then read them.
     ///
     /// # Errors
-    /// Where KVM does not clear it.
+    /// KVM cannot clear the log.
     pub fn next(&self, at: &mut At, share: &Share) -> Result<Option<(&Outgoing, Range<u64>)>, dirty::Error> {
         while let Some(region) = self.regions.get(at.region) {
             let pages = region.outgoing.slot().pages();
@@ -284,7 +292,8 @@ impl PendingPages {
         Ok(None)
     }
 
-    /// Clears the log of the chunks that hold `pages`, unless it is clear; up to which page it is then.
+    /// Clears the log of the chunks that contain `pages`, unless it is clear. Returns the page up
+    /// to which it is clear.
     fn clear(&self, region: usize, pages: Range<u64>) -> Result<u64, dirty::Error> {
         let mut log = self.log();
         let Log { tracker: Some(tracker), silence, longest } = &mut *log else { return Ok(u64::MAX) };
@@ -292,7 +301,7 @@ impl PendingPages {
         let cleared = match plant::is(Mistake::ReadBeforeClear) {
             false => tracker.clear_chunks(region, pages)?,
             true => {
-                // That of the memslot before, whose pages have been sent.
+                // Clears the log of the memslot before, whose pages have been sent.
                 region.checked_sub(1).map(|before| tracker.clear_chunks(before, 0..u64::MAX)).transpose()?;
                 0..u64::MAX
             }
@@ -303,12 +312,13 @@ impl PendingPages {
         Ok(cleared.end)
     }
 
-    /// Nothing of the same memory is owed.
+    /// Empty bitmaps for the same memory.
     pub fn none(&self) -> Vec<Bits> {
         self.regions.iter().map(|region| Bits::new(region.outgoing.slot().pages())).collect()
     }
 
-    /// They are being sent. Said before they are read: what a collection names from then on is owed again.
+    /// Marks pages as sent. Call this before they are read, because a later collection must owe
+    /// them again.
     pub fn settle(&self, outgoing: &Outgoing, run: Range<u64>) {
         self.regions[outgoing.region() as usize].pages.clear(run);
     }

@@ -1,5 +1,5 @@
-//! Memory that follows its guest: what is missing, the connection on which somebody who waits for a page asks for it, and what the thread
-//! says that answers faults.
+//! Memory that arrives after its guest has started: which pages are missing, the connection that
+//! requests faulting pages, and the messages of the thread that resolves faults.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use vellum_kvm::memory::Backing;
 use vellum_sys::mmap::PAGE_SIZE;
 
 impl Receiving {
-    /// What the thread says that answers faults.
+    /// Handles messages of the thread that resolves faults.
     pub(super) fn fetched(&mut self) -> Result<Option<Event>, Orphaned> {
         let Some(fetching) = self.place.as_ref().and_then(|place| place.fetching.as_ref()) else {
             return Ok(None);
@@ -28,7 +28,7 @@ impl Receiving {
                 let fetching::Whole { fetched, waited, link } = *whole;
                 self.faults = link;
                 self.waited = waited.clone();
-                // What still comes is there already, and nobody writes it over that.
+                // Pages that still arrive are present already and must not be overwritten.
                 self.memory = Arc::default();
                 self.machine.say(Said::Lacks(None))?;
                 self.machine.say(Said::Waited(waited))?;
@@ -39,7 +39,7 @@ impl Receiving {
         })
     }
 
-    /// The connection for pages that somebody waits for is there.
+    /// Takes the connection for faulting pages.
     pub(super) fn joined(&mut self, mut link: Link) {
         link.admit();
         link.set_liveness(self.liveness);
@@ -52,7 +52,8 @@ impl Receiving {
         }
     }
 
-    /// Begins to have faults answered: the pages that the source has named, and what shares a huge page with them, follow.
+    /// Starts to resolve faults. The pages that the source has named, and all pages that share a
+    /// huge page with them, are missing.
     pub(super) fn begin_to_land(&mut self, pages: u64) -> Result<(), String> {
         let place = self.place.as_mut().ok_or("nothing has been assembled")?;
         let fetching = place.fetching.as_mut().ok_or("nobody has asked for that")?;
@@ -78,7 +79,7 @@ impl Receiving {
         self.lacking.clear();
         let mut link = self.faults.take().ok_or("the connection for pages that are wanted is not there")?;
         link.set_liveness(self.liveness);
-        // Locked, it could not be emptied.
+        // Locked memory cannot be unmapped.
         if place.ram.config.lock {
             place.ram.mapping.unlock().map_err(|error| format!("unlocking memory: {error}"))?;
         }
@@ -89,7 +90,7 @@ impl Receiving {
             from = run.end;
             will_be.push(run.start * page..run.end * page);
         }
-        // Whoever asks what of memory was ever touched, while some of it has not come yet, is told of that too.
+        // Reports of touched memory include the pages that have not arrived yet.
         let _ = place.ram.shown.set(will_be);
         let uffd = fetching.take_uffd().ok_or("it has begun")?;
         let landing =
@@ -110,7 +111,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// Says which pages are missing.
+    /// Sends the map of missing pages.
     pub(super) fn lack(&mut self) -> Result<(), link::Error> {
         let (Some(landing), Some(place), Some(link)) = (&self.landing, &self.place, &mut self.link) else {
             return Ok(());

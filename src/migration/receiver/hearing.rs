@@ -1,5 +1,5 @@
-//! What comes to the target's thread: connections, their first messages, and the source's frames. Pages and state are taken on the way;
-//! everything else is an [`Event`].
+//! What the target's thread receives: connections, their first messages, and the source's frames.
+//! Pages and state are taken at once. Every other frame is an [`Event`].
 
 use std::fs::File;
 use std::sync::Arc;
@@ -18,7 +18,8 @@ use rustix::net::{SocketFlags, accept_with};
 use vellum_machine::Section;
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// The most sections, and the most bytes in them: a PC of 255 vCPUs has some 300, of 40 KiB each.
+/// The maximum number of sections and of bytes in them. A PC with 255 vCPUs has about 300 sections
+/// of 40 KiB each.
 const MAX_SECTIONS: usize = 4096;
 const MAX_STATE: usize = 256 << 20;
 
@@ -44,7 +45,7 @@ impl Receiving {
         }
     }
 
-    /// Lets in who connects.
+    /// Accepts new connections.
     pub(super) fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
         let mut came = Vec::new();
@@ -58,7 +59,8 @@ impl Receiving {
         }
     }
 
-    /// Whether a further connection is cut while pages come; whether they are at the end of a pass that has ended on the first.
+    /// Checks the further connections while pages arrive. A lost one is an event. If all have
+    /// reached the end of the pass, the barrier is lifted.
     pub(super) fn lanes_are_cut(&mut self) -> Option<Event> {
         if self.target.state != State::Receiving {
             return None;
@@ -75,7 +77,7 @@ impl Receiving {
         None
     }
 
-    /// The next message of the source; pages and state are taken on the way.
+    /// The next message of the source. Pages and state are taken meanwhile.
     pub(super) fn heard(&mut self) -> Option<Event> {
         loop {
             if self.barrier.is_some() {
@@ -111,13 +113,13 @@ impl Receiving {
                     }
                     Err(error) => Err(error.to_string()),
                 },
-                // Nothing that is there is written over, whatever connection it comes on.
+                // Pages that are present are not overwritten, whichever connection carries them.
                 Ok(Some(Frame::Run(run, data))) if behind && (run.region as usize) < self.memory.len() => {
                     run.check(&self.regions).map_err(|error| error.to_string()).map(|()| {
                         self.memory[run.region as usize].take(&run, data);
                     })
                 }
-                // All has been there when it came.
+                // All pages were present already.
                 Ok(Some(Frame::Run(..))) if self.landing.is_some() => Ok(()),
                 Ok(Some(Frame::Missing(run, bits))) if receiving => match run.check(&self.regions) {
                     Ok(()) => {
@@ -145,7 +147,7 @@ impl Receiving {
                         version: section.version,
                         body: section.body.to_vec(),
                     });
-                    // More than any machine has: a peer that fills this process's memory.
+                    // More than any machine has: the peer tries to fill this process's memory.
                     let bytes: usize = self.sections.iter().map(|section| section.body.len()).sum();
                     if self.sections.len() > MAX_SECTIONS || bytes > MAX_STATE {
                         Err("the source sends more state than any machine has".to_owned())
@@ -163,7 +165,7 @@ impl Receiving {
         }
     }
 
-    /// What has been compared so far of memory that stands still.
+    /// The comparison so far. The guest is paused.
     pub(super) fn comparison(&mut self) -> Comparison {
         self.comparing.take().unwrap_or_else(|| {
             let touched =
@@ -175,13 +177,14 @@ impl Receiving {
     pub(super) fn cut(&mut self, why: String) -> Event {
         self.link = None;
         self.place.iter_mut().for_each(|place| place.lanes.cut());
-        // The cut of one is the cut of all.
+        // The loss of one connection is the loss of all.
         self.place.iter().filter_map(|place| place.fetching.as_ref()).for_each(Fetching::cut);
         self.broken = Some(why);
         Event::Cut
     }
 
-    /// The first message of somebody who has connected: a source that begins, or the one that was here and was cut off.
+    /// The first message of a new connection: from a source that begins, or from one that was cut
+    /// off.
     pub(super) fn stranger(&mut self) -> Option<Event> {
         let mut at = 0;
         while at < self.strangers.len() {
@@ -210,14 +213,14 @@ impl Receiving {
                 && self.target.state == State::Receiving
                 && let Some(place) = &mut self.place
             {
-                // One that is none of its numbers, or whose number is taken, is closed.
+                // A connection with an unknown or used number is closed.
                 place.lanes.join(*connection, link, &self.memory, &self.regions);
                 continue;
             }
             if let Some(message) = said.filter(|_| first || again) {
                 self.session = link.session();
                 if first {
-                    // What is none is not shared, and WELCOME says so.
+                    // An invalid commit flag is not shared, and WELCOME says so.
                     let mut came = link.take_descriptors().into_iter();
                     let fence = came.next().and_then(|file| CommitFlag::new(file).ok());
                     self.ram = came.next().map(File::from);

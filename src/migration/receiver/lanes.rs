@@ -1,5 +1,6 @@
-//! The further connections of an arrival: a thread each, which writes what comes on it into memory. The migration's own thread has the
-//! first connection, lets the others join, and at the end of each pass waits until that has come on all of them.
+//! The further connections of an incoming migration. Each has a thread that writes arriving pages
+//! into memory. The migration's thread has the first connection. It lets the others join, and at
+//! the end of each pass it waits until the pass has ended on all of them.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -17,7 +18,8 @@ use crate::wire::Frame;
 use rustix::net::{Shutdown, shutdown};
 use vellum_sys::poll::Poll;
 
-/// How many passes a connection may be ahead of the first, which a source that is fast and has little to send can be.
+/// How many passes a connection may be ahead of the first. A fast source with few pages to send can
+/// be far ahead.
 const MAX_AHEAD: usize = 1 << 16;
 
 /// A connection that has joined.
@@ -30,46 +32,48 @@ struct Joined {
     frames: Arc<AtomicU64>,
 }
 
-/// What a thread says.
+/// A message of a thread.
 #[derive(Debug)]
 enum News {
-    /// It has come to the end of this pass, and so many pages have come in all.
+    /// This pass has ended on the connection. `pages` counts all pages so far.
     PassEnded { pass: u32, pages: u64 },
-    /// Its connection is of no use any more.
+    /// The connection cannot be used any longer.
     Broken(String),
 }
 
-/// One connection's thread, before it is started; it waits until its connection joins.
+/// One connection's thread, before it is started. It waits until its connection joins.
 #[derive(Debug)]
 pub struct Lane(Mine<News, Joined>);
 
-/// One connection, as the migration's thread has it.
+/// The migration thread's handle on one connection.
 #[derive(Debug)]
 struct Seat {
     thread: MachineEnd<News, Joined>,
     /// The connection, once it has joined.
     socket: Option<OwnedFd>,
-    /// The pass that has ended, and the pages that had come by then.
+    /// The last pass that has ended on the first connection too, and the number of pages by then.
     ended: (u32, u64),
-    /// The ends of passes that have come and that the first connection has not come to: which, and the pages by then.
+    /// Passes that have ended here but not on the first connection, with the number of pages by
+    /// then.
     ahead: VecDeque<(u32, u64)>,
 }
 
-/// The further connections, as the migration's thread has them.
+/// The migration thread's handle on the further connections.
 #[derive(Debug)]
 pub struct Lanes {
     seats: Vec<Seat>,
     wake: Arc<EventFd>,
-    /// How many frames have come on them, and how many of these are known.
+    /// How many frames have arrived on them. `known` is the count at the last check.
     frames: Arc<AtomicU64>,
     known: u64,
 }
 
 impl Lanes {
-    /// For a migration over so many connections in all, with a thread to start for each but the first.
+    /// Seats for a migration over `connections` connections, and a thread to start for each but the
+    /// first.
     ///
     /// # Errors
-    /// Where there are more than a migration has, or the host has no descriptor left.
+    /// There are more connections than a migration may have, or no descriptor is left.
     pub fn new(connections: u32) -> Result<(Self, Vec<Lane>), String> {
         if !(1..=MAX_CONNECTIONS).contains(&connections) {
             return Err(format!("{connections} connections, where 1 to {MAX_CONNECTIONS} are possible"));
@@ -90,12 +94,13 @@ impl Lanes {
         Share::new(0, self.seats.len() as u32 + 1)
     }
 
-    /// Readable when one of them has something to say.
+    /// Readable when a thread has sent a message.
     pub fn descriptor(&self) -> &EventFd {
         &self.wake
     }
 
-    /// Lets a connection join as number `connection`, if that is free; whether it was.
+    /// Lets a connection join as number `connection`. Returns false if that number is unknown or
+    /// taken.
     pub fn join(
         &mut self,
         connection: u32,
@@ -119,7 +124,7 @@ impl Lanes {
         true
     }
 
-    /// Whether all of them have come to the end of this pass, or why none ever will.
+    /// Whether this pass has ended on all of them. An error if it never will.
     pub(crate) fn have_ended(&mut self, pass: u32) -> Result<bool, String> {
         let _ = self.wake.read();
         for (number, seat) in (1..).zip(&mut self.seats) {
@@ -132,7 +137,7 @@ impl Lanes {
                     News::Broken(why) => return Err(format!("connection {number}: {why}")),
                 }
             }
-            // No further than to this pass: the source counts what it has sent by then.
+            // Not beyond this pass: the source counts the pages that it has sent by its end.
             while seat.ended.0 < pass
                 && let Some(ended) = seat.ahead.pop_front()
             {
@@ -142,20 +147,21 @@ impl Lanes {
         Ok(self.seats.iter().all(|seat| seat.ended.0 >= pass))
     }
 
-    /// Whether anything has come on them since this was last asked.
+    /// Whether anything has arrived on them since the last call.
     pub(crate) fn have_moved(&mut self) -> bool {
         let frames = self.frames.load(Ordering::Relaxed);
         std::mem::replace(&mut self.known, frames) != frames
     }
 
-    /// Pages that have come on them by the end of the last pass that has ended on all connections.
+    /// Pages that have arrived on them by the end of the last pass that has ended on all
+    /// connections.
     pub fn pages(&self) -> u64 {
         self.seats.iter().map(|seat| seat.ended.1).sum()
     }
 }
 
 impl Lanes {
-    /// Cuts their connections.
+    /// Shuts the connections down.
     pub fn cut(&mut self) {
         for socket in self.seats.iter().filter_map(|seat| seat.socket.as_ref()) {
             let _ = shutdown(socket, Shutdown::Both);
@@ -170,7 +176,7 @@ impl Drop for Lanes {
 }
 
 impl Lane {
-    /// Waits until its connection joins, and goes on until that is gone.
+    /// Waits until its connection joins, and runs until the connection is gone.
     pub fn run(self) {
         let Ok(mut joined) = self.0.wait() else { return };
         if let Err(error) = joined.link.say(&Message::Joined {}) {
@@ -198,7 +204,8 @@ impl Lane {
 }
 
 impl Joined {
-    /// Takes what has come, up to the end of a pass: which, or `None` where more is to come.
+    /// Takes arriving frames up to the end of a pass, and returns its number. `None` if more must
+    /// arrive first.
     fn take(&mut self, pages: &mut u64) -> Result<Option<u32>, String> {
         loop {
             match self.link.receive().map_err(|error| error.to_string())? {
@@ -223,7 +230,8 @@ impl Joined {
 mod tests {
     use super::*;
 
-    /// A source that has overrun sends its next pass while the end of the last one is still looked at.
+    /// After an overrun, the source sends its next pass while the end of the previous one is still
+    /// being checked.
     #[test]
     fn pages_are_counted_up_to_the_pass_that_is_asked_for() {
         let (mut lanes, threads) = Lanes::new(3).unwrap();
@@ -236,7 +244,7 @@ mod tests {
         say(1, 1, 7);
         assert_eq!((lanes.have_ended(1), lanes.pages()), (Ok(true), 17));
         assert_eq!(lanes.have_ended(2), Ok(false));
-        // It had no time for the end of the second.
+        // There was no time for the end of the second pass.
         say(1, 3, 9);
         assert_eq!((lanes.have_ended(2), lanes.pages()), (Ok(true), 34));
         say(0, 3, 26);

@@ -1,6 +1,9 @@
-//! The target's thread: it drives [`Target`], reads what comes, and writes pages into memory. What it needs done with the machine,
-//! which belongs to the event loop's thread, it [demands](Demand) there. What comes is in `hearing`, what is done about it in `performing`, and memory
-//! that comes after its guest in `following`.
+//! The target's thread: it drives [`Target`], reads frames, and writes pages into memory. The
+//! machine belongs to the event loop's thread, which receives [demands](Demand) for whatever must
+//! be done with it.
+//!
+//! `hearing` receives frames, `performing` executes actions, and `following` handles memory that
+//! arrives after the guest has started.
 
 mod following;
 mod hearing;
@@ -34,55 +37,57 @@ use vellum_machine::Section;
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::poll::Poll;
 
-/// What the event loop's thread is to do.
+/// A demand on the event loop's thread.
 #[derive(Debug)]
 pub enum Demand {
-    /// Compare this configuration with the host, and assemble the machine where it fits.
+    /// Compare this configuration with the host, and assemble the machine if it fits.
     Judge(Offer),
     /// Restore the state.
     Restore(Vec<Section>),
-    /// Take locks, write what was held back, and run, where neither the fence nor the gate says that it is too late.
+    /// Take locks, do deferred writes, and run, unless the commit flag or the gate says that it is
+    /// too late.
     Start(Option<Arc<CommitFlag>>, Option<Arc<Gate>>),
-    /// Give everything back.
+    /// Free everything.
     Free,
 }
 
-/// A machine that is to come.
+/// The machine that is to arrive.
 #[derive(Debug)]
 pub struct Offer {
-    /// What it is.
+    /// Its configuration.
     pub config: Value,
-    /// Over how many connections its pages come.
+    /// The number of connections that carry its pages.
     pub connections: u32,
-    /// Its RAM, where that was handed over.
+    /// Its RAM, if it was handed over.
     pub ram: Option<File>,
-    /// Whether it may have to run before all of its pages have come.
+    /// Whether the guest may run before all pages have arrived.
     pub postcopy: bool,
-    /// What its disks were, where nobody has them who gives them up later: their locks are taken, and they must be as they were.
+    /// The saved state of its disks if no source holds their locks. The locks are then taken here,
+    /// and the disks must be unchanged.
     pub disks: Option<Vec<Disk>>,
 }
 
 impl Offer {
-    /// One whose memory is still to be filled.
+    /// An offer of a machine whose memory is still to be filled.
     pub fn new(config: Value) -> Self {
         Self { config, connections: 1, ram: None, postcopy: false, disks: None }
     }
 }
 
-/// Memory for what comes.
+/// The memory for an incoming machine, and its threads.
 #[derive(Debug)]
 pub struct Place {
     /// Its memslots.
     pub memory: Vec<Slot>,
     /// Its RAM.
     pub ram: Memory,
-    /// Tells what of that was ever touched.
+    /// Tells which pages of RAM were ever touched.
     pub pagemap: Option<Arc<Pagemap>>,
     /// The further connections, whose threads wait for them.
     pub lanes: Lanes,
-    /// Where all of its memory is to be there: the thread that sees to that.
+    /// The thread that populates all memory, if requested.
     pub populating: Option<Populating>,
-    /// Where it comes as it is wanted: the thread that brings it.
+    /// The thread that fetches memory on demand, if requested.
     pub fetching: Option<Fetching>,
     /// Its vCPUs.
     pub vcpus: Throttle,
@@ -98,92 +103,94 @@ impl Place {
 /// The answer to a [`Demand`].
 #[derive(Debug)]
 pub enum Done {
-    /// It fits, and its memory is here.
+    /// The machine fits, and its memory is mapped.
     Fits(Box<Place>),
-    /// It does not.
+    /// The machine does not fit.
     Misfits(Vec<Misfit>),
-    /// It does, and its disks are not as they were: how they are.
+    /// The machine fits, but its disks have changed. Describes how.
     DiskChanged(String),
-    /// It is done.
+    /// The demand is done.
     Done,
-    /// It cannot be done.
+    /// The demand failed.
     Failed(String),
 }
 
-/// What comes from the event loop's thread.
+/// A command from the event loop's thread.
 #[derive(Debug)]
 pub enum ReceiverCommand {
     /// The answer to the last demand.
     Done(Done),
-    /// Somebody has connected.
+    /// A new connection.
     Connected(OwnedFd),
-    /// Where sources connect: a socket that listens.
+    /// A listening socket for sources.
     Listen(OwnedFd),
-    /// The operator runs it, whatever the source says.
+    /// The operator runs the guest, whatever the source says.
     Force,
-    /// The operator does not want it.
+    /// The operator cancels.
     Cancel(String),
 }
 
 /// What the thread says.
 #[derive(Debug)]
 pub enum Said {
-    /// To be answered.
+    /// A demand, which is to be answered.
     Demand(Demand),
-    /// Whether everything is here and paused, and waits for COMMIT.
+    /// Whether everything is restored and paused, and COMMIT is awaited.
     Uncommitted(bool),
-    /// What was typed for the guest where it was before.
+    /// Input that the guest has not been given on the source.
     Typed(Vec<u8>),
-    /// It is over without a guest, and why.
+    /// The migration ended without a guest. Contains the reason.
     Gone(String),
-    /// The same, where what came cannot be a machine here.
+    /// As `Gone`, because the machine cannot run here.
     Refused(String),
-    /// The same, where its disks are not as they were.
+    /// As `Gone`, because its disks have changed.
     DiskChanged(String),
-    /// All memory is there, which came as it was wanted.
+    /// All memory has been fetched.
     Fetched(Fetched),
-    /// It lacks some of its memory, and whether it is cut off from what has that; or lacks nothing any more.
+    /// Some memory is missing, and whether the link to it has dropped. None when all memory has
+    /// arrived.
     Lacks(Option<bool>),
-    /// The link was cut while it lacks some of its memory, and why.
+    /// The link dropped while memory is missing. Contains the reason.
     Severed(String),
-    /// For how long its guest has waited for pages.
+    /// How long the guest has waited for pages.
     Waited(Waited),
-    /// The source has understood, or needs nothing any more.
+    /// The source has received the outcome and needs nothing more.
     Over,
 }
 
-/// Where it is the source's turn, its silence is looked at this often.
+/// How often a silent source's deadline is checked.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Connections that have not said yet what they are about.
+/// The maximum number of connections that have not sent a first message.
 const MAX_STRANGERS: usize = 8 + MAX_CONNECTIONS as usize;
 
 /// The thread.
 pub struct Receiving {
     target: Target,
     machine: Mine<Said, ReceiverCommand>,
-    /// The connection that speaks for the source.
+    /// The connection with the source's messages.
     link: Option<Link>,
     session: Option<SessionId>,
     fence: Option<Arc<CommitFlag>>,
-    /// RAM, if it has come as a descriptor; and whether it is the machine's.
+    /// RAM that has arrived as a descriptor. `handed` says whether the machine uses it.
     ram: Option<File>,
     handed: bool,
     strangers: Vec<(Link, Instant)>,
     place: Option<Place>,
     memory: Arc<Vec<Incoming>>,
-    /// Set from the end of a pass until it has ended on every connection.
+    /// Set from the end of a pass on the first connection until it has ended on every connection.
     barrier: Option<u32>,
     comparing: Option<Comparison>,
-    /// Where sources connect, if they do; and whether one was connected already, which where nobody listens is the only one.
+    /// The listening socket for sources, if there is one. Without it, the connection that
+    /// `connected` records is the only one.
     listener: Option<OwnedFd>,
     connected: bool,
-    /// The connection for pages that somebody waits for, until it is handed on, and its number.
+    /// The connection for faulting pages until it is passed on, and its number.
     faults: Option<Link>,
     faults_number: Option<u32>,
-    /// What the source has said of what follows: a bit a page, of each region.
+    /// The source's map of pages that follow, one bitmap per region.
     lacking: Vec<Bits>,
-    /// Memory of which some follows.
+    /// The memory with missing pages.
     landing: Option<Arc<PostcopyMemory>>,
     gate: Option<Arc<Gate>>,
     waited: Waited,
@@ -193,10 +200,10 @@ pub struct Receiving {
     sections: Vec<Section>,
     pending: Vec<Event>,
     liveness: Duration,
-    /// When the source was last heard of.
+    /// When the source was last heard.
     heard: Instant,
     broken: Option<String>,
-    /// The source has said BYE.
+    /// The source has sent BYE.
     bye: bool,
 }
 
@@ -235,7 +242,7 @@ impl Receiving {
         }
     }
 
-    /// Goes on until nobody needs this side any more.
+    /// Runs until this side is no longer needed.
     pub fn run(mut self) {
         while self.target.state != State::Ended {
             if self.turn().is_err() {
@@ -248,7 +255,7 @@ impl Receiving {
     fn turn(&mut self) -> Result<(), Orphaned> {
         let Some(mut event) = self.next()? else { return Ok(()) };
         if let Event::Said(Message::Again { .. }) = event {
-            // What has come of the attempt that was given up.
+            // What has arrived of the attempt that was given up.
             self.sections.clear();
             self.lacking.clear();
             self.comparing = None;
@@ -298,7 +305,8 @@ impl Receiving {
         Ok(None)
     }
 
-    /// Whether it is the source's turn: a guest that is here, or gone, waits for nobody.
+    /// Whether it is the source's turn. Once the guest runs here with all its memory, or is gone,
+    /// no deadline applies.
     fn awaits_the_source(&self) -> bool {
         matches!(self.target.state, State::Listening | State::Welcomed | State::Receiving)
             || self.target.state == State::Running && self.target.lacks()
@@ -310,7 +318,7 @@ impl Receiving {
         let fetching = self.place.as_ref().and_then(|place| place.fetching.as_ref());
         fetching.iter().for_each(|fetching| poll.readable(fetching.descriptor()));
         poll.readable(&**self.machine.descriptor());
-        // At a barrier the first connection has to wait for the others.
+        // At a barrier, the first connection waits for the others.
         let first = self.link.iter().filter(|_| self.barrier.is_none());
         let links = first.chain(self.strangers.iter().map(|(link, _)| link));
         links.for_each(|link| poll.readable(link.descriptor()));

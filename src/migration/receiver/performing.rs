@@ -1,4 +1,5 @@
-//! What [`Target`](crate::target::Target) wants done, done: by the event loop's thread, where it is about the machine.
+//! Executes the actions of [`Target`](crate::target::Target). The event loop's thread executes
+//! those that concern the machine.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -29,7 +30,7 @@ impl Receiving {
         }
     }
 
-    /// Has a machine like this one made.
+    /// Demands that a machine with this configuration be assembled.
     fn judge(
         &mut self,
         config: Value,
@@ -42,7 +43,8 @@ impl Receiving {
         self.demand(Demand::Judge(Offer { config, connections, ram, postcopy, disks: None }))
     }
 
-    /// Waits until all memory is there that is to be. What is told meanwhile is kept for later.
+    /// Waits until memory is populated, if requested. Commands that arrive meanwhile are kept for
+    /// later.
     fn populated(&mut self) -> Result<Result<(), String>, Orphaned> {
         while let Some(populating) = self.place.as_ref().and_then(|place| place.populating.as_ref()) {
             match populating.is_done(LOOK) {
@@ -85,10 +87,11 @@ impl Receiving {
                         let slots = place.memory.iter().cloned().zip(fresh);
                         self.memory =
                             Arc::new(slots.map(|(slot, fresh)| Incoming::new(slot, fresh)).collect());
-                        // Their time begins now: they had to wait for the judgement.
+                        // Their time begins now, because they had to wait for the judgement.
                         self.strangers.iter_mut().for_each(|(_, since)| *since = Instant::now());
                         self.place = Some(*place);
-                        // The guest is paused as soon as it fits: what takes long comes before.
+                        // With handed-over RAM the guest is paused right after FIT, so populating
+                        // comes before.
                         let populated = if handed { self.populated()? } else { Ok(()) };
                         self.pending.push(match populated {
                             Ok(()) => Event::Judged(Vec::new()),
@@ -200,7 +203,7 @@ impl Receiving {
     }
 }
 
-/// Memory that should have come, and has not.
+/// The misfit for RAM that was announced and has not arrived.
 fn not_handed() -> Misfit {
     Misfit {
         what: "memory".into(),

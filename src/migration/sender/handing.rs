@@ -1,5 +1,6 @@
-//! A migration to another process of this host, which is handed RAM as a descriptor: nothing of that is followed or sent. What is left are
-//! a machine's other memory and its state, which go while it stands still, as in any migration.
+//! A migration to another process on this host that receives RAM as a descriptor. RAM is neither
+//! tracked nor sent. The machine's other memory and its state are sent while it is paused, as in
+//! any migration.
 
 use std::fs::File;
 use std::ops::Range;
@@ -11,19 +12,20 @@ use crate::source::Event;
 use crate::threads::Orphaned;
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// Bytes of memory that is still being fetched which are waited for before somebody is listened to.
+/// While memory is still being fetched, the thread checks for commands after this many bytes.
 const STEP: usize = 2 << 20;
 
 impl Sending {
-    /// RAM's file, where it is handed over.
+    /// RAM's file, if it is handed over.
     pub(super) fn handed_over(&self) -> Option<Arc<File>> {
         self.ram.file.clone().filter(|_| self.options.hands_over)
     }
 
-    /// Nothing has to be copied while the guest runs: it may be paused at once.
+    /// Starts a hand-over. No memory has to be copied while the guest runs, so it can be paused at
+    /// once.
     pub(super) fn hand_over(&mut self) -> Result<(), Orphaned> {
         if self.passes > 0 {
-            // Another try would take as long.
+            // Another attempt would take as long.
             return self.give_up_for("handing it over took longer than the guest may stand still".into());
         }
         let shown = self.ram.shown.get().cloned().unwrap_or_default();
@@ -33,8 +35,8 @@ impl Sending {
         Ok(())
     }
 
-    /// Waits for what of memory is still to come out of a snapshot: the file has it then. False where somebody had something to say
-    /// meanwhile that is more urgent.
+    /// Waits until all memory from a snapshot has been fetched. RAM's file contains it then.
+    /// Returns false if a command arrived meanwhile.
     fn all_is_there(&mut self, shown: &[Range<u64>]) -> Result<bool, Orphaned> {
         for range in shown {
             for at in (range.start..range.end).step_by(STEP) {

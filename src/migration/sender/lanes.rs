@@ -1,5 +1,6 @@
-//! The further connections of a migration: a thread each, which sends what is owed of its share of memory, pass by pass. The migration's
-//! own thread has the first connection, tells them when a pass begins, and waits until each has sent its part.
+//! The further connections of a migration. Each has a thread that sends the owed pages of its
+//! share, pass by pass. The migration's thread has the first connection. It starts each pass and
+//! waits until every thread has sent its part.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -20,24 +21,25 @@ use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::poll::Poll;
 use vmm_sys_util::eventfd::EventFd;
 
-/// What the threads of one migration have in common.
+/// The state that the threads of one migration share.
 pub(super) struct Common {
-    /// What the target has still to be sent.
+    /// The pages still to be sent.
     pub owed: PendingPages,
     /// Bytes and pages that the further connections have sent.
     bytes: AtomicU64,
     pages: AtomicU64,
-    /// Bytes that compression has spared the link on them, where pages are compressed.
+    /// Bytes that compression has saved on them. `compress` says whether pages are compressed.
     spared: AtomicU64,
     compress: bool,
-    /// Bytes a second that each of them may send; 0 for as many as it takes.
+    /// The cap of each further connection in bytes per second. 0 for no cap.
     cap: AtomicU64,
-    /// Whether a pass that is under way is given up.
+    /// Whether the current pass is given up.
     stop: AtomicBool,
 }
 
 impl Common {
-    /// Of a migration that owes this, over connections of which each may send so many bytes a second.
+    /// The shared state of a migration that owes `owed`. Each connection may send `cap` bytes per
+    /// second.
     pub fn new(owed: PendingPages, cap: Option<u64>, compress: bool) -> Self {
         let [bytes, pages, spared] = [const { AtomicU64::new(0) }; 3];
         let (cap, stop) = (AtomicU64::new(cap.unwrap_or(0)), AtomicBool::new(false));
@@ -46,28 +48,29 @@ impl Common {
 }
 
 impl Common {
-    /// So much has been sent that somebody waited for.
+    /// Counts bytes and pages that were sent on request.
     pub fn served(&self, bytes: u64, pages: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.pages.fetch_add(pages, Ordering::Relaxed);
     }
 }
 
-/// What a thread is told.
+/// An order to a thread.
 #[derive(Clone, Copy)]
 enum Order {
-    /// Make the connection one of the migration's.
+    /// Join the migration.
     Join,
-    /// Send what is owed, and then that this was all of pass `number`; what is left at `until` is left owed.
+    /// Send the owed pages, then PASS_END for pass `number`. At `until` the thread stops, and the
+    /// rest stays owed.
     Pass { number: u32, until: Option<Instant> },
 }
 
-/// What it says.
+/// A message of a thread.
 enum News {
-    /// It has joined, or has come to an end with its part of a pass: with all of it, and the word that this was all, or short of that,
-    /// because its time was over or it was stopped.
+    /// The thread has joined or has ended its part of a pass. `whole` is false if time ran out or
+    /// the pass was stopped, so that the part is incomplete.
     Done { whole: bool },
-    /// Its connection is of no use any more.
+    /// The connection cannot be used any longer.
     Broken(String),
 }
 
@@ -81,22 +84,22 @@ pub struct Lane {
     mine: Mine<News, Order>,
 }
 
-/// The further connections, as the migration's thread has them.
+/// The migration thread's handle on the further connections.
 pub(super) struct Lanes {
     common: Arc<Common>,
     lanes: Vec<(MachineEnd<News, Order>, OwnedFd)>,
-    /// How many have not done what they were told last.
+    /// How many threads have not finished their last order.
     busy: usize,
-    /// Whether one of them was short of its part.
+    /// Whether one of them did not complete its part.
     short: bool,
     wake: Arc<EventFd>,
 }
 
 impl Lanes {
-    /// Over these connections, with a thread to start for each.
+    /// Further connections over `sockets`, and a thread to start for each.
     ///
     /// # Errors
-    /// Where one is no stream socket, or the host has no descriptor left.
+    /// A socket is not a stream socket, or no descriptor is left.
     pub fn new(
         sockets: Vec<OwnedFd>,
         session: SessionId,
@@ -117,32 +120,32 @@ impl Lanes {
         Ok((Self { common, lanes, busy: 0, short: false, wake }, started))
     }
 
-    /// Whether there are any.
+    /// Whether there are no further connections.
     pub fn is_empty(&self) -> bool {
         self.lanes.is_empty()
     }
 
-    /// Readable when one of them has something to say.
+    /// Readable when a thread has sent a message.
     pub fn descriptor(&self) -> &EventFd {
         &self.wake
     }
 
-    /// Bytes that they have sent.
+    /// Bytes sent on them.
     pub fn bytes(&self) -> u64 {
         self.common.bytes.load(Ordering::Relaxed)
     }
 
-    /// Bytes that compression has spared the link on them.
+    /// Bytes that compression has saved on them.
     pub fn spared(&self) -> u64 {
         self.common.spared.load(Ordering::Relaxed)
     }
 
-    /// Pages that they have sent.
+    /// Pages sent on them.
     pub fn pages(&self) -> u64 {
         self.common.pages.load(Ordering::Relaxed)
     }
 
-    /// Bytes a second that each of them may send from now on.
+    /// Sets the cap of each in bytes per second.
     pub fn set_cap(&self, cap: Option<u64>) {
         self.common.cap.store(cap.unwrap_or(0), Ordering::Relaxed);
     }
@@ -153,17 +156,17 @@ impl Lanes {
         self.lanes.iter().for_each(|(lane, _)| lane.tell(order));
     }
 
-    /// Has all of them join the migration.
+    /// Orders all of them to join the migration.
     pub fn join(&mut self) {
         self.order(Order::Join);
     }
 
-    /// Has all of them send their part of a pass.
+    /// Orders all of them to send their part of a pass.
     pub fn pass(&mut self, number: u32, until: Option<Instant>) {
         self.order(Order::Pass { number, until });
     }
 
-    /// Whether all have done what they were told, or why that cannot be.
+    /// Whether all have finished their last order. An error if one never will.
     pub fn are_done(&mut self) -> Result<bool, String> {
         let _ = self.wake.read();
         for (number, (lane, _)) in (1..).zip(&self.lanes) {
@@ -183,12 +186,13 @@ impl Lanes {
         Ok(self.busy == 0)
     }
 
-    /// Whether one that is done was short of its part.
+    /// Whether one did not complete its part.
     pub fn are_short(&self) -> bool {
         self.short
     }
 
-    /// Has them leave what is left of a pass, and waits until they have: at most until the end of a frame, or of the pass's time.
+    /// Stops the current pass and waits until every thread has stopped. This takes at most until
+    /// the end of a frame, or of the pass's time.
     pub fn stop(&mut self) -> Result<(), String> {
         self.common.stop.store(true, Ordering::Relaxed);
         while !self.are_done()? {
@@ -199,8 +203,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Cuts their connections, and waits until each has left what it was at: nothing that is owed from then on is taken for sent by
-    /// them. None of them waits for its peer any more.
+    /// Shuts the connections down and waits until every thread has stopped. Afterwards, no thread
+    /// settles owed pages or waits for its peer.
     pub fn cut(&mut self) {
         self.common.stop.store(true, Ordering::Relaxed);
         for (_, socket) in &self.lanes {
@@ -225,12 +229,12 @@ impl Drop for Lanes {
 }
 
 impl Lane {
-    /// It cannot be started.
+    /// Reports that the thread cannot be started.
     pub fn fail(self, why: String) {
         let _ = self.mine.say(News::Broken(why));
     }
 
-    /// Goes on until the migration's thread is gone, or the connection.
+    /// Runs until the migration's thread or the connection is gone.
     pub fn run(mut self) {
         clock::wait_exactly();
         loop {
@@ -268,7 +272,8 @@ impl Lane {
         }
     }
 
-    /// Sends its part of a pass; whether the kernel has taken all of it, up to the word that this was all.
+    /// Sends its part of a pass. Returns whether the kernel has taken all of it, including
+    /// PASS_END.
     fn pass(&mut self, number: u32, until: Option<Instant>) -> Result<bool, String> {
         let common = self.common.clone();
         let began = Instant::now();

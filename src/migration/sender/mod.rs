@@ -1,8 +1,8 @@
-//! The source's thread: it drives [`Source`], follows who writes to memory, and sends. What it needs done with the machine, which
-//! belongs to the event loop's thread, it [demands](Demand) there.
+//! The source's thread: it drives [`Source`], tracks dirty pages, and sends. The machine belongs to
+//! the event loop's thread, which receives [demands](Demand) for whatever must be done with it.
 //!
-//! Here is what it hears. `performing` has what follows from that, [`passes`] the passes over memory, and
-//! [`pending`](super::pending) what is still to be sent.
+//! This file receives events. `performing` executes the resulting actions, [`passes`] has the
+//! passes over memory, and [`pending`](super::pending) knows which pages are still to be sent.
 
 mod handing;
 mod lanes;
@@ -54,29 +54,29 @@ pub(crate) struct Sending {
     fence: Option<CommitFlag>,
     machine: Mine<Said, SenderCommand>,
     common: Arc<Common>,
-    /// The further connections, and which pages are those of the first.
+    /// The further connections. `share` is the first connection's share of the pages.
     lanes: Lanes,
     share: Share,
-    /// Whether the further connections are joining still; `None` before.
+    /// Whether further connections are still joining. `None` before they begin.
     joining: Option<bool>,
     block: Block,
-    /// Bytes that compression has spared the link on the first connection.
+    /// Bytes that compression has saved on the first connection.
     spared: u64,
     pass: Option<Pass>,
-    /// The connection for pages that the target wants, before it joins, and whoever sends those.
+    /// The connection for faulting pages, until it joins. `serving` is the thread that sends them.
     faults: Option<OwnedFd>,
     serving: Option<Serving>,
-    /// What the target has said that it lacks: a bit a page, of each memslot.
+    /// The pages that the target has reported missing, one bitmap per memslot.
     lacking: Vec<Bits>,
-    /// Whether the pass under way sends that.
+    /// Whether the current pass sends these pages.
     streaming: bool,
     waited: Option<Waited>,
-    /// The attempt whose memory is being compared, and what is left to send of that.
+    /// The attempt whose memory is being compared, and the checksums still to be sent.
     comparing: Option<(u32, Sums)>,
-    /// How many pages both sides have found alike, and how many they were to compare.
+    /// How many pages both sides have found equal. `to_compare` is how many were to be compared.
     compared: Option<u64>,
     to_compare: u64,
-    /// What is to be said of it in the end.
+    /// The figures for the final report.
     left: Left,
     /// How long collections have taken since the last pass began.
     harvest: Duration,
@@ -87,33 +87,34 @@ pub(crate) struct Sending {
     pagemap: Option<Arc<Pagemap>>,
     plan: Plan,
     throttle: Throttle,
-    /// When time was last taken from the guest.
+    /// When the guest was last throttled.
     napped: Instant,
     began: Instant,
     /// When the guest was paused for the final pass.
     paused: Option<Instant>,
-    /// Since when an answer of the target's is awaited.
+    /// Since when an answer of the target is awaited.
     waits: Option<Instant>,
-    /// Why the link broke, in words for whoever is told of a cut.
+    /// Why the link broke, for the report of a cut.
     broken: Option<String>,
     pending: Vec<Event>,
     told_at: Instant,
 }
 
-/// In which time a guest that is slowed down loses its share once.
+/// A throttled guest loses its share of time once per period.
 const PERIOD: Duration = Duration::from_millis(10);
 
-/// How often the operator is told how far it is.
+/// How often progress is reported to the operator.
 const TELLING: Duration = Duration::from_millis(200);
 
 impl Sending {
-    /// A migration of `what` over these connections to the target, each of which but the first needs a thread.
+    /// A migration of `what` to the target over `sockets`. Each connection but the first needs a
+    /// thread.
     ///
     /// # Errors
-    /// Where a connection is no stream socket.
+    /// A connection is not a stream socket.
     ///
     /// # Panics
-    /// Where there is none.
+    /// There is no connection.
     pub fn new(
         mut sockets: Vec<OwnedFd>,
         fence: Option<CommitFlag>,
@@ -191,7 +192,7 @@ impl Sending {
         Ok(link)
     }
 
-    /// Goes on until the guest has moved or stays, or the event loop's thread is gone.
+    /// Runs until the guest has moved or stays, or the event loop's thread is gone.
     pub fn run(mut self) {
         clock::wait_exactly();
         let hello = Message::Hello { versions: [OLDEST, VERSION] };
@@ -223,7 +224,7 @@ impl Sending {
         Ok(())
     }
 
-    /// The next thing that happens, after at most one block of pages or a short wait.
+    /// The next event, after at most one block of pages or a short wait.
     fn next(&mut self) -> Result<Option<Event>, Orphaned> {
         if !self.pending.is_empty() {
             return Ok(Some(self.pending.remove(0)));
@@ -266,7 +267,7 @@ impl Sending {
         Ok(None)
     }
 
-    /// What the event loop's thread says, answers aside.
+    /// The next command of the event loop's thread. Answers are skipped.
     fn next_event(&mut self) -> Result<Option<Event>, Orphaned> {
         while let Some(told) = self.machine.heard()? {
             if let Some(event) = self.event(told) {
@@ -298,7 +299,7 @@ impl Sending {
         }
     }
 
-    /// What the target says.
+    /// The next message of the target.
     fn heard(&mut self) -> Option<Event> {
         let heard = match self.link.as_mut()?.receive() {
             Ok(None) => return None,
@@ -343,7 +344,7 @@ impl Sending {
         })
     }
 
-    /// The link is of no use any more.
+    /// Drops the link, which cannot be used any longer.
     fn cut(&mut self, why: String) -> Event {
         if let Some(link) = self.link.take() {
             self.sent_before += link.sent;
@@ -354,7 +355,7 @@ impl Sending {
         Event::Cut
     }
 
-    /// What has taken too long.
+    /// The event of an expired deadline.
     fn late(&mut self) -> Option<Event> {
         let liveness = self.options.liveness;
         if self.waits.is_some_and(|since| since.elapsed() > liveness) && self.link.is_some() {
@@ -369,7 +370,7 @@ impl Sending {
         {
             return Some(Event::Cancel(why));
         }
-        // Once there is something to follow.
+        // Not before the first pass begins.
         let copying = self.source.state == State::Copying && self.pass.is_some();
         if copying && self.plan.is_to_follow(self.began.elapsed()) {
             return Some(match self.lanes.stop() {
@@ -380,20 +381,20 @@ impl Sending {
         None
     }
 
-    /// When a final pass that is under way is given up.
+    /// When the current final pass is given up.
     fn until(&self) -> Option<Instant> {
-        // What is sent while the guest stands still is little, where the rest follows.
+        // With postcopy, little is sent during the pause, and no limit applies.
         let paused = self.paused.filter(|_| !self.source.is_ahead())?;
         Some(paused + self.plan.most_downtime(self.began.elapsed())?)
     }
 
-    /// Changes the word of the fence, where there is one; what it says then.
+    /// Changes the commit flag, if there is one. Returns its value.
     fn move_flag(&self, from: Decided, to: Decided) -> Decided {
         self.fence.as_ref().map_or(Decided::Open, |fence| fence.step(from, to))
     }
 
     fn wait(&mut self) {
-        // Deadlines are looked at this often; what comes ends the wait at once.
+        // Deadlines are checked this often. Input ends the wait at once.
         self.wait_for(Duration::from_millis(20));
     }
 

@@ -1,5 +1,5 @@
-//! The passes of a migration: collect, send what is owed, see what has been written meanwhile, and in the end the state. Which of it
-//! comes next is the [`plan`](crate::plan)'s to say.
+//! The passes of a migration: collect dirty pages, send the pages owed, measure what was written
+//! meanwhile, and finally send the state. The [`plan`](crate::plan) decides what comes next.
 
 use std::time::{Duration, Instant};
 
@@ -21,24 +21,24 @@ use vellum_sys::clock::{self, micros};
 use vellum_sys::plant::{self, Mistake};
 use vellum_sys::poll::Poll;
 
-/// A pass under way.
+/// The current pass.
 pub(super) struct Pass {
     pub(super) number: u32,
     pub(super) began: Instant,
     pub(super) sent_before: u64,
     pub(super) spared_before: u64,
-    /// What each vCPU had written by then, where that is known.
+    /// How many pages each vCPU had written when it began, if known.
     pub(super) written: Vec<u64>,
     pub(super) owed_before: u64,
-    /// How long it took to collect what is owed.
+    /// How long the collection of the owed pages took.
     pub(super) harvest: Duration,
     pub(super) at: At,
     /// Set in the final pass: the attempt, and the state that follows the pages.
     pub(super) last: Option<Last>,
 }
 
-/// What ends a migration's passes: the attempt, the state that follows the pages, and the pages that follow when the guest runs on the
-/// target, where there are such.
+/// The end of a migration's passes: the attempt, the state that follows the pages, and with
+/// postcopy the pages that follow while the guest runs on the target.
 pub(super) struct Last {
     attempt: u32,
     sections: Vec<Section>,
@@ -46,7 +46,8 @@ pub(super) struct Last {
 }
 
 impl Sending {
-    /// Begins to follow who writes, or goes on with it, and begins a pass, once all connections have joined.
+    /// Starts or continues dirty tracking and begins a pass. Before the first pass, all connections
+    /// join.
     pub(super) fn copy(&mut self) -> Result<(), Orphaned> {
         self.pass = None;
         if self.joining.is_none() && (!self.lanes.is_empty() || self.serving.is_some()) {
@@ -56,11 +57,11 @@ impl Sending {
             return Ok(());
         }
         if self.options.mode == Mode::Postcopy {
-            // Nothing goes before the guest, and nobody needs to know what it writes.
+            // No memory is sent before the guest, so no dirty tracking is needed.
             self.pending.push(Event::Ahead);
             return Ok(());
         }
-        // What is left of a pass that was given up is owed.
+        // Pages left by a pass that was given up stay owed.
         if let Err(why) = self.lanes.stop() {
             let event = self.cut(why);
             self.pending.push(event);
@@ -89,7 +90,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Adds what has been written since the last collection to what is owed.
+    /// Adds the pages written since the last collection to those owed.
     fn collect(&mut self) -> Result<(), dirty::Error> {
         let since = Instant::now();
         self.common.owed.collect(&self.ram, self.pagemap.as_deref())?;
@@ -127,7 +128,7 @@ impl Sending {
         });
     }
 
-    /// Pauses the guest, and begins the pass that sends the rest.
+    /// Pauses the guest and begins the final pass.
     pub(super) fn finish(&mut self, attempt: u32) -> Result<(), Orphaned> {
         self.pass = None;
         self.paused = Some(Instant::now());
@@ -148,7 +149,7 @@ impl Sending {
             Done::Failed(why) => return self.give_up_for(why),
             _ => return self.give_up_for("the machine cannot be saved".into()),
         };
-        // After the state: saving a vCPU makes KVM write to guest memory.
+        // After saving the state: saving a vCPU makes KVM write to guest memory.
         let skipped = plant::is(Mistake::NoLastHarvest) || plant::is(Mistake::HarvestBeforeSave);
         if !skipped && let Err(error) = self.collect() {
             return self.give_up_for(error.to_string());
@@ -163,7 +164,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Sends one block of the pass, or what ends it.
+    /// Sends one block of the pass, or ends it.
     pub(super) fn go_on(&mut self) -> Result<Option<Event>, Orphaned> {
         let Some(pass) = &mut self.pass else { return Ok(None) };
         let paused = pass.last.is_some();
@@ -215,8 +216,8 @@ impl Sending {
         Ok(None)
     }
 
-    /// A further connection had no time for all of its part of a final pass. The pass overruns ([`Self::late`]), unless the time that it
-    /// has was made longer meanwhile: what is left of it is sent then.
+    /// A further connection ran out of time in a final pass. The pass overruns ([`Self::late`])
+    /// unless its limit was raised meanwhile. In that case the rest is sent.
     fn go_on_or_overrun(&mut self) {
         let until = self.until();
         if until.is_some_and(|until| Instant::now() >= until) {
@@ -256,13 +257,14 @@ impl Sending {
             self.machine.say(Said::SenderEvent(SenderEvent::Pass(told)))?;
             return Ok(None);
         }
-        // What has been written meanwhile decides whether another pass pays.
+        // The pages written meanwhile decide whether another pass pays.
         if let Err(error) = self.collect() {
             return Ok(Some(Event::Cancel(error.to_string())));
         }
         let measured = Measured {
             pages: pass.owed_before,
-            // What the link takes of memory, which is more than its bytes.
+            // The link's capacity in bytes of memory, which is more than its bytes when pages are
+            // compressed.
             bytes: bytes + self.spared() - pass.spared_before,
             took: pass.began.elapsed(),
             dirty: self.common.owed.count(),
@@ -284,7 +286,7 @@ impl Sending {
         })
     }
 
-    /// All pages are there: sends the state and what says that this is all.
+    /// All pages are sent: sends the state and FINAL.
     fn end(&mut self, last: &Last) -> Option<Event> {
         let Last { attempt, sections, deferred } = last;
         let lacking = match deferred.as_ref().map(|deferred| self.send_deferred(deferred)).transpose() {
@@ -303,15 +305,15 @@ impl Sending {
         None
     }
 
-    /// Has the memory of both sides compared, which stand still.
+    /// Starts a comparison of both sides' memory while both are paused.
     pub(super) fn compare(&mut self, attempt: u32) {
         let memory = verify::touched(&self.ram, self.pagemap.as_deref(), self.common.owed.slots());
-        // Until all sums have been sent no answer is the right one.
+        // Until all checksums have been sent, no answer is valid.
         self.to_compare = u64::MAX;
         self.comparing = Some((attempt, Sums::new(memory)));
     }
 
-    /// Sends the sums of the next pages, or what ends them.
+    /// Sends the checksums of the next pages, or COMPARE at the end.
     pub(super) fn go_on_comparing(&mut self) -> Option<Event> {
         let (attempt, sums) = self.comparing.as_mut()?;
         let link = self.link.as_mut()?;
@@ -323,8 +325,9 @@ impl Sending {
             None => {
                 let (attempt, pages) = (*attempt, sums.pages);
                 (self.comparing, self.to_compare) = (None, pages);
-                // The other side has compared what has come, and looks at the rest of its memory now. Its silence counts from when
-                // that must be done.
+                // The target has compared the received checksums and now reads the rest of its
+                // memory. The time limit for its answer starts when that should be done, at a
+                // second per GiB.
                 let gib = self.common.owed.slots().map(Slot::bytes).sum::<u64>().div_ceil(1 << 30);
                 self.waits = Some(Instant::now() + Duration::from_secs(gib));
                 link.say(&Message::Compare { attempt, pages })

@@ -1,4 +1,5 @@
-//! What [`Source`](crate::source::Source) wants done, done: by the event loop's thread, where it is about the machine.
+//! Executes the actions of [`Source`](crate::source::Source). The event loop's thread executes
+//! those that concern the machine.
 
 use std::time::{Duration, Instant};
 
@@ -10,11 +11,11 @@ use crate::source::{Action, Event, State};
 use crate::threads::Orphaned;
 use vellum_control::Left;
 
-/// How long a source that takes its guest back waits for the locks of its disks.
+/// How long a source that takes its guest back tries to lock its disks again.
 const RETAKING: Duration = Duration::from_secs(1);
 
 impl Sending {
-    /// Sends a message; where that fails, the link is cut.
+    /// Sends a message. If that fails, the link counts as cut.
     pub(super) fn say(&mut self, message: &Message) {
         if let Some(link) = &mut self.link
             && let Err(error) = link.say(message)
@@ -24,7 +25,7 @@ impl Sending {
         }
     }
 
-    /// Says the last word, with what was typed for the guest since it was paused.
+    /// Sends BYE with the input that arrived for the guest since it was paused.
     fn take_leave(&mut self) -> Result<(), Orphaned> {
         let typed = match self.demand(Demand::Typed)? {
             Done::Typed(typed) => typed,
@@ -41,7 +42,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Has something done with the machine. What else is told meanwhile is kept for later.
+    /// Makes a demand and waits for its answer. Other commands are kept for later.
     pub(super) fn demand(&mut self, demand: Demand) -> Result<Done, Orphaned> {
         self.machine.say(Said::Demand(demand))?;
         loop {
@@ -59,7 +60,7 @@ impl Sending {
         match action {
             Action::Send(Message::Bye { .. }) if self.source.state == State::Moved => self.take_leave()?,
             Action::Send(message) => {
-                // Its time is that of a pass; what is said goes, however long that takes.
+                // The deadline was the pass's. A message has none.
                 self.link.iter_mut().for_each(|link| link.set_until(None));
                 let awaits = matches!(message, Message::Commit { .. } | Message::Query {});
                 self.say(&message);
@@ -87,14 +88,15 @@ impl Sending {
                 self.demand(Demand::Resume)?;
             }
             Action::Release => {
-                // All pages are there: nobody needs them any more.
+                // All pages have arrived, so the further connections are no longer needed.
                 if !self.source.is_ahead() {
                     self.lanes.cut();
                 }
                 self.demand(Demand::Release)?;
             }
             Action::Retake => {
-                // A target that has lost the race at the fence gives them up when it sees that.
+                // A target that lost the race for the commit flag releases the locks when it sees
+                // that.
                 let since = Instant::now();
                 while let Done::Failed(why) = self.demand(Demand::Retake)? {
                     if since.elapsed() > RETAKING {
@@ -126,9 +128,9 @@ impl Sending {
                 self.common.owed.unfollow();
             }
             Action::Serve => {
-                // The map of what the target lacks comes next.
+                // Admits the map of missing pages, which arrives next.
                 self.link.iter_mut().for_each(Link::admit);
-                // Nobody writes here any more.
+                // The guest no longer writes to memory here.
                 self.common.owed.unfollow();
                 self.throttle.wake();
                 self.machine.say(Said::SenderEvent(SenderEvent::Ahead))?;

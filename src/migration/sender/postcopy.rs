@@ -1,5 +1,5 @@
-//! What a source does whose guest runs on the target before all of its memory is there: it says which pages follow, sends what the target
-//! lacks, and begins anew by what the target says where the link was cut.
+//! Postcopy on the source: it announces which pages follow and sends the pages that the target
+//! lacks. After a lost link it starts again from the target's map.
 
 use std::os::fd::OwnedFd;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::source::{Event, State};
 use crate::wire::Run;
 
 impl Sending {
-    /// Has the connection for pages that the target wants join the migration.
+    /// Lets the connection for faulting pages join the migration.
     pub(super) fn join_faults(&mut self) {
         let Some(link) = self.faults.take().map(|socket| self.linked(socket)) else { return };
         let Some(serving) = &mut self.serving else { return };
@@ -25,12 +25,13 @@ impl Sending {
         }
     }
 
-    /// Whether it matters now what whoever sends what the target wants says. Nobody reads it otherwise, so that nobody may wait for it.
+    /// Whether messages of the serving thread matter in this state. In other states the event is
+    /// not read, so it must not be polled either.
     pub(super) fn event_sources(&self) -> bool {
         matches!(self.source.state, State::Copying | State::Finishing | State::Committing | State::Serving)
     }
 
-    /// Whether whoever sends what the target wants is still there.
+    /// The event of a lost connection for faulting pages.
     pub(super) fn served(&mut self) -> Option<Event> {
         if !self.event_sources() {
             return None;
@@ -39,7 +40,7 @@ impl Sending {
         Some(self.cut(why))
     }
 
-    /// Sends the map of what follows; of how many pages.
+    /// Sends the map of deferred pages. Returns their number.
     pub(super) fn send_deferred(&mut self, deferred: &[(u32, Bits)]) -> Result<u64, link::Error> {
         let mut count = 0;
         for (region, bits) in deferred {
@@ -52,7 +53,7 @@ impl Sending {
         Ok(count)
     }
 
-    /// A part of the map of what the target lacks.
+    /// Adds a part of the target's map of missing pages.
     pub(super) fn lacks(&mut self, run: &Run, bits: &[u64]) -> Result<(), String> {
         let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
         run.check(&regions).map_err(|error| error.to_string())?;
@@ -63,7 +64,8 @@ impl Sending {
         Ok(())
     }
 
-    /// Begins to send what the target lacks by its map, whatever has been sent before.
+    /// Starts to send the pages that the target lacks according to its map, even if they have been
+    /// sent before.
     pub(super) fn stream(&mut self) {
         for (region, bits) in (0..).zip(std::mem::take(&mut self.lacking)) {
             self.common.owed.owe(region, &bits);
@@ -79,19 +81,20 @@ impl Sending {
         self.pass = Some(Pass::behind(self.passes, self.sent(), self.spared(), owed));
     }
 
-    /// The pass that sends what the target lacks has come to its end: it is the target's turn to say that it lacks nothing.
+    /// The pass that sends the missing pages has ended. The target has to answer COMPLETE.
     pub(super) fn stream_ends(&mut self) {
         (self.pass, self.streaming) = (None, false);
         self.waits = Some(Instant::now());
     }
 
-    /// There are new connections to a target that lacks memory.
+    /// Takes new connections to a target that lacks memory.
     pub(super) fn recovered(&mut self, socket: OwnedFd, faults: OwnedFd) -> Option<Event> {
         if self.source.state != State::Severed {
             return None;
         }
         self.lacking.clear();
-        // The further connections were cut with the first, and no others follow: the new one carries all pages, by all of the bandwidth.
+        // The further connections were cut with the first and are not replaced. The new connection
+        // carries all pages with the whole bandwidth.
         self.share = Share::new(0, 1);
         self.plan.set(None, self.options.bandwidth);
         let serve = |sending: &mut Self| -> Result<(), link::Error> {
@@ -114,7 +117,7 @@ impl Sending {
 }
 
 impl Pass {
-    /// One that sends `owed` pages while the guest runs on the target.
+    /// A pass that sends `owed_before` pages while the guest runs on the target.
     fn behind(number: u32, sent_before: u64, spared_before: u64, owed_before: u64) -> Self {
         Self {
             number,

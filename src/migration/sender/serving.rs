@@ -1,5 +1,6 @@
-//! The connection on which a target asks for pages that somebody waits for, and its thread, which sends these at once: beside the thread
-//! that sends the rest, and beside whatever cap there is on that. The guest stands still here by then.
+//! The connection for faulting pages, and its thread. The target requests pages on it, and the
+//! thread sends them at once. It works beside the thread that sends the remaining pages and ignores
+//! the cap on bandwidth. The guest is paused on this side.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,14 +16,14 @@ use rustix::net::{Shutdown, shutdown};
 use vellum_sys::poll::Poll;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Bytes that are read at once: some requests, which many vCPUs may make in a moment.
+/// Bytes that are read at once: several requests, because many vCPUs may fault at the same time.
 const AT_ONCE: usize = 1 << 10;
 
-/// What the thread says.
+/// A message of the thread.
 enum News {
-    /// The connection is one of the migration's.
+    /// The connection has joined the migration.
     Joined,
-    /// It is of no use any more.
+    /// The connection cannot be used any longer.
     Broken(String),
 }
 
@@ -34,7 +35,7 @@ pub struct Server {
     mine: Mine<News, Link>,
 }
 
-/// The thread, as that of the migration has it.
+/// The migration thread's handle on the thread.
 pub(super) struct Serving {
     thread: MachineEnd<News, Link>,
     wake: Arc<EventFd>,
@@ -43,28 +44,28 @@ pub(super) struct Serving {
 }
 
 impl Serving {
-    /// For the connection of this number.
+    /// A thread for connection `number`.
     pub fn new(number: u32, common: Arc<Common>, liveness: Duration) -> Result<(Self, Server), link::Error> {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
         Ok((Self { thread, wake, socket: None, joined: false }, Server { number, common, liveness, mine }))
     }
 
-    /// Has what is asked for on this connection sent from now on.
+    /// Serves requests on `link` from now on.
     pub fn serve(&mut self, link: Link) -> Result<(), link::Error> {
-        // What the last one has said means nothing any more.
+        // Messages about the previous connection are ignored.
         while self.thread.heard().is_some() {}
         (self.socket, self.joined) = (Some(link.duplicate()?), false);
         self.thread.tell(link);
         Ok(())
     }
 
-    /// Readable when there is news.
+    /// Readable when there is a message.
     pub fn descriptor(&self) -> &EventFd {
         &self.wake
     }
 
-    /// Whether the connection is one of the migration's, or why it never will be.
+    /// Whether the connection has joined the migration. An error if it never will.
     pub fn has_joined(&mut self) -> Result<bool, String> {
         let _ = self.wake.read();
         while let Some(news) = self.thread.heard() {
@@ -77,7 +78,7 @@ impl Serving {
         Ok(self.joined)
     }
 
-    /// Cuts the connection.
+    /// Shuts the connection down.
     pub fn cut(&mut self) {
         if let Some(socket) = self.socket.take() {
             let _ = shutdown(&socket, Shutdown::Both);
@@ -92,12 +93,12 @@ impl Drop for Serving {
 }
 
 impl Server {
-    /// It cannot be started.
+    /// Reports that the thread cannot be started.
     pub fn fail(self, why: String) {
         let _ = self.mine.say(News::Broken(why));
     }
 
-    /// Goes on until the migration's thread is gone.
+    /// Runs until the migration's thread is gone.
     pub fn run(self) {
         while let Ok(link) = self.mine.wait() {
             let Err(why) = self.serve(link);
@@ -116,7 +117,8 @@ impl Server {
         let regions: Vec<u64> = self.common.owed.slots().map(|slot| slot.pages()).collect();
         let mut came = false;
         loop {
-            // What follows a frame may be here; after a part of one the rest has to come.
+            // The next frame may have been read already. After a partial frame the rest must arrive
+            // first.
             if !came || !link.has_more() {
                 let mut poll = Poll::default();
                 poll.readable(link.descriptor());
@@ -145,7 +147,7 @@ impl Server {
             while at < end {
                 let part = at..end.min(at + u64::from(MAX_PAGES));
                 at = part.end;
-                // The other connections need not send them any more.
+                // The other connections do not need to send them.
                 self.common.owed.settle(outgoing, part.clone());
                 outgoing.tell(part.clone());
                 let taken = block.fill(outgoing, part, 1, link.encoder());
