@@ -1,4 +1,4 @@
-//! Where a test's machines have their sockets, and how they are started and ended.
+//! The directory of a test's machines, and how they are started and ended.
 
 use std::fs;
 use std::io::{self, Read};
@@ -10,12 +10,14 @@ use crate::{Failed, LIMIT, Scratch, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
-/// The `vellum` that the machines of a test program run. Cargo tells its path to Vellum's own test programs and to no library.
+/// The `vellum` program that a test program runs. Cargo gives its path to Vellum's own test
+/// programs, and not to libraries.
 pub struct Vellum(pub &'static str);
 
 inventory::collect!(Vellum);
 
-/// Gives a test program the constant `VELLUM`, and every [`TestEnv`] the same path. Stands once, in `main.rs`.
+/// Defines the constant `VELLUM` in a test program, and gives every [`TestEnv`] the same path. Used
+/// once, in `main.rs`.
 #[macro_export]
 macro_rules! vellum {
     () => {
@@ -28,19 +30,19 @@ fn vellum() -> &'static str {
     inventory::iter::<Vellum>.into_iter().next().expect("main.rs has support::vellum!()").0
 }
 
-/// A directory in which a user's machines have their sockets; the fault that is planted in them, if any.
+/// A directory for the sockets of a user's machines, and the fault that is planted in them, if any.
 pub struct TestEnv {
     scratch: Scratch,
     planted: Option<&'static str>,
 }
 
 impl TestEnv {
-    /// An empty one.
+    /// An empty directory, with no planted fault.
     pub fn new() -> Result<Self, Failed> {
         Self::planted(None)
     }
 
-    /// One in whose machines this fault is planted, if any.
+    /// An empty directory. The fault is planted in its machines, if any.
     pub fn planted(planted: Option<&'static str>) -> Result<Self, Failed> {
         Ok(Self { scratch: Scratch::new()?, planted })
     }
@@ -50,12 +52,12 @@ impl TestEnv {
         self.scratch.dir()
     }
 
-    /// The control socket of the machine of that name.
+    /// The control socket of the machine `name`.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.path(&format!("vellum/{name}.sock"))
     }
 
-    /// `vellum` with these arguments, which blanks separate, and without standard input.
+    /// `vellum` with these arguments, separated by blanks, and without standard input.
     pub fn command(&self, arguments: &str) -> Command {
         let mut command = Command::new(vellum());
         command.args(arguments.split_whitespace()).env("XDG_RUNTIME_DIR", self.dir()).stdin(Stdio::null());
@@ -65,24 +67,24 @@ impl TestEnv {
         command
     }
 
-    /// Runs it to its end.
+    /// Runs `vellum` to its end.
     pub fn vellum(&self, arguments: &str) -> Result<Output, Failed> {
         Ok(self.command(arguments).output()?)
     }
 
-    /// What `vellum ctl` prints, which must succeed.
+    /// Runs `vellum ctl`, which must succeed. Returns its output.
     pub fn ctl(&self, arguments: &str) -> Result<String, Failed> {
         let output = self.vellum(&format!("ctl {arguments}"))?;
         ensure(output.status.success() && output.stderr.is_empty(), || format!("{arguments}: {output:?}"))?;
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// A built-in guest without an end of its own.
+    /// Starts a built-in guest that runs until it is stopped.
     pub fn endless(&self, name: &str) -> Result<Machine, Failed> {
         self.start(name, &mut self.command("run --memory 16m --passes 0"))
     }
 
-    /// Starts `command` as a machine of that name, and waits until it answers.
+    /// Starts `command` as a machine called `name`, and waits until it answers.
     pub fn start(&self, name: &str, command: &mut Command) -> Result<Machine, Failed> {
         command.args(["--name", name]).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut machine = Machine { child: Process::spawn(command)?, children: Vec::new() };
@@ -96,7 +98,7 @@ impl TestEnv {
             return Err(format!("it has ended: {:?}", machine.child.output()?).into());
         }
         let (children, own) = (children(machine.child.id())?, process(machine.child.id()));
-        // A guard has the machine's own name until it gives itself another.
+        // A guard has the machine's name until it sets its own.
         machine.children = eventually(LIMIT, "what it has started has names", || {
             let named = children.iter().filter_map(|pid| Some((*pid, process(*pid)?)));
             let named: Vec<(u32, String)> = named.collect();
@@ -106,7 +108,7 @@ impl TestEnv {
     }
 }
 
-/// Migrations.
+/// Migrations and snapshots.
 impl TestEnv {
     /// The path of a file in the directory.
     pub fn path(&self, name: &str) -> PathBuf {
@@ -119,12 +121,12 @@ impl TestEnv {
         status["state"].as_str().map(str::to_owned)
     }
 
-    /// The machine `name` of these arguments, once it answers.
+    /// Starts the machine `name` with these arguments, and waits until it answers.
     pub fn run(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
         self.start(name, &mut self.command(arguments))
     }
 
-    /// A target called `name`, to which [`TestEnv::migrate`] leads.
+    /// Starts a target called `name`, for [`TestEnv::migrate`].
     pub fn receive(&self, name: &str, more: &str) -> Result<Machine, Failed> {
         let socket = self.path(&format!("{name}.in"));
         self.run(name, &format!("receive --listen unix:{} {}", socket.display(), patient(more)))
@@ -136,12 +138,12 @@ impl TestEnv {
         self.vellum(&format!("migrate {from} --to unix:{} {}", socket.display(), patient(more)))
     }
 
-    /// A migration client that nobody waits for.
+    /// Starts a migration client without waiting for it.
     pub fn migration_client(&self, arguments: &str) -> Result<Process, Failed> {
         Ok(Process::spawn(self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()))?)
     }
 
-    /// A machine out of a snapshot, once it runs or is paused.
+    /// Restores a machine from a snapshot, and waits until it runs or is paused.
     pub fn restore(&self, name: &str, arguments: &str) -> Result<Machine, Failed> {
         let machine = self.run(name, &format!("restore {arguments}"))?;
         eventually(LIMIT, "it is restored", || {
@@ -151,7 +153,8 @@ impl TestEnv {
         Ok(machine)
     }
 
-    /// Waits until the built-in guest `name` has written so many pages. Returns a client that receives its events.
+    /// Waits until the built-in guest `name` has written more than `pages` pages. Returns a client
+    /// that receives its events.
     pub fn has_written(&self, name: &str, pages: u64) -> Result<Client, Failed> {
         let mut events = Client::connect(&self.socket(name))?;
         events.ask(&Do::Events {})?;
@@ -162,29 +165,30 @@ impl TestEnv {
     }
 }
 
-/// The arguments `more` of one side of a migration, with a long `--liveness` unless they set one: where guests keep every CPU
-/// busy, KVM was seen to take more than ten seconds to make a machine (synchronize_srcu).
+/// Adds a long `--liveness` to the arguments `more` of one side of a migration, unless they set
+/// one. If guests keep every CPU busy, KVM can take more than ten seconds to create a VM
+/// (synchronize_srcu).
 pub fn patient(more: &str) -> String {
     if more.contains("--liveness") { more.to_owned() } else { format!("--liveness 5m {more}") }
 }
 
-/// A machine, with the processes that it has started: their numbers and names.
+/// A machine, and the process IDs and names of the processes that it started.
 pub struct Machine {
     /// The machine's process.
     pub child: Process,
     children: Vec<(u32, String)>,
 }
 
-/// A process that does not outlive the test that started it, however that ends.
+/// A process that is killed if its test ends first.
 pub struct Process(Option<Child>);
 
 impl Process {
-    /// Starts it.
+    /// Starts `command`.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         Ok(Self(Some(command.spawn()?)))
     }
 
-    /// Waits for its end.
+    /// Waits for its end. Returns its output.
     pub fn output(mut self) -> io::Result<Output> {
         self.0.take().expect("nobody else takes it").wait_with_output()
     }
@@ -208,10 +212,11 @@ impl Drop for Process {
     fn drop(&mut self) {
         if let Some(child) = &mut self.0 {
             let ended = child.try_wait().ok().flatten();
-            // One that has ended already cannot be killed.
+            // Killing fails if the process has ended already.
             let _ = child.kill();
             let _ = child.wait();
-            // A test that leaves it has failed, and what it said may be why.
+            // A test that drops a running process has failed, and the process's messages may tell
+            // why.
             let said = child.stderr.as_mut().map(left_in).unwrap_or_default();
             if !said.is_empty() {
                 let ended = ended.map_or_else(|| "was killed".into(), |status| format!("ended by {status}"));
@@ -221,28 +226,29 @@ impl Drop for Process {
     }
 }
 
-/// What is in a pipe, whoever has its other end still open.
+/// The unread content of a pipe. Its other end may still be open.
 fn left_in(pipe: &mut ChildStderr) -> String {
     let mut bytes = Vec::new();
     if rustix::io::ioctl_fionbio(&*pipe, true).is_ok() {
-        // The error is that nothing is there now.
+        // The error says that the pipe is empty now.
         let _ = pipe.read_to_end(&mut bytes);
     }
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Machine {
-    /// The process of this name that it has started.
+    /// The process called `name` that the machine started.
     pub fn started(&self, name: &str) -> Option<u32> {
         self.children.iter().find(|(_, is)| is == name).map(|(pid, _)| *pid)
     }
 
-    /// Waits for its end and for the end of its guard, of which there must be one and nothing else.
+    /// Waits for the end of the machine and of its guard. It must have started no other process.
     pub fn end(self) -> Result<Output, Failed> {
         self.end_with(&["vellum-guard"])
     }
 
-    /// Waits for its end and for that of the processes that it has started, which are called `names` in any order.
+    /// Waits for the end of the machine and of the processes that it started. They must be called
+    /// `names`, which are sorted.
     pub fn end_with(self, names: &[&str]) -> Result<Output, Failed> {
         let output = self.child.output()?;
         let mut found: Vec<&str> = self.children.iter().map(|(_, name)| name.as_str()).collect();
@@ -257,7 +263,7 @@ impl Machine {
     }
 }
 
-/// The name of a process that is not over.
+/// The name of a process that has not ended.
 pub fn process(pid: u32) -> Option<String> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = |key: &str| Some(status.lines().find_map(|line| line.strip_prefix(key))?.trim().to_owned());

@@ -1,4 +1,5 @@
-//! Whether a test finds a mistake (`vellum_sys::plant`): it is run once more, by a process in which that is planted.
+//! Checks that a test notices a planted fault (`vellum_sys::plant`). The test runs again in a
+//! process with the fault.
 
 use std::process::Command;
 use std::time::Duration;
@@ -6,17 +7,18 @@ use std::time::Duration;
 use crate::{Completion, Failed, LIMIT, ensure};
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE, VARIABLE};
 
-/// Plants what this process was asked to. Before any test of its program.
+/// Plants the fault that the environment names. Called before the program's tests.
 pub fn plant() {
     vellum::cli::plant().unwrap_or_else(|failure| panic!("{}", failure.message));
 }
 
-/// How long a test waits for what a mistake prevents.
+/// How long a test waits for something that a planted fault may prevent.
 pub fn limit() -> Duration {
     if std::env::var_os(VARIABLE).is_some() { Duration::from_secs(2) } else { LIMIT }
 }
 
-/// Passes where `test` of this program fails with `mistake` planted, and says `says` then.
+/// Passes if `test` of this program fails with the fault `mistake` planted, and its output contains
+/// `says`.
 pub fn caught(mistake: &str, test: &str, says: &str) -> Result<Completion, Failed> {
     if !POSSIBLE {
         return Ok(Completion::ignored_with(IMPOSSIBLE));

@@ -1,9 +1,9 @@
-//! Kernels of a few bytes, assembled by hand: each writes to the serial port and ends itself.
+//! Kernels of a few bytes, assembled by hand.
 
-/// Where they are linked.
+/// The address that they are linked at.
 pub const ORIGIN: u32 = 0x10_0000;
 
-/// Instructions that mean the same in 32-bit and 64-bit mode.
+/// Instructions. Those of the methods mean the same in 32-bit and 64-bit mode.
 #[derive(Default)]
 pub struct Code(pub Vec<u8>);
 
@@ -20,7 +20,7 @@ impl Code {
         text.bytes().fold(self, |code, byte| code.out(0x3f8, byte))
     }
 
-    /// Switches the machine off by ACPI's sleep control register.
+    /// Powers the machine off by ACPI's sleep control register.
     pub fn power_off(self) -> Self {
         self.out(0x600, 0x34)
     }
@@ -38,7 +38,7 @@ impl Code {
             .bytes(&[0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef])
     }
 
-    /// Anything else.
+    /// Other instructions.
     pub fn bytes(mut self, bytes: &[u8]) -> Self {
         self.0.extend(bytes);
         self

@@ -1,14 +1,14 @@
-//! What tests need of a host, beside what `harness` has for all of them.
+//! What tests require of a host.
 
 use crate::{Failed, Need, ensure};
 use vellum_report::Premise;
 
-/// A KVM that we may use.
+/// A KVM that this process may use.
 pub fn kvm() -> Need {
     vellum_kvm::vm::open().map(drop).map_err(|error| format!("needs KVM: {error}"))
 }
 
-/// The same on a host that is not emulated, for what hardly depends on KVM.
+/// A KVM on a host that is not emulated, for tests that barely depend on KVM.
 pub fn real() -> Need {
     kvm()?;
     match vellum_host::Facts::collect(String::new()).emulated {
@@ -20,7 +20,7 @@ pub fn real() -> Need {
     }
 }
 
-/// A processor that stops its guests at breakpoints.
+/// A CPU that stops guests at breakpoints.
 pub fn breakpoints() -> Need {
     let amd = std::path::Path::new("/sys/module/kvm_amd").exists();
     if amd && vellum_host::Facts::collect(String::new()).emulated {
@@ -39,8 +39,8 @@ pub fn huge_pages(size: u64, count: u64) -> Need {
         .map_err(|shortage| format!("needs huge pages: {shortage}"))
 }
 
-/// Fails the test unless a result's premises held; but that an emulated host hardly idles no test of a few mebibytes can
-/// promise.
+/// Fails the test if a premise of a result did not hold. A test of a few mebibytes cannot ensure
+/// that an emulated host rarely idles, so that premise is ignored.
 pub fn premises(report: &vellum_report::Report) -> Result<(), Failed> {
     let failed = report.invalid.iter().filter(|failed| !matches!(failed.premise, Premise::HostIdled { .. }));
     let failed: Vec<String> = failed.map(|failed| failed.to_string()).collect();

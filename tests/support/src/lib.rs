@@ -1,9 +1,11 @@
-//! What Vellum's test programs share: those with `harness = false` all of it, libtest's and benchmarks some.
+//! The kit of Vellum's test programs. Programs with `harness = false` use all of it, libtest's and
+//! benchmarks parts.
 //!
-//! A test is a function with [`#[test]`](macro@test), or one of several of a kind that `main` [adds](Tests::add). It
-//! says what it needs of its [host](hosts); where that is missing it is `ignored`, with the reason and the remedy in its
-//! line. [`Tests::run`] runs what the command line asks for, as libtest would, and keeps a [`record`] for
-//! `cargo lab test`, which counts from there. [`eventually`] is how a test waits, and a [`env::TestEnv`] has its machines.
+//! A test is a function with [`#[test]`](macro@test), or one of a series that `main`
+//! [adds](Tests::add). It says what it needs of its [host](hosts). If that is missing, it is
+//! `ignored`, and its line says why and what would help. [`Tests::run`] runs the tests that the
+//! command line selects, as libtest does, and writes a [`record`] that `cargo lab test` counts
+//! from. A test waits with [`eventually`], and starts machines in a [`env::TestEnv`].
 
 pub mod env;
 pub mod faults;
@@ -28,7 +30,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// For the code that [`test`](macro@test) makes.
+/// For the code that [`test`](macro@test) generates.
 pub use inventory;
 use libtest_mimic::Trial;
 pub use libtest_mimic::{Arguments, Completion, Failed};
@@ -36,9 +38,10 @@ pub use libtest_mimic::{Arguments, Completion, Failed};
 pub use random::Random;
 use record::{Line, Outcome, Record};
 pub use scratch::Scratch;
-/// Makes a function a test, under its own name. What it needs stands in the attribute, each a [`Need`], and is asked for
-/// when the program starts. The function gives `Result<(), Failed>`, or `Result<Completion, Failed>` where it may find
-/// out only while it runs that it cannot say anything here.
+/// Makes a function a test, under its own name. The attribute lists what it needs, each a [`Need`].
+/// They are evaluated when the program starts. The function returns `Result<(), Failed>`, or
+/// `Result<Completion, Failed>` if it may find out while it runs that it cannot test anything on
+/// this host.
 ///
 /// ```
 /// use support::{Failed, Need, Tests, test};
@@ -59,7 +62,7 @@ pub use support_macros::test;
 pub use wait::{LIMIT, eventually};
 use watchdog::Running;
 
-/// Why a test cannot run here, and what to do about it; `Ok` where it can.
+/// The reason that a test cannot run here, with a remedy, or `Ok` if it can.
 pub type Need = Result<(), String>;
 
 /// Fails the test with a message unless `condition` holds.
@@ -67,9 +70,9 @@ pub fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result<(), F
     if condition { Ok(()) } else { Err(message().into()) }
 }
 
-/// How a test may end.
+/// The result types of a test.
 pub trait Ends {
-    /// The end in its general form.
+    /// Converts the result to the general type.
     fn end(self) -> Result<Completion, Failed>;
 }
 
@@ -87,11 +90,11 @@ impl Ends for Result<Completion, Failed> {
 
 /// A function with [`test`](macro@test).
 pub struct Declared {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// What it needs.
+    /// Checks what the test needs.
     pub need: fn() -> Need,
-    /// Runs it.
+    /// Runs the test.
     pub test: fn() -> Result<Completion, Failed>,
 }
 
@@ -106,8 +109,8 @@ pub struct Tests {
 }
 
 impl Tests {
-    /// Every function of the program that is a test, with the arguments of the command line. Signals that a parent ignores,
-    /// as shells do for jobs in the background, have their default actions from here on.
+    /// All test functions of the program, with the arguments of the command line. Signals that the
+    /// parent ignores, as shells do for background jobs, get their default actions.
     pub fn from_args() -> Self {
         signals::restore();
         let record = Arc::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
@@ -123,12 +126,12 @@ impl Tests {
         tests
     }
 
-    /// One test after the other.
+    /// Runs the tests one after the other.
     pub fn one_at_a_time(&mut self) {
         self.arguments.test_threads = Some(1);
     }
 
-    /// Adds a test that needs something of its host.
+    /// Adds a test with a requirement.
     pub fn add<E: Ends>(
         &mut self,
         name: impl Into<String>,
@@ -145,7 +148,7 @@ impl Tests {
         test: impl FnOnce() -> Result<Completion, Failed> + Send + 'static,
     ) {
         let (name, record) = (name.into(), Arc::clone(&self.record));
-        // What is not asked for need not be able to run.
+        // A test that is filtered out is not checked for what it needs.
         let none = self.arguments.is_filtered_out(&Trial::test(&name, || Ok(())));
         let need = if none { Ok(()) } else { need() };
         let (recorded, running) = (name.clone(), self.running.clone());
@@ -160,7 +163,7 @@ impl Tests {
         self.tests.push(trial);
     }
 
-    /// Runs the tests and says how they ended, on the terminal and in the record.
+    /// Runs the tests. Prints and records how they ended.
     pub fn run(self) -> ExitCode {
         self.running.watch();
         let conclusion = libtest_mimic::run(&self.arguments, self.tests);

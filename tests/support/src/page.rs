@@ -1,9 +1,9 @@
-//! A page of the book as a test. The commands of its `console` blocks run in order in one shell, and
-//! what each prints is compared with the lines below it.
+//! Runs a page of the book as a test. The commands of its `console` blocks run in order in one
+//! shell. The output of each is compared with the lines below it.
 //!
-//! `…` stands for any text in a line, and on a line of its own for any lines. Runs of blanks count as
-//! one. A command that fails must be followed by `echo $?`. The command after one in the background is
-//! repeated until it prints what the page says.
+//! `…` matches any text in a line, or any lines if it is alone on a line. Runs of blanks match each
+//! other. A command that fails must be followed by `echo $?`. The command after one in the
+//! background is repeated until its output matches.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -15,10 +15,10 @@ use std::process::{Child, Command, Stdio};
 use crate::{Failed, LIMIT, Scratch, ensure, eventually};
 use rustix::process::{Pid, Signal, kill_process_group};
 
-/// What ends a command's output.
+/// The line that marks the end of a command's output. The status follows.
 const END: &str = "end of command:";
 
-/// A command and the lines that it is to print.
+/// A command and its expected output.
 #[derive(Debug, PartialEq)]
 struct Step<'a> {
     /// The line of the page.
@@ -43,7 +43,8 @@ fn steps(page: &str) -> Vec<Step<'_>> {
     steps
 }
 
-/// Whether `pattern`, in which what `is_any` holds for stands for any number of items, matches `items`.
+/// Whether `pattern` matches `items`. Elements of the pattern for which `is_any` is true match any
+/// number of items.
 fn matches<T, U>(
     pattern: &[T],
     items: &[U],
@@ -78,7 +79,7 @@ fn output_matches(expected: &[&str], output: &[String]) -> bool {
     matches(expected, output, |one| one.trim() == "…", |one, other| line_matches(one, other))
 }
 
-/// A shell in a directory of its own, and everything that it started.
+/// A shell in a directory of its own, and the processes that it started.
 struct Shell {
     child: Child,
     output: BufReader<std::process::ChildStdout>,
@@ -101,7 +102,7 @@ impl Shell {
         let mut child = shell.spawn()?;
         let output = BufReader::new(child.stdout.take().ok_or("no output")?);
         let mut shell = Self { child, output, dir };
-        // Where this process is killed, the shell finds the end of its input and takes its machines along.
+        // If this process is killed, the shell reads end of file and ends its machines.
         shell.say("exec 2>&1; trap 'trap - TERM; kill 0' EXIT\n")?;
         Ok(shell)
     }
@@ -110,7 +111,7 @@ impl Shell {
         Ok(self.child.stdin.as_mut().ok_or("no input")?.write_all(text.as_bytes())?)
     }
 
-    /// Runs a command; what it printed and its status.
+    /// Runs a command. Returns its output and status.
     fn run(&mut self, command: &str) -> Result<(Vec<String>, u8), Failed> {
         // The next command finds the status of this one in `$?`.
         let end = format!("status=$?; printf '\\n{END} %s\\n' $status; (exit $status)");
@@ -142,7 +143,7 @@ impl Drop for Shell {
     }
 }
 
-/// Runs the page `name`, in a directory in which `prepare` has put what the page begins with.
+/// Runs the page `name` in a directory with the files that `prepare` creates.
 pub fn run(
     name: &str,
     page: &str,
@@ -160,7 +161,7 @@ pub fn run(
             |(output, status): &(Vec<String>, u8)| output_matches(expected, output) && (*status == 0 || asks);
         let mut printed = shell.run(command)?;
         if started {
-            // If it never does, the failure below says what it printed last.
+            // If the output never matches, the failure below shows the last one.
             let _ = eventually(LIMIT, command, || {
                 if is_right(&printed) {
                     return Ok(Some(()));

@@ -1,4 +1,5 @@
-//! PCs within one process, and how one goes on as another: what tests of a machine's state have in common.
+//! Linux machines within one process, and handing one over to another, for tests of a machine's
+//! state.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,29 +18,29 @@ use vellum_machine::state::cut_like;
 use vellum_machine::{Machine, SaveState, Section};
 use vellum_sandbox::{self as sandbox, Sandbox};
 
-/// Bytes of RAM: copying it is what most of a hand-over costs here.
+/// Bytes of RAM. Copying it takes most of the time of a hand-over here.
 const RAM: u64 = 4 << 20;
 
-/// Nobody but this process runs anything.
+/// A sandbox that is off, because tests are not confined.
 pub fn unconfined() -> Sandbox {
     Sandbox::new(sandbox::Mode::Off)
 }
 
-/// A new file's name.
+/// The path of a new file.
 fn scratch(ending: &str) -> PathBuf {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let name = format!("pc-{}-{}.{ending}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     std::env::temp_dir().join(name)
 }
 
-/// A new file that holds `bytes`.
+/// A new file with the content `bytes`.
 pub fn written(bytes: &[u8]) -> Result<PathBuf, Failed> {
     let path = scratch("elf");
     std::fs::write(&path, bytes)?;
     Ok(path)
 }
 
-/// A PC and the file that its serial port writes to.
+/// A machine and the file that its serial port writes to.
 pub struct Pc {
     /// The machine.
     pub machine: LinuxMachine,
@@ -61,21 +62,22 @@ impl Pc {
         (config, serial)
     }
 
-    /// A board for a kernel.
+    /// A board without a kernel, and the file of its serial port.
     pub fn board(change: impl FnOnce(&mut machine::Config)) -> Result<(Board, PathBuf), Failed> {
         let (config, serial) = Self::config(change);
         let memory = Memory::map(layout::RAM, MemoryConfig { slots: 3, ..MemoryConfig::new(RAM) })?;
         Ok((Opened::open(config)?.assemble(&vellum_kvm::vm::open()?, None, || Ok(memory))?, serial))
     }
 
-    /// One that waits at the entry of `image`.
+    /// A machine that waits at the entry of `image`.
     pub fn boot(image: &[u8], change: impl FnOnce(&mut machine::Config)) -> Result<Self, Failed> {
         let (board, serial, entry) = Self::loaded(image, change)?;
         let opened = board.open_serial()?;
         Ok(Self { machine: board.start(Origin::Boot(&entry), opened, unconfined())?, serial })
     }
 
-    /// The same with the devices of kvm-unit-tests, which otherwise multiboot guests alone have: those start in 32-bit mode.
+    /// A machine that waits at the entry of `image`, with the devices of kvm-unit-tests. Otherwise
+    /// only multiboot guests have them, and those start in 32-bit mode.
     pub fn boot_with_test_devices(
         image: &[u8],
         change: impl FnOnce(&mut machine::Config),
@@ -91,7 +93,7 @@ impl Pc {
         Ok(Self { machine, serial })
     }
 
-    /// A board with `image` in its memory, its serial port's file, and where it is entered.
+    /// A board with `image` in its memory, the file of its serial port, and the entry.
     fn loaded(
         image: &[u8],
         change: impl FnOnce(&mut machine::Config),
@@ -104,7 +106,8 @@ impl Pc {
         Ok((board, serial, entry))
     }
 
-    /// A board for the like of what `described` says, with the host's side of each device as `change` says.
+    /// A board like the one that `described` describes. `change` sets the host's side of its
+    /// devices.
     pub fn board_like(
         described: serde_json::Value,
         change: impl FnOnce(&mut machine::Config),
@@ -121,7 +124,7 @@ impl Pc {
         Ok((opened.assemble(&vellum_kvm::vm::open()?, None, || Ok(memory))?, serial, origin))
     }
 
-    /// The like of what `described` says.
+    /// A machine like the one that `described` describes.
     pub fn like(
         described: serde_json::Value,
         change: impl FnOnce(&mut machine::Config),
@@ -131,18 +134,18 @@ impl Pc {
         Ok(Self { machine: board.start(origin, opened, unconfined())?, serial })
     }
 
-    /// What its serial port has written.
+    /// The output of its serial port.
     pub fn said(&self) -> Result<Vec<u8>, Failed> {
         Ok(std::fs::read(&self.serial)?)
     }
 
-    /// Waits until it has ended; how.
+    /// Waits until the guest has ended. Returns how.
     pub fn end(&mut self) -> Result<Exit, Failed> {
         eventually(LIMIT, "the guest ends", || Ok(self.machine.poll()?))
     }
 }
 
-/// What one machine has that another lacks.
+/// Copies the words of memory that differ.
 pub fn copy(from: &[Slot], to: &[Slot]) -> Result<(), Failed> {
     let places = |slots: &[Slot]| -> Vec<_> { slots.iter().map(|s| (s.id(), s.gpa(), s.bytes())).collect() };
     ensure(places(from) == places(to), || format!("{:?} became {:?}", places(from), places(to)))?;
@@ -151,7 +154,7 @@ pub fn copy(from: &[Slot], to: &[Slot]) -> Result<(), Failed> {
         let (from, to) = (&from.mapping().words()[words(from)], &to.mapping().words()[words(to)]);
         for (from, to) in from.iter().zip(to) {
             let word = from.load(Ordering::Relaxed);
-            // What is untouched stays so.
+            // Untouched pages stay untouched.
             if word != to.load(Ordering::Relaxed) {
                 to.store(word, Ordering::Relaxed);
             }
@@ -160,7 +163,7 @@ pub fn copy(from: &[Slot], to: &[Slot]) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Brings `source`, which is paused, to `target`, which has never run, and lets it run there.
+/// Hands `source`, which is paused, over to `target`, which has never run, and starts it there.
 pub fn hand_over(
     source: &mut impl SaveState,
     target: &mut impl SaveState,

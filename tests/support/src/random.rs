@@ -1,12 +1,12 @@
-//! Random numbers of a test, from a seed that it prints.
+//! Random numbers for tests, from a seed that is printed.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// xorshift64. `VELLUM_SEED` repeats a run.
+/// An xorshift64 generator. `VELLUM_SEED` repeats a run.
 pub struct Random(u64);
 
 impl Random {
-    /// From `VELLUM_SEED`, or from what the time is.
+    /// A generator with the seed of `VELLUM_SEED`, or of the time.
     pub fn new() -> Self {
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
         let seed = std::env::var("VELLUM_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(clock);
@@ -14,18 +14,18 @@ impl Random {
         Self::of(seed)
     }
 
-    /// From this seed.
+    /// A generator with this seed.
     pub fn of(seed: u64) -> Self {
-        // Any state but zero.
+        // The state must not be zero.
         Self(seed | 1)
     }
 
-    /// Another one, of another thread's.
+    /// A generator for another thread.
     pub fn split(&mut self) -> Self {
         Self(self.below(u64::MAX) | 1)
     }
 
-    /// A number below `bound`; 0 where that is 0.
+    /// A number below `bound`, or 0 if that is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

@@ -1,7 +1,8 @@
-//! How tests ended, for programs: a [`Line`] of JSON each, in the file that [`VARIABLE`] names.
+//! Records how tests ended, for other programs: one [`Line`] of JSON each, in the file that
+//! [`VARIABLE`] names.
 //!
-//! The last line says how many there were. A record without it, or with another number of tests, is of a program that
-//! did not come to its end.
+//! The last line has the number of tests. If it is missing or has another number, the program did
+//! not finish.
 
 use std::any::Any;
 use std::fs::OpenOptions;
@@ -21,12 +22,12 @@ pub const VARIABLE: &str = "VELLUM_TEST_RECORD";
 pub enum Line {
     /// A test ended.
     Test {
-        /// Its name.
+        /// The name.
         name: String,
-        /// How.
+        /// How it ended.
         outcome: Outcome,
     },
-    /// All have, and there were so many.
+    /// All tests have ended. This is their number.
     End(u64),
 }
 
@@ -34,15 +35,15 @@ pub enum Line {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// Well.
+    /// The test passed.
     Passed,
-    /// Not well, and why.
+    /// The test failed, for this reason.
     Failed(String),
-    /// It could not run, and why.
+    /// The test could not run, for this reason.
     Skipped(String),
 }
 
-/// What a test gave, or what it panicked with.
+/// The result of a test, or its panic.
 type Ended = Result<Result<Completion, Failed>, Box<dyn Any + Send>>;
 
 impl Outcome {
@@ -62,7 +63,7 @@ impl Outcome {
     }
 }
 
-/// The lines of `text` up to the first that is none, and what is wrong with that one.
+/// The lines of `text` up to the first that is malformed, and the error of that one.
 pub fn parse(text: &str) -> (Vec<Line>, Result<(), String>) {
     let mut lines = Vec::new();
     for line in text.lines() {
@@ -74,17 +75,17 @@ pub fn parse(text: &str) -> (Vec<Line>, Result<(), String>) {
     (lines, Ok(()))
 }
 
-/// Where lines go.
+/// The file of a record.
 #[derive(Debug)]
 pub struct Record(Option<Mutex<PathBuf>>);
 
 impl Record {
-    /// A record in that file; without one, lines go nowhere.
+    /// A record in `file`. Without one, lines are dropped.
     pub fn new(file: Option<PathBuf>) -> Self {
         Self(file.map(Mutex::new))
     }
 
-    /// Whether anybody wants it.
+    /// Whether there is a file.
     pub fn is_kept(&self) -> bool {
         self.0.is_some()
     }
@@ -93,7 +94,7 @@ impl Record {
     ///
     /// # Panics
     ///
-    /// Where the file cannot be written: what is not recorded is not counted.
+    /// The file cannot be written. An unrecorded test would not be counted.
     pub fn write(&self, line: &Line) {
         let Some(path) = &self.0 else { return };
         let path = path.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

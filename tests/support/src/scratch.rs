@@ -1,20 +1,20 @@
-//! Directories for files of a test.
+//! Directories for the files of a test.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::{env, fs, io, process};
 
-/// An empty directory, which is removed with its contents when this is dropped.
+/// An empty directory. It is removed with its contents when this is dropped.
 #[derive(Debug)]
 pub struct Scratch(PathBuf);
 
 impl Scratch {
-    /// A directory where temporary files are.
+    /// A new directory below the system's temporary directory.
     pub fn new() -> io::Result<Self> {
         Self::within(&env::temp_dir())
     }
 
-    /// A directory in `parent`.
+    /// A new directory below `parent`.
     pub fn within(parent: &Path) -> io::Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -23,7 +23,7 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Its own path.
+    /// The path of the directory.
     pub fn dir(&self) -> &Path {
         &self.0
     }

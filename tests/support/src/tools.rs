@@ -1,25 +1,26 @@
-//! The programs that tests call, with the Debian package of each: what a test that lacks one says, and what
-//! `cargo lab test --setup` installs. A program that a test may lack has a row here.
+//! The programs that tests call, with their Debian packages. A test that lacks one names its
+//! package, and `cargo lab test --setup` installs it. Every program that a test may lack has a row
+//! here.
 
 use std::env;
 use std::path::PathBuf;
 
 use crate::Need;
 
-/// What every reason names that `--setup` does away with, where it runs as root.
+/// Every reason that `--setup` can resolve, as root, names it.
 pub const SETUP: &str = "cargo lab test --setup";
 
-/// Each program of the tests that run on this machine, and Debian's package.
+/// The programs of the tests on this machine, with their Debian packages.
 pub const TOOLS: &[(&str, &str)] = &[
     ("chromium", "chromium"),
     ("cpio", "cpio"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
-    // A GDB has the libraries of the one that emulated hosts get, too.
+    // Its libraries are also for the GDB that emulated hosts get.
     ("gdb", "gdb"),
     ("git", "git"),
     ("ip", "iproute2"),
-    // As with GDB.
+    // As for GDB.
     ("makedumpfile", "makedumpfile"),
     ("mkfs.ext4", "e2fsprogs"),
     ("mkfs.xfs", "xfsprogs"),
@@ -38,10 +39,10 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("unshare", "util-linux"),
 ];
 
-/// A browser goes by several names.
+/// The names of the browser.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 
-/// Where `program` is: on the PATH, or where Debian has what is in no user's.
+/// The path of `program`: on the PATH, or in a directory of Debian that is not on a user's PATH.
 pub fn find(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let places: Vec<PathBuf> =
@@ -50,12 +51,12 @@ pub fn find(program: &str) -> Option<PathBuf> {
     names.iter().flat_map(|name| places.iter().map(move |place| place.join(name))).find(|file| file.is_file())
 }
 
-/// That `program` is there.
+/// Requires `program`.
 pub fn program(program: &str) -> Need {
     find(program).map(drop).ok_or_else(|| lacks(program))
 }
 
-/// What a test says that lacks `program`, or has one that cannot do what it is called for.
+/// The reason of a test that lacks `program`, or has one that lacks a feature.
 pub fn lacks(program: &str) -> String {
     let found = TOOLS.iter().find(|(name, _)| *name == program);
     let (_, package) = found.unwrap_or_else(|| panic!("{program} has no row in the table of tools"));

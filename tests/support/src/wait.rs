@@ -1,17 +1,20 @@
-//! How a test waits for something that another process or thread does.
+//! Waiting in tests for other processes and threads.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Failed;
 
-/// For what takes no time to speak of, on the slowest host: an emulated one takes minutes for what takes seconds elsewhere.
+/// A limit for fast operations, on the slowest host. An emulated host takes minutes for what takes
+/// seconds elsewhere.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
-/// Between two looks: short beside what is waited for, and long enough to leave the CPU to who is waited for.
+/// The delay between two looks: short compared to the waits, and long enough to leave the CPU to
+/// others.
 const BETWEEN: Duration = Duration::from_millis(1);
 
-/// What `look` gives once that is something; a failure that names `what` once `limit` is over.
+/// Calls `look` until it returns a value. Fails with a message that names `what` when `limit` is
+/// over.
 pub fn eventually<T>(
     limit: Duration,
     what: &str,
@@ -19,7 +22,7 @@ pub fn eventually<T>(
 ) -> Result<T, Failed> {
     let start = Instant::now();
     loop {
-        // A look that began before the end of the limit counts, however long this thread waited for its CPU.
+        // A look that began before the limit counts, even if this thread got no CPU for long.
         let late = start.elapsed() >= limit;
         if let Some(found) = look()? {
             return Ok(found);

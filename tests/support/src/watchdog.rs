@@ -1,19 +1,20 @@
-//! What ends a test program of which a test hangs: it names the test, where otherwise a CI would name the program.
+//! Ends a test program in which a test hangs, and names the test. A CI would name only the program.
 
 use std::process;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Far more than a test takes on the slowest host, an emulated one, and less than a CI allows for everything.
+/// Much longer than a test takes on an emulated host, the slowest, and shorter than a CI's limit
+/// for everything.
 const OVERALL: Duration = Duration::from_secs(30 * 60);
 
-/// The tests that run now.
+/// The tests that are running.
 #[derive(Clone, Default)]
 pub(crate) struct Running(Arc<Mutex<Vec<(String, Instant)>>>);
 
 impl Running {
-    /// Does `test`, which counts as running meanwhile. It must not panic.
+    /// Runs `test` and counts it as running. It must not panic.
     pub(crate) fn during<T>(&self, name: &str, test: impl FnOnce() -> T) -> T {
         self.change(|running| running.push((name.to_owned(), Instant::now())));
         let ended = test();
@@ -21,7 +22,7 @@ impl Running {
         ended
     }
 
-    /// From now on looks now and then whether one hangs.
+    /// Starts the thread that checks for tests that hang.
     pub(crate) fn watch(&self) {
         let running = self.clone();
         thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! What programs record. This one starts itself again with an argument of its own, as a program whose tests end in every
-//! way that there is.
+//! Tests of the records of test programs. This program starts itself again, with an environment
+//! variable that adds tests with every kind of end.
 
 use std::env;
 use std::fs;
@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-/// Fails where a child of this program survives one of the signals.
+/// Fails if a child of this program survives one of the signals.
 fn children_die_of_signals() -> Result<(), Failed> {
     for (name, number) in [("INT", libc::SIGINT), ("QUIT", libc::SIGQUIT), ("HUP", libc::SIGHUP)] {
         let status = Command::new("sh").args(["-c", &format!("kill -{name} $$")]).status()?;
@@ -43,7 +43,7 @@ fn samples(tests: &mut Tests, kind: &str) {
     }
 }
 
-/// The record of a program with samples, and whether it succeeded.
+/// Runs this program with its samples. Returns its record, and whether it succeeded.
 fn sampled(kind: &str, filter: &str) -> Result<(Vec<Line>, bool), Failed> {
     let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{filter}-{}", process::id()));
     let output = Command::new(env::current_exe()?)
@@ -80,7 +80,7 @@ fn every_end_is_recorded_with_its_reason() -> Result<(), Failed> {
     ensure(lines.len() == 7 && lines.last() == Some(&Line::End(6)) && !success, || format!("{lines:?}"))
 }
 
-/// Shells ignore SIGINT and SIGQUIT for jobs in the background, and nohup(1) ignores SIGHUP.
+/// Shells ignore SIGINT and SIGQUIT for background jobs, and nohup(1) ignores SIGHUP.
 #[test]
 fn signals_that_the_parent_ignores_have_their_default_actions() -> Result<(), Failed> {
     let output = Command::new("sh")

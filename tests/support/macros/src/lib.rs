@@ -1,8 +1,8 @@
-//! `#[test]`, which `support` gives on.
+//! The attribute `#[test]`, which `support` re-exports.
 
 use proc_macro::{TokenStream, TokenTree};
 
-/// Makes a function a test of its program, under its own name; `support::test` says how it is used.
+/// Makes a function a test of its program, under its own name. `support::test` says how to use it.
 #[proc_macro_attribute]
 pub fn test(needs: TokenStream, function: TokenStream) -> TokenStream {
     let Some(name) = name_of(&function) else {
@@ -27,7 +27,7 @@ fn name_of(function: &TokenStream) -> Option<String> {
     tokens.next().map(|name| name.to_string())
 }
 
-/// The parts between commas.
+/// The parts of `list` between commas.
 fn split(list: TokenStream) -> Vec<TokenStream> {
     let is_comma = |token: &TokenTree| matches!(token, TokenTree::Punct(mark) if mark.as_char() == ',');
     let tokens: Vec<TokenTree> = list.into_iter().collect();

@@ -1,11 +1,13 @@
-//! What the benchmarks of starting share: the floors of `tests/perf/floor.c`, and how a program is started that was installed.
+//! Parts of the benchmarks of starting: the program of floors, `tests/perf/floor.c`, an installed
+//! copy of a program, and statistics.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A copy of `program` in `dir`, as installing makes one. A linker writes its file here and there, so the page cache holds what it wrote
-/// in single pages, of which a page fault maps fewer at once than of a file that was copied or read from disk: some 20
-/// page faults of 180 for Vellum, and 0.1 of the ratio.
+/// Copies `program` into `dir`, as an installation does. A linker writes its file here and there,
+/// so the page cache holds that file in single pages. A page fault maps fewer of these at once than
+/// of a file that was copied or read from disk. This makes some 20 of 180 page faults for Vellum,
+/// and 0.1 of the ratio.
 pub fn installed(program: &Path, dir: &Path) -> PathBuf {
     let name = program.file_name().expect("a program has a name");
     let copy = dir.join(name);
@@ -13,7 +15,7 @@ pub fn installed(program: &Path, dir: &Path) -> PathBuf {
     copy
 }
 
-/// `tests/perf/floor.c` as a static program in `dir`.
+/// Compiles `tests/perf/floor.c` as a static program in `dir`.
 pub fn compiled(dir: &Path) -> Result<PathBuf, String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../perf/floor.c");
     let program = dir.join("floor");
@@ -32,13 +34,13 @@ pub fn median(samples: &[f64]) -> f64 {
     (sorted[sorted.len() / 2] + sorted[(sorted.len() - 1) / 2]) / 2.0
 }
 
-/// A median and its quartiles.
+/// The median, the lower quartile and the upper quartile.
 pub fn quartiles(mut samples: Vec<f64>) -> [f64; 3] {
     samples.sort_by(f64::total_cmp);
     [samples[samples.len() / 2], samples[samples.len() / 4], samples[samples.len() - 1 - samples.len() / 4]]
 }
 
-/// `samples` as multiples of the floor's, round by round: the median, and between which half of them lie.
+/// `samples` divided by `floor`, round by round: the median and the quartiles, as text.
 pub fn multiples(samples: &[f64], floor: &[f64]) -> String {
     let mut ratios: Vec<f64> = samples.iter().zip(floor).map(|(sample, floor)| sample / floor).collect();
     ratios.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! Workload code as a function of this process: what a benchmark holds a guest against.
+//! Workload code as a function of this process, which benchmarks compare guests with.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use vellum_guests::control::{Control, flags};
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
-/// Position-independent code in executable memory, and a page that it may ring as its doorbell.
+/// Position-independent code in executable memory, and a page for its doorbell.
 #[derive(Debug)]
 pub struct Function {
     code: Mapping,
@@ -14,7 +14,7 @@ pub struct Function {
 }
 
 impl Function {
-    /// Copies `code` to where it can be called.
+    /// Copies `code` into executable memory.
     pub fn new(code: &[u8]) -> io::Result<Self> {
         let mapping =
             Mapping::new((code.len() as u64).next_multiple_of(PAGE_SIZE), PAGE_SIZE, Source::Anonymous)?;
@@ -23,7 +23,7 @@ impl Function {
             padded[..bytes.len()].copy_from_slice(bytes);
             word.store(u64::from_le_bytes(padded), Ordering::Relaxed);
         }
-        // SAFETY: the mapping is ours; nobody writes to it from now on.
+        // SAFETY: the mapping is ours, and it is not written from now on.
         let result = unsafe {
             libc::mprotect(mapping.as_ptr().cast(), mapping.len() as usize, libc::PROT_READ | libc::PROT_EXEC)
         };
@@ -33,11 +33,12 @@ impl Function {
         Ok(Self { code: mapping, doorbell: Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Anonymous)? })
     }
 
-    /// Calls it with `control`, whose region must lie in `ram`, until it rings the doorbell, which is set here.
+    /// Calls the code with `control` until it rings the doorbell, which is set here. The control
+    /// block's region must lie in `ram`.
     ///
     /// # Panics
     ///
-    /// Where the control block would lead the code out of `ram`.
+    /// The control block would lead the code out of `ram`.
     pub fn call_workload(&self, control: &Control, ram: &Mapping) {
         let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
         control.flags.fetch_or(flags::RETURN, Ordering::Relaxed);
@@ -46,9 +47,9 @@ impl Function {
         let bytes = get(&control.pages).checked_mul(get(&control.stride)).expect("too many pages");
         assert!(start.checked_add(bytes).is_some_and(|end| end <= ram.len()), "beyond RAM");
         assert!(get(&control.hot_pages) < get(&control.pages), "all pages hot: none is left for the others");
-        // SAFETY: the code is a workload's (`arch::workload::Code`): a function of the System V ABI that takes a control
-        // block, touches nothing but it, its doorbell and its region, both of which were just seen to, and returns with
-        // flags::RETURN.
+        // SAFETY: the code is a workload's (`arch::workload::Code`). It is a System V ABI function
+        // that takes a control block. It accesses only the block, its doorbell and its region,
+        // which were checked above. It returns because of flags::RETURN.
         unsafe {
             let function: extern "sysv64" fn(&Control) = std::mem::transmute(self.code.as_ptr());
             function(control);

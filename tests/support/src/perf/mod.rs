@@ -1,4 +1,4 @@
-//! What benchmarks hold Vellum against.
+//! What benchmarks compare Vellum with.
 
 pub mod floor;
 #[cfg(target_arch = "x86_64")]

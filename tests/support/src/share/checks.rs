@@ -1,5 +1,6 @@
-//! How [`posix`](super::posix) says what should be: an act, and the error numbers that it may end with. The same acts are done in a
-//! directory of the host's own, which shows that what is expected is right, and in one behind the server.
+//! The language of the checks in [`posix`](super::posix): an act, and the error numbers that it may
+//! fail with. The same acts run in a directory of the host, which shows that the expectations are
+//! right, and in one behind the server.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -27,13 +28,13 @@ pub enum Kind {
 pub const KINDS: [Kind; 6] =
     [Kind::File, Kind::Directory, Kind::Fifo, Kind::Socket, Kind::Link, Kind::Character];
 
-/// Who acts: the caller, two users without privileges, and the first of these with the group of the second, too.
+/// Who acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
     Root,
     One,
     Two,
-    /// Uid of the first, group of the second, as a supplementary one.
+    /// The uid of `One`, with the group of `Two` as a supplementary group.
     Both,
 }
 
@@ -50,18 +51,18 @@ impl Who {
 /// The checks in one directory.
 pub struct Checks {
     root: PathBuf,
-    /// All times there are of one clock.
+    /// All times in the directory come from one clock.
     one_clock: bool,
-    /// What is checked now.
+    /// The subject of the current checks.
     about: String,
     next: u32,
     pub done: u32,
-    /// What was not as it should be.
+    /// The checks that failed.
     pub wrong: Vec<String>,
 }
 
 impl Checks {
-    /// Does `work` in `root`, on a thread of its own: umask and identity are the thread's.
+    /// Runs `work` in `root`, on a thread of its own, because umask and identity are per thread.
     pub fn during(
         root: &Path,
         one_clock: bool,
@@ -85,7 +86,7 @@ impl Checks {
         thread.join().map_err(|_| "a check has panicked")?
     }
 
-    /// What comes next is about this.
+    /// Sets the subject of the checks that follow.
     pub fn about(&mut self, what: impl Into<String>) {
         self.about = what.into();
     }
@@ -107,7 +108,7 @@ impl Checks {
         }
     }
 
-    /// The act succeeded.
+    /// Checks that the act succeeded.
     pub fn works<T>(&mut self, what: &str, ended: rustix::io::Result<T>) -> Option<T> {
         match ended {
             Ok(value) => {
@@ -121,7 +122,7 @@ impl Checks {
         }
     }
 
-    /// The act failed by one of these.
+    /// Checks that the act failed with one of these errors.
     pub fn fails<T>(&mut self, what: &str, ended: rustix::io::Result<T>, by: &[Errno]) {
         match ended {
             Ok(_) => self.note(false, what, || format!("it works, and not {by:?}")),
@@ -129,7 +130,7 @@ impl Checks {
         }
     }
 
-    /// It works where it `may`, and else is EACCES.
+    /// Checks that the act succeeded if `may`, and failed with EACCES otherwise.
     pub fn may<T>(&mut self, what: &str, ended: rustix::io::Result<T>, may: bool) {
         if may { drop(self.works(what, ended)) } else { self.fails(what, ended, &[Errno::ACCESS]) }
     }
@@ -138,7 +139,7 @@ impl Checks {
         self.note(found == right, what, || format!("{found:?}, and not {right:?}"));
     }
 
-    /// Makes something there, as whoever acts.
+    /// Creates a file of this kind at `path`, as the user who acts.
     pub fn make(&mut self, kind: Kind, path: &Path) -> Result<(), Failed> {
         let all = Mode::from_raw_mode(0o644);
         match kind {
@@ -154,14 +155,14 @@ impl Checks {
         Ok(())
     }
 
-    /// Something new of this kind.
+    /// A new file of this kind.
     pub fn new_of(&mut self, kind: Kind) -> Result<PathBuf, Failed> {
         let path = self.name();
         self.make(kind, &path)?;
         Ok(path)
     }
 
-    /// A new file with these permissions and this owner.
+    /// A new regular file with these permissions and this owner.
     pub fn file(&mut self, mode: u32, owner: Who) -> Result<PathBuf, Failed> {
         let path = self.new_of(Kind::File)?;
         own(&path, mode, owner)?;
@@ -175,8 +176,9 @@ impl Checks {
         Ok(path)
     }
 
-    /// What an act does to the times of `path`: whether modification and status change are later than before. The clock by which a file
-    /// system takes times goes in steps: one is waited for.
+    /// Checks what an act does to the times of `path`: whether the modification and the status
+    /// change time become later. The clock for file times moves in steps. The act starts after a
+    /// step.
     pub fn times<T>(&mut self, what: &str, path: &Path, right: (bool, bool), act: impl FnOnce() -> T) -> T {
         let times = || {
             let stat = fs::symlink_metadata(path);
@@ -193,7 +195,7 @@ impl Checks {
     }
 }
 
-/// Gives `path` an owner and permissions, in this order: another owner takes bits away.
+/// Sets the owner and then the permissions of `path`. A new owner would clear permission bits.
 fn own(path: &Path, mode: u32, owner: Who) -> Result<(), Failed> {
     let (uid, gid) = owner.ids();
     std::os::unix::fs::chown(path, Some(uid), Some(gid))?;
@@ -208,7 +210,8 @@ fn step() {
         unsafe { libc::clock_gettime(libc::CLOCK_REALTIME_COARSE, &mut now) };
         (now.tv_sec, now.tv_nsec)
     };
-    // This program may see a step before the file systems do: they have taken one when it sees the next.
+    // This program may see a step before the file systems do. They have made that step when it sees
+    // the next.
     for _ in 0..2 {
         let before = now();
         while now() == before {

@@ -1,4 +1,4 @@
-//! A shared directory: how a test mounts it, and what POSIX says of it.
+//! Shared directories: mounting one in a test, and the checks of POSIX.
 
 mod checks;
 pub mod mount;

@@ -1,8 +1,9 @@
-//! A directory as this host's kernel sees it by way of its server: mounted through /dev/fuse.
+//! Mounts a shared directory on this host through /dev/fuse and the server.
 //!
-//! What the device does in a VMM a process of its own does here, the carrier: a test that waits for its own mount, in a page fault or at
-//! its end, waits for nobody in itself. Whoever holds /dev/fuse may end: the kernel then aborts the connection, and who waits for it
-//! has an error. So a test may fail and cannot hang.
+//! In a VMM the device passes requests between /dev/fuse and the server. Here a process of its own
+//! does that, the carrier. A test may wait for its own mount, in a page fault or at its end, and
+//! then waits for another process. A carrier that ends closes /dev/fuse: the kernel aborts the
+//! connection, and waiting processes get an error. So a test may fail but not hang.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -23,14 +24,14 @@ use vellum_share::process::{Client, open_root};
 use vellum_share::server::{MAX_ANSWER, MAX_WRITE};
 use vellum_sys::{host, signal};
 
-/// The word of the command line by which this program is the carrier.
+/// The command-line word that makes this program the carrier.
 pub const WORD: &str = "carry";
-/// After how many seconds a carrier ends that nobody has ended: no test takes as long.
+/// The seconds after which a carrier ends by itself. No test takes as long.
 const LONGEST: u32 = 900;
-/// What the carrier has for its end once the mount is gone.
+/// How long the carrier may take to end once the mount is gone.
 const MOUNT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What mounting takes.
+/// What mounting requires.
 pub fn fuse() -> Need {
     if !host::is_root() {
         return Err("needs root: run the tests with sudo".into());
@@ -41,20 +42,20 @@ pub fn fuse() -> Need {
     }
 }
 
-/// A mounted directory, which its end unmounts.
+/// A mounted directory. It is unmounted when this is dropped.
 pub struct Mount {
-    /// Where it is mounted.
+    /// The mount point.
     pub path: PathBuf,
     carrier: Child,
 }
 
 impl Mount {
-    /// Shows `shared` at `path`, an empty directory.
+    /// Mounts `shared` at `path`, an empty directory.
     pub fn new(shared: &Path, path: PathBuf, config: Config) -> Result<Self, Failed> {
         Self::recorded(shared, path, config, None)
     }
 
-    /// The same; what is written to files, and when that was asked to last, is added to `record`, for [`acts`] to read.
+    /// Like [`Mount::new`]. Writes and fsyncs are appended to `record`, which [`acts`] reads.
     pub fn recorded(
         shared: &Path,
         path: PathBuf,
@@ -90,7 +91,7 @@ impl Mount {
             .stdin(Stdio::from(fuse));
         signal::end_with_parent(&mut command);
         let carrier = command.spawn();
-        // The command's own copy of /dev/fuse goes with it.
+        // Closes the command's copy of /dev/fuse.
         drop(command);
         match carrier {
             Ok(carrier) => Ok(Self { path, carrier }),
@@ -101,7 +102,7 @@ impl Mount {
         }
     }
 
-    /// The process that serves it.
+    /// The process ID of the server.
     pub fn server(&self) -> Result<u32, Failed> {
         let list = format!("/proc/{0}/task/{0}/children", self.carrier.id());
         let children = std::fs::read_to_string(&list)?;
@@ -117,7 +118,7 @@ impl Drop for Mount {
         while Instant::now() < end && matches!(self.carrier.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        // Something is open yet, or the server hangs: what waits for it has an error.
+        // A file may still be open, or the server hangs. Waiting processes get an error.
         let _ = self.carrier.kill();
         let _ = self.carrier.wait();
     }
@@ -129,14 +130,14 @@ fn unmount(path: &Path) {
     unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
 }
 
-/// What the carrier does.
+/// Runs the carrier.
 pub fn carry() -> Result<(), Failed> {
-    // SAFETY: nobody handles the signal, which ends the process.
+    // SAFETY: the signal has no handler and ends the process.
     unsafe { libc::alarm(LONGEST) };
     let (shared, config) = (std::env::args_os().nth(2), std::env::args().nth(3));
     let config: Config = serde_json::from_str(&config.ok_or("no configuration")?)?;
     let fuse = File::from(io::stdin().as_fd().try_clone_to_owned()?);
-    // The server has /dev/fuse no more than a VMM's has.
+    // The server must not inherit /dev/fuse, as in a VMM.
     let nothing = File::open("/dev/null")?;
     // SAFETY: descriptors that are open.
     unsafe { libc::dup2(nothing.as_raw_fd(), 0) };
@@ -147,18 +148,18 @@ pub fn carry() -> Result<(), Failed> {
     Ok(())
 }
 
-/// What was done to a file.
+/// An operation on a file.
 pub enum Act {
-    /// There are these bytes from there on.
+    /// These bytes were written at this offset.
     Write(u64, Vec<u8>),
-    /// All before is to last.
+    /// Everything before was synced.
     Sync,
 }
 
 const FSYNC: u32 = 20;
 const FALLOCATE: u32 = 43;
 
-/// What stands in `record`.
+/// The operations in `record`.
 pub fn acts(record: &[u8]) -> Vec<Act> {
     let (mut acts, mut left) = (Vec::new(), record);
     while let Some((word, rest)) = left.split_first_chunk::<8>() {
@@ -176,7 +177,7 @@ pub fn acts(record: &[u8]) -> Vec<Act> {
     acts
 }
 
-/// An act as it stands in a record, where the request is one.
+/// A request as an entry of a record, if it is an operation.
 fn noted(opcode: u32, bytes: &[u8]) -> Option<Vec<u8>> {
     let word = |at: usize| bytes[IN_HEADER + at..][..8].try_into().map(u64::from_ne_bytes).expect("8 bytes");
     match opcode {
@@ -184,7 +185,7 @@ fn noted(opcode: u32, bytes: &[u8]) -> Option<Vec<u8>> {
             let data = &bytes[IN_HEADER + TRANSFER..];
             Some([&word(8).to_le_bytes()[..], &(data.len() as u64).to_le_bytes(), data].concat())
         }
-        // Of a range the disk's overlay makes zeroes, and no other use.
+        // The overlay of a disk uses it only to zero a range.
         FALLOCATE => {
             let zeroes = vec![0; word(16) as usize];
             Some([&word(8).to_le_bytes()[..], &word(16).to_le_bytes(), &zeroes].concat())
@@ -194,7 +195,7 @@ fn noted(opcode: u32, bytes: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Carries requests until the mount is gone.
+/// Passes requests to the server until the mount is gone.
 fn serve(mut fuse: File, client: &Client, mut record: Option<File>) {
     let mut files: HashMap<u64, File> = HashMap::new();
     let (mut request, mut answer) = (vec![0; MAX_WRITE as usize + (64 << 10)], vec![0; MAX_ANSWER]);
@@ -251,7 +252,7 @@ fn serve(mut fuse: File, client: &Client, mut record: Option<File>) {
         {
             record.write_all(&act).expect("room for the record");
         }
-        // Whoever asked may have been killed meanwhile.
+        // The process that made the request may have been killed meanwhile.
         let _ = fuse.write(&whole);
     }
 }

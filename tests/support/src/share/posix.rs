@@ -1,5 +1,6 @@
-//! What POSIX says of each call on files (IEEE Std 1003.1-2017), asked for of the host's own file system and of the server, in each way of
-//! caching. Where Linux does other than POSIX both are right; what the server does other than Linux is a [list](DIFFERENCES).
+//! Checks of file calls against POSIX (IEEE Std 1003.1-2017), on the host's file system and behind
+//! the server, with each caching mode. Where Linux differs from POSIX, both are accepted. Where the
+//! server differs from Linux, a [list](DIFFERENCES) has the difference.
 
 use std::ffi::{CString, OsStr};
 use std::fs::{self, File};
@@ -19,7 +20,8 @@ use vellum_share::Cache;
 use super::checks::{Checks, KINDS, Kind, Who, acting};
 use super::posix_changes::{chmods, chowns, contents, links, renames, times, truncates};
 
-/// What is otherwise behind the server than on a file system of the host's: with which caching, how the check begins, and the reason.
+/// Known differences between the server and a file system of the host: the caching mode, the
+/// beginning of the failed check, and the reason.
 const DIFFERENCES: [(Cache, &str, &str); 1] = [(
     Cache::None,
     "chmod: the mode after somebody else's write",
@@ -27,17 +29,18 @@ const DIFFERENCES: [(Cache, &str, &str); 1] = [(
      own user; no file of a share has these bits that was not asked for",
 )];
 
-/// What is otherwise in a guest that keeps what it writes (`cache=always`), because its clock is not the host's: it takes the times of what it
-/// writes itself, and the server the others. A change that follows another at once may have happened before it, so that whether a time is
-/// later says nothing there.
+/// Whether all times come from one clock. A guest with `cache=always` takes the times of its own
+/// writes from its clock, and the server takes the others from the host's. If one change directly
+/// follows another, its time may then be earlier, so that the order of times is not checked.
 fn has_one_clock(cache: Option<Cache>, in_guest: bool) -> bool {
     !in_guest || cache != Some(Cache::Always)
 }
 
-/// How many checks there are at least: a set that has lost some says nothing.
+/// The minimum number of checks, so that a lost check is noticed.
 const MIN_CHECKS: u32 = 398;
 
-/// The checks in `root`, with this caching, and what was not as it should be and is no known difference.
+/// Runs the checks in `root` with this caching mode. Returns their number, and the failures that
+/// are not known differences.
 pub fn checked(root: &Path, cache: Option<Cache>, in_guest: bool) -> Result<(u32, Vec<String>), Failed> {
     let Checks { done, mut wrong, .. } = Checks::during(root, has_one_clock(cache, in_guest), all)?;
     ensure(done >= MIN_CHECKS, || format!("{done} checks"))?;
@@ -115,10 +118,10 @@ pub(super) fn chown(path: &Path, uid: Option<u32>, gid: Option<u32>) -> Ended<()
     chownat(CWD, path, uid, gid, AtFlags::empty())
 }
 
-/// Every call that takes one path, and the name that it has here.
+/// A call that takes one path, with its name.
 type Call = (&'static str, fn(&Path) -> Ended<()>);
 
-/// Those that want something to be there.
+/// Calls that require the path to exist.
 const OF_ONE: [Call; 9] = [
     ("open", |path| opened(path, OFlags::RDONLY).map(drop)),
     ("stat", |path| stat(path).map(drop)),
@@ -131,7 +134,7 @@ const OF_ONE: [Call; 9] = [
     ("utimensat", |path| utimensat(CWD, path, &at_once(), AtFlags::empty())),
 ];
 
-/// Those that make something.
+/// Calls that create something.
 const THAT_MAKE: [Call; 5] = [
     ("create", |path| create(path, OFlags::WRONLY | OFlags::EXCL).map(drop)),
     ("mkdir", |path| mkdirat(CWD, path, ALL)),
@@ -145,7 +148,7 @@ pub(super) fn at_once() -> Timestamps {
     Timestamps { last_access: now, last_modification: now }
 }
 
-/// Prefixes that lead nowhere, and names that are too long.
+/// Paths with invalid prefixes, and names that are too long.
 fn paths(checks: &mut Checks) -> Result<(), Failed> {
     let existing = checks.new_of(Kind::File)?;
     let loops = (checks.name(), checks.name());
@@ -190,7 +193,7 @@ fn paths(checks: &mut Checks) -> Result<(), Failed> {
     Ok(())
 }
 
-/// What is there is not made.
+/// Existing files are not created again.
 fn exists(checks: &mut Checks) -> Result<(), Failed> {
     for kind in KINDS {
         let path = checks.new_of(kind)?;
@@ -234,13 +237,14 @@ fn exists(checks: &mut Checks) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Who may do what with a file, and in a directory, by its permissions.
+/// Permissions on files and in directories.
 fn permissions(checks: &mut Checks) -> Result<(), Failed> {
-    // The bits of the owner, of the group, of others: as whom, and how far left they are.
+    // For the bits of the owner, the group and others: who acts, who owns the file, and the shift
+    // of the bits.
     let classes = [(Who::One, Who::One, 6), (Who::Both, Who::Two, 3), (Who::Two, Who::One, 0)];
     for (who, owner, shift) in classes {
         for bits in 0..8u32 {
-            // Nobody else has what this class has not.
+            // The other classes have no permissions.
             let mode = bits << shift;
             let path = checks.file(mode, owner)?;
             let (reads, writes) = (bits & 4 != 0, bits & 2 != 0);
@@ -276,7 +280,8 @@ fn permissions(checks: &mut Checks) -> Result<(), Failed> {
             checks.may(&format!("unlink in {mode:o} as {who:?}"), gone, writes && passes);
         }
     }
-    // In a sticky directory a name is its file's owner's, the directory's owner's, and root's.
+    // In a sticky directory only the file's owner, the directory's owner and root can rename or
+    // remove a name.
     for (who, may) in [(Who::Root, true), (Who::One, true), (Who::Two, false)] {
         let (directory, target) = (checks.directory(0o1777, Who::Root)?, checks.directory(0o777, Who::Root)?);
         let (from, moved) = (directory.join("a"), target.join("a"));
@@ -318,7 +323,7 @@ fn directories(checks: &mut Checks) -> Result<(), Failed> {
         .times("unlink changes its directory's times", &top, (true, true), || unlink(top.join("create")))?;
     rmdir(top.join("mkdir"))?;
     checks.is("and no link without one", stat(&top)?.st_nlink, 2);
-    // What is in use is used on.
+    // A removed directory that is open can still be used.
     let inner = checks.directory(0o755, Who::Root)?;
     let open = opened(&inner, OFlags::RDONLY | OFlags::DIRECTORY)?;
     rmdir(&inner)?;
@@ -327,7 +332,8 @@ fn directories(checks: &mut Checks) -> Result<(), Failed> {
         openat(&open, "x", OFlags::CREATE, RW),
         &[Errno::NOENT],
     );
-    // Modes are what was asked for without the umask's; owners those who ask, but in a directory that hands on its group.
+    // A new file's mode is the requested one without the bits of the umask. Its owner is who
+    // created it, and a setgid directory passes on its group.
     for (mode, mask, right) in
         [(0o777, 0, 0o777), (0o777, 0o22, 0o755), (0o666, 0o77, 0o600), (0o151, 0, 0o151)]
     {
@@ -396,7 +402,7 @@ fn opens(checks: &mut Checks) -> Result<(), Failed> {
     })?;
     checks.is("O_TRUNC leaves nothing", stat(&file)?.st_size, 0);
     checks.times("an open changes none", &file, (false, false), || opened(&file, OFlags::RDWR))?;
-    // Whoever makes a file has it open as asked for, whatever its mode.
+    // The creator has the file open as requested, even if its mode forbids it.
     let path = checks.name();
     let closed =
         acting(Who::One, || open(&path, OFlags::CREATE | OFlags::EXCL | OFlags::RDWR, Mode::empty()));

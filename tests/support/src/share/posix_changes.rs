@@ -1,4 +1,5 @@
-//! The checks of what changes a file that is there: its permissions, owner, length, times, names and contents.
+//! Checks of calls that change an existing file: its permissions, owner, length, times, names and
+//! contents.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
@@ -44,14 +45,14 @@ pub fn chmods(checks: &mut Checks) -> Result<(), Failed> {
         }
         checks.is(&format!("after chmod as {who:?}"), mode(&path)?, if may { 0o600 } else { 0o777 });
     }
-    // Set-group-ID is for who is in the group.
+    // Set-group-ID requires membership in the group.
     for (who, right) in [(Who::One, 0o755), (Who::Both, 0o2755)] {
         let path = checks.file(0o755, Who::One)?;
         chown(&path, None, Some(Who::Two.ids().1))?;
         acting(who, || chmod(&path, Mode::from_raw_mode(0o2755)))?;
         checks.is(&format!("chmod 2755 as {who:?} of another group's file"), mode(&path)?, right);
     }
-    // Who writes to a file takes from it the right to act as its owner.
+    // A write by another user clears setuid and setgid.
     let path = checks.file(0o6777, Who::Root)?;
     let open = opened(&path, OFlags::WRONLY)?;
     acting(Who::One, || open.write_all_at(b"x", 0))?;
@@ -87,7 +88,7 @@ pub fn chowns(checks: &mut Checks) -> Result<(), Failed> {
     checks.is("lchown leaves what it leads to", owner(&target)?, (0, 0));
     chown(&leads, Some(two.0), None)?;
     checks.is("chown follows a link", owner(&target)?, (two.0, 0));
-    // A user may give a file to a group of theirs, and nothing else.
+    // A user may give a file to one of their groups, and to no other.
     let path = checks.file(0o644, Who::One)?;
     checks.works("chgrp to a group of one's own", acting(Who::Both, || chown(&path, None, Some(two.1))));
     checks.fails("chgrp to another", acting(Who::One, || chown(&path, None, Some(7))), &[Errno::PERM]);
@@ -214,7 +215,7 @@ pub fn renames(checks: &mut Checks) -> Result<(), Failed> {
     checks.times("rename changes the new directory's times", &to, (true, true), || {
         rename(&place, &to.join("y"))
     })?;
-    // A file that loses its name to another is used on.
+    // A file whose name was replaced can still be used.
     let (kept, new) = (checks.new_of(Kind::File)?, checks.new_of(Kind::File)?);
     fs::write(&kept, "old")?;
     let open = opened(&kept, OFlags::RDWR)?;
@@ -288,7 +289,7 @@ pub fn contents(checks: &mut Checks) -> Result<(), Failed> {
     );
     let write_only = opened(&path, OFlags::WRONLY)?;
     checks.fails("a read by who writes", rustix::io::pread(&write_only, &mut [0; 1], 0), &[Errno::BADF]);
-    // Without a name it is used on.
+    // A file without a name can still be used.
     checks.works("unlink of what is open", unlink(&path));
     checks.is("its links", file.metadata()?.nlink(), 0);
     file.write_all_at(b"on", 0)?;

@@ -1,4 +1,4 @@
-//! A disk with an image of its own, and its requests: what tests of disks share.
+//! A disk with an image of its own, and its requests, for tests of disks.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use vellum_devices::virtio::transport::Codec;
 
 use super::driver::*;
 
-/// Where the header of a request is.
+/// The address of a request's header.
 pub const HEADER: u64 = BUFFERS;
-/// Where a request has its status.
+/// The address of a request's status.
 pub const STATUS: u64 = BUFFERS + 0x100;
-/// Where a request has its data.
+/// The address of a request's data.
 pub const DATA: u64 = BUFFERS + 0x1000;
 
-/// An image file that goes away with its test.
+/// An image file that is removed when it is dropped.
 pub struct Image(pub PathBuf);
 
 impl Image {
@@ -28,20 +28,20 @@ impl Image {
         Image(path)
     }
 
-    /// A disk of it, and its driver.
+    /// A disk with this image, and its driver.
     pub fn open(&self, codec: Codec) -> Driver {
         disk(codec, &BlkConfig::new(&self.0))
     }
 }
 
-/// The device, started.
+/// A started block device.
 pub fn blk(config: &BlkConfig) -> Blk {
     let mut disk = Blk::open(config).unwrap();
     disk.start(Box::new(|_| Ok(()))).unwrap();
     disk
 }
 
-/// The device and its driver.
+/// A started block device, and its driver.
 pub fn disk(codec: Codec, config: &BlkConfig) -> Driver {
     Driver::new(codec, blk(config))
 }

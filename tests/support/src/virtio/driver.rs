@@ -1,5 +1,6 @@
-//! A driver in this process: it programs the transport's registers and writes rings, buffers and lies into memory
-//! that the device shares. Tests and fuzz targets use it, by either codec.
+//! A virtio driver in this process. It programs the transport's registers, and writes rings and
+//! buffers, valid or not, into memory that it shares with the device. Tests and fuzz targets use
+//! it, over both transports.
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -20,11 +21,11 @@ use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-/// Memory of the mock machine: nothing from 2 MiB on.
+/// The end of the mock machine's memory.
 pub const MEMORY_END: u64 = 2 << 20;
-/// The middle of it.
+/// The middle of the memory.
 pub const MIDDLE: u64 = 1 << 20;
-/// Where buffers may go: below it are the rings, 64 KiB a queue.
+/// The address of the first buffer. The rings are below it, 64 KiB for each queue.
 pub const BUFFERS: u64 = 0x80000;
 /// Entries of every queue that [`Driver::start`] sets up, unless the device has fewer.
 pub const QUEUE_SIZE: u16 = 16;
@@ -37,15 +38,15 @@ const READY: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
 /// A buffer of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Buf {
-    /// Its address.
+    /// The address.
     pub addr: u64,
-    /// Its length.
+    /// The length.
     pub len: u32,
-    /// Whether the device writes it.
+    /// The device writes it.
     pub writable: bool,
 }
 
-/// A path for a file of a test's own. Each test runs once for each codec, at the same time.
+/// A path for a file of a test. Each test runs once for each transport, at the same time.
 pub fn own_path(name: &str) -> PathBuf {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -68,7 +69,7 @@ type EventLoop = EventManager<Arc<Mutex<dyn MutEventSubscriber + Send>>>;
 pub struct Driver {
     /// The device.
     pub device: Transport,
-    /// The way to its registers.
+    /// The access to its registers.
     pub reach: Reach,
     /// The memory that both share.
     pub mem: Arc<GuestMemory>,
@@ -102,7 +103,7 @@ impl Driver {
         Self::on(codec, device, memory())
     }
 
-    /// The same on memory that is there already.
+    /// Like [`Driver::new`], with existing memory.
     pub fn on(codec: Codec, device: impl VirtioDevice + 'static, mem: Arc<GuestMemory>) -> Self {
         let reach = Reach::new(codec, Box::new(device), mem.clone()).expect("eventfds");
         let device = reach.transport().clone();
@@ -111,18 +112,19 @@ impl Driver {
         Driver { device, reach, mem, events, queues: Vec::new() }
     }
 
-    /// Ends the old process of a migration: its memory and its driver's rings are the new one's.
+    /// Ends the source of a migration. Its memory and its driver's rings go to the target.
     pub fn into_parts(self) -> (Arc<GuestMemory>, Rings) {
         (self.mem, Rings(self.queues))
     }
 
-    /// The driver does not notice that its device has moved.
+    /// Continues with the rings of the source, as a driver that does not notice the migration.
     pub fn take_rings(&mut self, rings: Rings) {
         self.queues = rings.0;
     }
 
-    /// The device goes on in `device`, as in another process: quiesced, saved as the text that is sent, restored on the same
-    /// memory. `meanwhile` is what the driver does between, to which nobody answers before the end.
+    /// Migrates the device to `device`, as to another process: it is quiesced, saved as text, and
+    /// restored on the same memory. The driver does `meanwhile` in between. The device answers that
+    /// at the end.
     pub fn move_to(mut self, device: impl VirtioDevice + 'static, meanwhile: impl FnOnce(&mut Self)) -> Self {
         self.device.quiesce(PAUSE_TIMEOUT).expect("nothing hangs");
         meanwhile(&mut self);
@@ -153,7 +155,7 @@ impl Driver {
         self.get(VIRTIO_MMIO_STATUS)
     }
 
-    /// Whether the device has stopped itself.
+    /// Whether the device has set NEEDS_RESET.
     pub fn needs_reset(&self) -> bool {
         self.status() & VIRTIO_CONFIG_S_NEEDS_RESET != 0
     }
@@ -166,12 +168,12 @@ impl Driver {
         u64::from(low) | u64::from(self.get(VIRTIO_MMIO_DEVICE_FEATURES)) << 32
     }
 
-    /// Accepts everything offered, and is ready.
+    /// Accepts all offered features, and sets DRIVER_OK.
     pub fn start(&mut self) {
         self.start_with(self.offered());
     }
 
-    /// Accepts these features, and is ready.
+    /// Accepts these features, and sets DRIVER_OK.
     pub fn start_with(&mut self, features: u64) {
         self.negotiate(features);
         self.make_queues();
@@ -180,7 +182,7 @@ impl Driver {
         self.run();
     }
 
-    /// Accepts these features; the device may still refuse them.
+    /// Accepts these features. The device may refuse them.
     pub fn negotiate(&self, features: u64) {
         self.set(VIRTIO_MMIO_STATUS, 0);
         self.set(VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_ACKNOWLEDGE);
@@ -192,7 +194,7 @@ impl Driver {
         self.set(VIRTIO_MMIO_STATUS, READY & !VIRTIO_CONFIG_S_DRIVER_OK);
     }
 
-    /// Programs every queue that the device has.
+    /// Sets up every queue of the device.
     pub fn make_queues(&mut self) {
         self.queues.clear();
         for index in 0.. {
@@ -206,7 +208,7 @@ impl Driver {
         }
     }
 
-    /// Programs a queue but for making it ready; its size, if there is such a queue.
+    /// Sets up a queue without making it ready. Returns its size, if the queue exists.
     pub fn prepare_queue(&self, index: u32) -> Option<u16> {
         self.set(VIRTIO_MMIO_QUEUE_SEL, index);
         let max = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX) as u16;
@@ -221,17 +223,17 @@ impl Driver {
         Some(size)
     }
 
-    /// Where the descriptors of a queue are.
+    /// The address of a queue's descriptors.
     pub fn descriptors(queue: usize) -> u64 {
         0x1000 + 0x10000 * queue as u64
     }
 
-    /// Where its available ring is.
+    /// The address of a queue's available ring.
     pub fn available(queue: usize) -> u64 {
         Self::descriptors(queue) + 0x4000
     }
 
-    /// Where its used ring is.
+    /// The address of a queue's used ring.
     pub fn used(queue: usize) -> u64 {
         Self::descriptors(queue) + 0x8000
     }
@@ -241,7 +243,7 @@ impl Driver {
         self.describe_at(Self::descriptors(queue) + 16 * u64::from(index), addr, len, flags, next);
     }
 
-    /// Writes one raw descriptor anywhere: indirect tables have no fixed place.
+    /// Writes one raw descriptor at any address, because indirect tables have no fixed place.
     pub fn describe_at(&self, at: u64, addr: u64, len: u32, flags: u32, next: u16) {
         let mut raw = [0; 16];
         raw[0..8].copy_from_slice(&addr.to_le_bytes());
@@ -251,7 +253,7 @@ impl Driver {
         self.mem.write_slice(&raw, GuestAddress(at)).unwrap();
     }
 
-    /// Writes the buffers as one chain and makes it available; its head is the result.
+    /// Writes the buffers as one chain and makes it available. Returns its head.
     pub fn submit(&mut self, queue: usize, buffers: &[Buf]) -> u16 {
         let ring = self.queues[queue].clone();
         let head = ring.next_descriptor % ring.size;
@@ -266,7 +268,7 @@ impl Driver {
         head
     }
 
-    /// Makes any head available, true or not, and rings.
+    /// Makes a head available, valid or not, and notifies the device.
     pub fn offer(&mut self, queue: usize, head: u16) {
         let ring = &mut self.queues[queue];
         let slot = Self::available(queue) + 4 + 2 * u64::from(ring.available % ring.size);
@@ -276,15 +278,15 @@ impl Driver {
         self.set_available_index(queue, index);
     }
 
-    /// Writes the available index, true or not, and rings.
+    /// Writes the available index, valid or not, and notifies the device.
     pub fn set_available_index(&self, queue: usize, index: u16) {
         self.mem.store(index.to_le(), GuestAddress(Self::available(queue) + 2), Ordering::Release).unwrap();
         self.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue as u32);
     }
 
-    /// Runs the event loop until it has nothing more to do.
+    /// Runs the event loop until it is idle.
     pub fn run(&mut self) {
-        // A device that rings its own doorbells for ever would hang here and not in a test's assertion.
+        // A device that keeps notifying itself fails the test here instead of hanging.
         for _ in 0..10_000 {
             if self.events.run_with_timeout(0).expect("epoll") == 0 {
                 return;
@@ -293,12 +295,12 @@ impl Driver {
         panic!("the event loop does not come to rest");
     }
 
-    /// Waits for the event loop to have something to do, at most so long.
+    /// Waits for events of the event loop, at most this long.
     pub fn idle(&mut self, milliseconds: i32) {
         self.events.run_with_timeout(milliseconds).expect("epoll");
     }
 
-    /// The next used element, (head, written), if the device has given one back.
+    /// The next used element (head, written), if there is one.
     pub fn used_now(&mut self, queue: usize) -> Option<(u16, u32)> {
         let ring = &mut self.queues[queue];
         let index: u16 = self.mem.load(GuestAddress(Self::used(queue) + 2), Ordering::Acquire).unwrap();
@@ -308,7 +310,7 @@ impl Driver {
         assert!(index.wrapping_sub(ring.seen_used) <= ring.size, "the used index goes back");
         let slot = Self::used(queue) + 4 + 8 * u64::from(ring.seen_used % ring.size);
         ring.seen_used = ring.seen_used.wrapping_add(1);
-        // Asks for an interrupt for the very next one (used_event, where event indices are negotiated).
+        // Asks for an interrupt for the next element (used_event, if event indices are negotiated).
         let event = Self::available(queue) + 4 + 2 * u64::from(ring.size);
         let seen = ring.seen_used;
         self.mem.write_obj(seen.to_le(), GuestAddress(event)).unwrap();
@@ -317,17 +319,19 @@ impl Driver {
         Some((head as u16, len))
     }
 
-    /// Waits for the device to give a request back: the event loop's devices run here, a worker runs by itself.
+    /// Waits for the device to return a request. Devices of the event loop run here, workers run by
+    /// themselves.
     pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         self.wait(|driver| driver.used_now(queue))
     }
 
-    /// Waits until the device has stopped itself.
+    /// Waits until the device has set NEEDS_RESET.
     pub fn wait_broken(&mut self) {
         self.wait(|driver| driver.needs_reset().then_some(()));
     }
 
-    /// Waits for something that an interrupt announces. The limit only ends a test that has already failed.
+    /// Waits for something that an interrupt announces. The limit only ends a test that has already
+    /// failed.
     pub fn wait<T>(&mut self, mut done: impl FnMut(&mut Self) -> Option<T>) -> T {
         let limit = Instant::now() + Duration::from_secs(30);
         loop {
@@ -340,7 +344,7 @@ impl Driver {
             let poll =
                 |line: &Line| libc::pollfd { fd: line.event().as_raw_fd(), events: libc::POLLIN, revents: 0 };
             let mut fds: Vec<_> = lines.iter().map(poll).collect();
-            // SAFETY: so many valid pollfds.
+            // SAFETY: the length is that of the pollfds, which are valid.
             unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as u64, 1000) };
             lines.iter().for_each(|line| drop(line.event().read()));
         }
@@ -365,7 +369,7 @@ impl Driver {
         bytes
     }
 
-    /// Reads in BAR 0 of a device on PCI.
+    /// Reads from BAR 0 of a PCI device.
     pub fn of_bar(&self, offset: u64, len: usize) -> Vec<u8> {
         let Reach::Pci { window, .. } = &self.reach else { panic!("it is not on PCI") };
         let mut bytes = vec![0xaa; len];
@@ -373,7 +377,7 @@ impl Driver {
         bytes
     }
 
-    /// Writes there.
+    /// Writes to BAR 0 of a PCI device.
     pub fn in_bar(&self, offset: u64, data: &[u8]) {
         let Reach::Pci { window, .. } = &self.reach else { panic!("it is not on PCI") };
         window.write(offset, data);

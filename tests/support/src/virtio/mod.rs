@@ -1,4 +1,4 @@
-//! Virtio devices and a driver of theirs in this process: no KVM, no guest.
+//! Virtio devices and their driver in this process, without KVM and without a guest.
 
 pub mod disk;
 pub mod driver;

@@ -1,5 +1,5 @@
-//! How the driver in this process reaches the registers of a device: by virtio-mmio, or by virtio-pci behind a host bridge. Both are
-//! asked by the names that virtio-mmio has for the registers.
+//! The driver's access to a device's registers: by virtio-mmio, or by virtio-pci behind a host
+//! bridge. Both use the names of virtio-mmio's registers.
 
 use std::cell::Cell;
 use std::io;
@@ -17,24 +17,24 @@ use virtio_bindings::virtio_mmio::*;
 
 use super::driver::Transport;
 
-/// Where BARs can be; the device's is at its start.
+/// The addresses of BARs. The device's BAR is at the start.
 pub const WINDOW: std::ops::Range<u64> = 0xe800_0000..0xe810_0000;
-/// The device's place in ECAM: behind the bridge.
+/// The device's address in ECAM, behind the bridge.
 pub const FUNCTION: u64 = 1 << 15;
-/// The parts of the BAR, where the capabilities say that they are; a test reads that there.
+/// Offsets of the parts of the BAR. A test checks that the capabilities name the same.
 const ISR: u64 = 0x1000;
 const CONFIG: u64 = 0x2000;
 const DOORBELLS: u64 = 0x3000;
 const TABLE: u64 = 0x4000;
 /// Message control of MSI-X, which is the first capability.
 const MSIX_CONTROL: u64 = 0x42;
-/// In the common configuration.
+/// Offsets in the common configuration.
 const QUEUE_SELECT: u64 = 0x16;
 const QUEUE_SIZE: u64 = 0x18;
 const CONFIG_VECTOR: u64 = 0x10;
 const QUEUE_VECTOR: u64 = 0x1a;
 
-/// A device and the way to its registers.
+/// A device and the access to its registers.
 pub enum Reach {
     /// By virtio-mmio.
     Mmio(Mmio),
@@ -46,16 +46,17 @@ pub enum Reach {
         ecam: Ecam,
         /// Its BAR.
         window: Window,
-        /// What has been read of the ISR register, which is zero then, and was not acknowledged.
+        /// Bits that were read of the ISR register and not acknowledged yet. Reading clears that
+        /// register.
         seen: Cell<u32>,
     },
 }
 
-/// What is saved of a device: the transport, and what is PCI's own.
+/// The saved state of a device: the transport's, and that of the PCI function.
 pub type Saved = (transport::State, Option<pci::State>);
 
 impl Reach {
-    /// A device that has a way by this codec.
+    /// A device on this transport.
     pub fn new(codec: Codec, device: Box<dyn VirtioDevice>, memory: Arc<GuestMemory>) -> io::Result<Self> {
         if codec == Codec::Mmio {
             return Ok(Self::Mmio(Mmio::new(device, memory)?));
@@ -65,7 +66,7 @@ impl Reach {
         let function = Arc::new(function);
         let host = Arc::new(Host::new([function.clone() as Arc<dyn Function>], WINDOW));
         let (ecam, window) = (Ecam(host.clone()), Window(host));
-        // Memory space and bus master, and all vectors unmasked: what a driver does first.
+        // As a driver does first: enable memory space and bus mastering, and unmask all vectors.
         ecam.write(FUNCTION + 4, &[6, 0]);
         for vector in 0..function.interrupt().lines().len() as u64 {
             window.write(TABLE + 16 * vector, &(0xfee0_0000u64).to_le_bytes());
@@ -75,7 +76,7 @@ impl Reach {
         Ok(Self::Pci { function, ecam, window, seen: Cell::new(0) })
     }
 
-    /// By which codec.
+    /// The transport.
     pub fn codec(&self) -> Codec {
         match self {
             Self::Mmio(_) => Codec::Mmio,
@@ -91,7 +92,8 @@ impl Reach {
         }
     }
 
-    /// Gives each queue a vector, and the configuration space one, as drivers do after each reset.
+    /// Assigns a vector to each queue and one to the configuration space, as drivers do after each
+    /// reset.
     pub fn choose_vectors(&self) {
         let Self::Pci { function, window, .. } = self else { return };
         let queues = function.interrupt().lines().len() as u16 - 1;
@@ -110,7 +112,7 @@ impl Reach {
         }
     }
 
-    /// Restores it.
+    /// Restores the device.
     pub fn restore(&self, (transport, function): Saved) -> Result<(), RestoreError> {
         if let (Self::Pci { function, .. }, Some(state)) = (self, function) {
             function.restore_function(&state)?;
@@ -145,7 +147,7 @@ impl Reach {
                 seen.set(seen.get() | u32::from(word[0]));
                 return seen.get();
             }
-            // Before a driver has written it.
+            // A driver has not written it yet, so it is the maximum.
             VIRTIO_MMIO_QUEUE_NUM_MAX => read(QUEUE_SIZE, 2),
             VIRTIO_MMIO_CONFIG.. => read(CONFIG + u64::from(register - VIRTIO_MMIO_CONFIG), 4),
             other => match common(other) {
@@ -182,7 +184,7 @@ impl Reach {
     }
 }
 
-/// Where a register is in the common configuration, and how many bytes it has.
+/// The offset and the size of a register in the common configuration.
 fn common(register: u32) -> Option<(u64, usize)> {
     Some(match register {
         VIRTIO_MMIO_DEVICE_FEATURES_SEL => (0x00, 4),
