@@ -1,10 +1,13 @@
 //! The system calls that each kind of thread may make.
 //!
-//! Whatever the C library and the standard library call behind the code's back is here too, for glibc and musl. rustix makes its calls
-//! itself, and the same ones on every architecture: ppoll for poll, unlinkat for unlink. No list but that of a file server has a call
-//! that takes a path, and none has one that makes a socket or runs a program. A call that is missing here shows itself under
-//! `--sandbox log` in the kernel's log, under `on` in the line that ends the process. A call that nobody makes shows itself in
-//! `strace -f --decode-pids=comm` of the tests: it is in no line of a thread behind that thread's seccomp(2).
+//! The lists include the calls that the C library and the standard library make on their own, for
+//! glibc and musl. rustix makes its calls itself, and the same ones on every architecture: ppoll
+//! for poll, unlinkat for unlink. Only a file server's list has calls that take a path. No list has
+//! one that makes a socket or runs a program.
+//!
+//! A call that is missing here shows up in the kernel's log with `--sandbox log`, and with `on` in
+//! the line that ends the process. A superfluous entry shows up in `strace -f --decode-pids=comm`
+//! of the tests: no thread makes that call after its seccomp(2).
 
 use libc::*;
 
@@ -12,11 +15,11 @@ use super::ThreadKind;
 use super::bpf::{Allow, Rule};
 use super::ioctls;
 
-/// What a thread of this kind may call.
+/// The rules for a thread of this kind.
 pub fn by(kind: ThreadKind) -> Vec<Rule> {
     let mut rules = base();
-    // A thread gets its own filter on top of that of the thread that started it, so main may do all that a disk's or a
-    // migration's thread may.
+    // A thread's filter applies on top of the one of the thread that started it. So main may also
+    // make the calls that disk and migration threads need.
     let lists: &[&[c_long]] = match kind {
         ThreadKind::Vcpu => &[],
         ThreadKind::Disk => &[FILES],
@@ -35,7 +38,7 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
         rules.extend(stat_of_descriptors());
     }
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver) {
-        // A thread that was just started binds itself to CPUs, and no other one.
+        // A new thread binds itself to CPUs. It may not bind other threads.
         rules.push(one_of(SYS_sched_setaffinity, 0, &[0]));
         rules.extend(new_threads());
         rules.extend(sockets_left_behind());
@@ -43,8 +46,8 @@ pub fn by(kind: ThreadKind) -> Vec<Rule> {
     rules
 }
 
-/// What the guard of a machine's names may call (`sys/guard.rs`): it waits, sees whether anybody listens at a socket, and names and
-/// removes files.
+/// The rules for the guard of a machine's names (`sys/guard.rs`). It waits, checks whether a socket
+/// has a listener, and names and removes files.
 pub fn by_guard() -> Vec<Rule> {
     let calls = [
         SYS_ppoll,
@@ -58,7 +61,7 @@ pub fn by_guard() -> Vec<Rule> {
     ];
     let mut rules: Vec<Rule> = calls.into_iter().map(any).collect();
     rules.push(one_of(SYS_socket, 0, &[AF_UNIX as u32]));
-    // Debug builds ask whether a descriptor is open before they close it.
+    // Debug builds check that a descriptor is open before they close it.
     rules.push(one_of(SYS_fcntl, 1, &[F_GETFD as u32]));
     rules
 }
@@ -83,7 +86,7 @@ fn requests(kind: ThreadKind) -> Rule {
         ThreadKind::Main => {
             &[RINGS, DEVICES, VCPU_STATE, VCPU_STATE_HERE, MEMORY, CLONES, MACHINE, MACHINE_HERE, DESCRIPTORS]
         }
-        // vCPU threads are started under it, and the one that answers faults.
+        // It starts vCPU threads, and the thread that resolves page faults.
         ThreadKind::Receiver => &[
             RUN,
             RINGS,
@@ -105,38 +108,39 @@ fn requests(kind: ThreadKind) -> Rule {
     one_of(SYS_ioctl, 1, &values)
 }
 
-/// What may be asked of descriptors. Debug builds ask whether one is open before they close it.
+/// The fcntl commands. Debug builds check that a descriptor is open before they close it.
 fn commands(kind: ThreadKind) -> Rule {
     let mut commands = vec![F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC];
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver) {
-        // The locks of a machine's disks go to the process where it goes on.
+        // The locks of a machine's disks move to the process where the machine continues.
         commands.push(F_OFD_SETLK);
     }
     if kind == ThreadKind::Receiver {
-        // What it makes as a machine's memory is sealed.
+        // The memory that it creates for a machine is sealed.
         commands.push(F_ADD_SEALS);
     }
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver | ThreadKind::Migration) {
-        // Of what comes as the fence of a migration, or as a machine's memory.
+        // For a migration's fence or a machine's memory that arrives from another process.
         commands.push(F_GET_SEALS);
     }
     one_of(SYS_fcntl, 1, &commands.iter().map(|&command| command as u32).collect::<Vec<_>>())
 }
 
-/// What any thread needs to live, wait, allocate, speak and die.
+/// What any thread needs to live, wait, allocate, log and end.
 fn base() -> Vec<Rule> {
     let mut rules: Vec<Rule> = BASE.iter().map(|&call| any(call)).collect();
-    // Memory that can be executed would be the way around all of this.
+    // Executable memory would defeat all of this.
     let no_exec = |call: c_long| Rule { number: call as u32, allow: Allow::Without(2, PROT_EXEC as u32) };
     rules.extend([no_exec(SYS_mmap), no_exec(SYS_mprotect)]);
-    // abort(3) resets SIGABRT, and glibc takes the two real-time signals that are its own when the first thread starts.
-    // SIGSYS keeps its handler.
+    // abort(3) resets SIGABRT. glibc installs handlers for its own two real-time signals when the
+    // first thread starts. SIGSYS keeps its handler.
     rules.push(one_of(SYS_rt_sigaction, 0, &[SIGABRT as u32, 32, 33]));
-    // Threads of this process only: vCPUs are kicked so, and abort raises so (`sys/abort.rs`). tkill and kill take any process.
+    // Only threads of this process: this is how vCPUs are kicked and how abort raises its signal
+    // (`sys/abort.rs`). tkill and kill take any process.
     rules.push(one_of(SYS_tgkill, 0, &[std::process::id()]));
-    // The calling thread's CPUs only.
+    // Only the calling thread's CPUs.
     rules.push(one_of(SYS_sched_getaffinity, 0, &[0]));
-    // Names of threads and of memory, and waits that end when they are due.
+    // Names of threads and of memory, and exact waits.
     rules.push(one_of(SYS_prctl, 0, &[PR_SET_NAME as u32, PR_SET_VMA as u32, PR_SET_TIMERSLACK as u32]));
     rules
 }
@@ -166,12 +170,12 @@ const BASE: &[c_long] = &[
     SYS_gettid,
     SYS_getrandom,
     SYS_ppoll,
-    // The start of a thread, which has the filter of the thread that started it.
+    // For the start of a thread, which runs with the filter of the thread that started it.
     SYS_set_robust_list,
     SYS_rseq,
 ];
 
-/// Files that are open already.
+/// Calls on open files.
 const FILES: &[c_long] = &[
     SYS_pread64,
     SYS_pwrite64,
@@ -185,10 +189,11 @@ const FILES: &[c_long] = &[
     SYS_sync_file_range,
 ];
 
-/// Files that are open already, of which pages are read.
+/// Reading pages of open files.
 const READS: &[c_long] = &[SYS_pread64, SYS_fadvise64, SYS_fsync];
 
-/// Directories, beneath the one that Landlock allows. No list but this one has calls that take a path.
+/// Calls on directories, beneath the one that Landlock allows. Only this list has calls that take a
+/// path.
 const TREES: &[c_long] = &[
     SYS_openat,
     SYS_openat2,
@@ -212,23 +217,25 @@ const TREES: &[c_long] = &[
     SYS_removexattr,
 ];
 
-/// Who connects to a socket that listens already: a source whose link was cut.
+/// Accepting a connection on a socket that already listens: a source reconnects after its link was
+/// cut.
 const ACCEPTS: &[c_long] = &[SYS_accept4];
 
-/// Memory that is locked once all of it is there, and not before.
+/// Locking memory, once all of it has arrived.
 const LOCKS: &[c_long] = &[SYS_mlock2, SYS_munlock];
 
-/// Sockets that are connected already; descriptors come through them.
+/// Connected sockets, which also pass descriptors.
 const SOCKETS: &[c_long] =
     &[SYS_recvfrom, SYS_recvmsg, SYS_sendto, SYS_sendmsg, SYS_shutdown, SYS_getsockopt, SYS_setsockopt];
 
 /// The event loop.
 const EVENTS: &[c_long] = &[SYS_accept4, SYS_epoll_ctl, SYS_epoll_pwait, SYS_eventfd2];
 
-/// What a thread does before it gets its own filter: it drops capabilities (which capset(2) gives to nobody but the caller).
+/// The calls of a thread before it installs its own filter. capset(2) changes only the caller's
+/// capabilities.
 const MAIN: &[c_long] = &[SYS_seccomp, SYS_capget, SYS_capset];
 
-/// Mapping guest memory, for a machine that is made when the sandbox is in force already.
+/// Mapping guest memory, for a machine that is created after the sandbox is active.
 const ASSEMBLY: &[c_long] = &[SYS_memfd_create, SYS_fstatfs, SYS_mlock2, SYS_mlock, SYS_sysinfo];
 
 #[cfg(target_arch = "x86_64")]
@@ -236,8 +243,9 @@ const MAIN_HERE: &[c_long] = &[SYS_epoll_wait];
 #[cfg(target_arch = "aarch64")]
 const MAIN_HERE: &[c_long] = &[];
 
-/// Threads may be started, with the flags that glibc and musl (with `CLONE_DETACHED`) give them: neither processes nor namespaces. The
-/// flags of clone3 are in memory, where no filter can read them: it is said not to exist, and the C libraries fall back on clone.
+/// Allows new threads, with the flags that glibc and musl (with `CLONE_DETACHED`) use, but no
+/// processes or namespaces. A filter cannot read the flags of clone3, which are in memory. So
+/// clone3 fails with ENOSYS, and the C libraries fall back to clone.
 fn new_threads() -> [Rule; 2] {
     let memory = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM;
     let flags = (memory | CLONE_SETTLS | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID) as u32;
@@ -247,8 +255,8 @@ fn new_threads() -> [Rule; 2] {
     ]
 }
 
-/// A unix socket's name goes with its listener, where there is no sandbox. Here it stays until this process has ended and
-/// its guard (`sys/guard.rs`) removes it.
+/// Without a sandbox, a listener removes its unix socket's name. Here the call fails, and the name
+/// stays until this process has ended and its guard (`sys/guard.rs`) removes it.
 fn sockets_left_behind() -> Vec<Rule> {
     let calls = [
         SYS_unlinkat,
@@ -258,8 +266,9 @@ fn sockets_left_behind() -> Vec<Rule> {
     calls.map(|call| Rule { number: call as u32, allow: Allow::Fail(EPERM as u16) }).into()
 }
 
-/// The size and kind of a descriptor, by the forms of stat that glibc and musl call for it. A filter sees the flag, not
-/// whether the path is empty: what exists can be learned so, but nothing of what it holds.
+/// The size and type of a descriptor, by the forms of stat that glibc and musl use for it. A filter
+/// sees the flag, but not whether the path is empty. So a thread can learn which paths exist, but
+/// not what the files contain.
 fn stat_of_descriptors() -> [Rule; 3] {
     let of_descriptor = |call: c_long, argument| Rule {
         number: call as u32,

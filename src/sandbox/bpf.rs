@@ -1,33 +1,35 @@
-//! From a list of allowed system calls to the BPF program that the kernel runs before each.
+//! Compiles a list of allowed system calls to the BPF program that the kernel runs before each
+//! call.
 //!
-//! The program searches in halves. A chain of comparisons, which seccompiler builds, is simpler, but the kernel
-//! tries a new filter with every system call number there is before it lets the thread go on, so its cost is the
-//! product of the two: a chain for sixty calls and thirty ioctl requests took 265 µs to build and install, main's filter
-//! (sixty-five and sixty) takes 90 µs on the same machine.
+//! The program is a binary search. seccompiler builds a chain of comparisons, which is simpler. But
+//! the kernel runs a new filter for every existing system call number before the thread continues,
+//! so the cost is the number of calls times the length of the search. A chain for sixty calls and
+//! thirty ioctl requests took 265 µs to build and install. Main's filter (sixty-five and sixty)
+//! takes 90 µs on the same machine.
 
 use libc::sock_filter;
 
-/// What a system call may be called with.
+/// The arguments that a system call is allowed with.
 #[derive(Clone, Debug)]
 pub enum Allow {
-    /// Anything.
+    /// Any arguments.
     Any,
-    /// The argument of this index (its lower 32 bits) is one of these.
+    /// The lower 32 bits of the argument with this index are one of these values.
     OneOf(u8, Vec<u32>),
-    /// The argument of this index has all of these bits.
+    /// The argument with this index has all of these bits.
     With(u8, u32),
-    /// The argument of this index has none of these bits.
+    /// The argument with this index has none of these bits.
     Without(u8, u32),
-    /// Nothing, but it is no violation either: it fails with this error number.
+    /// The call always fails with this error number, without a violation.
     Fail(u16),
 }
 
 /// An allowed system call.
 #[derive(Clone, Debug)]
 pub struct Rule {
-    /// Its number.
+    /// The system call's number.
     pub number: u32,
-    /// With what.
+    /// The allowed arguments.
     pub allow: Allow,
 }
 
@@ -48,8 +50,8 @@ const JUMP: u32 = libc::BPF_JMP | libc::BPF_JA;
 const IF_EQUAL: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
 const IF_AT_LEAST: u32 = libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K;
 
-/// The program that allows `rules` and does `otherwise` (a `SECCOMP_RET_*`) for all else. Of several rules for one
-/// system call, lists are joined and any other rule stands alone.
+/// Returns the program that allows `rules` and does `otherwise` (a `SECCOMP_RET_*`) for all else.
+/// Several lists for one system call are joined. Of other rules for one call, the first applies.
 pub fn compile(mut rules: Vec<Rule>, otherwise: u32) -> Vec<sock_filter> {
     rules.sort_by_key(|rule| rule.number);
     rules.dedup_by(|later, earlier| {
@@ -64,11 +66,11 @@ pub fn compile(mut rules: Vec<Rule>, otherwise: u32) -> Vec<sock_filter> {
     let mut program = Program { code: Vec::with_capacity(256), otherwise };
     program.push(LOAD, 0, 0, ARCHITECTURE);
     program.push(IF_EQUAL, 1, 0, NATIVE);
-    // Another architecture's numbers mean other calls, so there is nothing to name.
+    // Another architecture's numbers mean other calls, so the call cannot be named.
     program.push(RETURN, 0, 0, libc::SECCOMP_RET_KILL_PROCESS);
     program.push(LOAD, 0, 0, NUMBER);
-    // Each exit from the guest costs an ioctl, which the kernel cannot decide once and for all as it does for calls
-    // whose arguments are not asked for: it comes first.
+    // ioctl comes first, because each exit from the guest costs one. The kernel cannot precompute
+    // the result for ioctl, as it does for calls whose arguments are not checked.
     if let Some(index) = rules.iter().position(|rule| i64::from(rule.number) == libc::SYS_ioctl) {
         program.test(&rules.remove(index));
     }
@@ -86,7 +88,7 @@ impl Program {
         self.code.push(sock_filter { code: code as u16, jt, jf, k });
     }
 
-    /// With the number loaded: halves `rules` until few are left.
+    /// With the number loaded: splits `rules` in half until few are left.
     fn search(&mut self, rules: &[Rule]) {
         if rules.len() <= 4 {
             return self.decide(rules);
@@ -99,8 +101,8 @@ impl Program {
         if let Ok(distance) = u8::try_from(distance) {
             self.code[branch].jt = distance;
         } else {
-            // A conditional jump reaches 255 instructions, a plain one any. Jumps are relative, so what is moved stays
-            // right.
+            // A conditional jump reaches 255 instructions, an unconditional one any distance. Jumps
+            // are relative, so the code that moves stays correct.
             self.code[branch].jf = 1;
             let jump = sock_filter { code: JUMP as u16, jt: 0, jf: 0, k: distance as u32 };
             self.code.insert(branch + 1, jump);
@@ -108,7 +110,7 @@ impl Program {
         self.search(upper);
     }
 
-    /// With the number loaded: decides, for it is one of `rules` or forbidden.
+    /// With the number loaded: decides. The number is one of `rules` or forbidden.
     fn decide(&mut self, rules: &[Rule]) {
         let (plain, others): (Vec<&Rule>, Vec<&Rule>) =
             rules.iter().partition(|rule| matches!(rule.allow, Allow::Any));
@@ -117,7 +119,7 @@ impl Program {
         self.one_of(&numbers);
     }
 
-    /// Allows the loaded value where it is one of `values`, forbids it where not.
+    /// Allows the loaded value if it is one of `values`, and forbids it otherwise.
     fn one_of(&mut self, values: &[u32]) {
         for (index, value) in values.iter().enumerate() {
             self.push(IF_EQUAL, limit(values.len() - index), 0, *value);
@@ -128,7 +130,7 @@ impl Program {
         }
     }
 
-    /// With the number loaded: decides where it is `rule`'s, goes on where it is not.
+    /// With the number loaded: decides if it is `rule`'s, and continues otherwise.
     fn test(&mut self, rule: &Rule) {
         let start = self.code.len();
         self.push(IF_EQUAL, 0, 0, rule.number);
@@ -157,13 +159,14 @@ impl Program {
         self.code[start].jf = limit(self.code.len() - start - 1);
     }
 
-    /// The lower half of an argument; little-endian, as both architectures are.
+    /// Loads the lower half of an argument. Both architectures are little-endian.
     fn load(&mut self, argument: u8) {
         self.push(LOAD, 0, 0, ARGUMENTS + 8 * u32::from(argument));
     }
 }
 
-/// A conditional jump's reach. The lists are constants, and a test compiles every one of them.
+/// A distance that a conditional jump can reach. The lists are constants, and a test compiles all
+/// of them.
 fn limit(distance: usize) -> u8 {
     u8::try_from(distance).expect("a list of arguments is longer than a conditional jump reaches")
 }

@@ -1,5 +1,6 @@
-//! The ioctl requests that threads may make, under the names that the kernel's headers give them
-//! (include/uapi/linux/kvm.h). What builds a machine is not here: that is over before the sandbox is entered.
+//! The ioctl requests that threads may make, under the names of the kernel's headers
+//! (include/uapi/linux/kvm.h). Apart from `ASSEMBLY`, requests that create a machine are missing:
+//! that is over before the sandbox is entered.
 
 use kvm_bindings::*;
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
@@ -23,10 +24,10 @@ const fn iowr<T>(number: u32) -> u32 {
     ioctl_expr(_IOC_READ | _IOC_WRITE, KVMIO, number, size_of::<T>() as u32) as u32
 }
 
-/// KVM_RUN, first because it is the one that counts.
+/// KVM_RUN. It comes first because it is the most frequent request.
 pub const RUN: &[u32] = &[io(0x80)];
 
-/// A vCPU's state, read and written by its own thread; restored by main.
+/// A vCPU's state. Its own thread reads and writes it, and main restores it.
 pub const VCPU_STATE: &[u32] = &[
     ior::<kvm_regs>(0x81),        // KVM_GET_REGS
     iow::<kvm_regs>(0x82),        // KVM_SET_REGS
@@ -40,7 +41,7 @@ pub const VCPU_STATE: &[u32] = &[
     io(0xce),                     // KVM_GET_STATS_FD
 ];
 
-/// As above, what only this architecture has.
+/// Like `VCPU_STATE`, for this architecture only.
 #[cfg(target_arch = "x86_64")]
 pub const VCPU_STATE_HERE: &[u32] = &[
     ior::<kvm_sregs>(0x83),                // KVM_GET_SREGS
@@ -67,54 +68,54 @@ pub const VCPU_STATE_HERE: &[u32] = &[
     ior::<kvm_xcrs>(0xa6),                 // KVM_GET_XCRS
     iow::<kvm_xcrs>(0xa7),                 // KVM_SET_XCRS
     io(0xad),                              // KVM_KVMCLOCK_CTRL
-    iow::<kvm_device_attr>(0xe1),          // KVM_SET_DEVICE_ATTR: the TSC's offset
+    iow::<kvm_device_attr>(0xe1),          // KVM_SET_DEVICE_ATTR: the TSC offset
     iow::<kvm_device_attr>(0xe2),          // KVM_GET_DEVICE_ATTR
     iowr::<kvm_nested_state>(0xbe),        // KVM_GET_NESTED_STATE
     ior::<cr3_cache::Raw>(cr3_cache::GET), // KVM_GET_CR3_CACHE
     iow::<cr3_cache::Raw>(cr3_cache::SET), // KVM_SET_CR3_CACHE
 ];
 
-/// As above, what only this architecture has.
+/// Like `VCPU_STATE`, for this architecture only.
 #[cfg(target_arch = "aarch64")]
 pub const VCPU_STATE_HERE: &[u32] = &[
     iow::<kvm_vcpu_init>(0xae), // KVM_ARM_VCPU_INIT
     iowr::<kvm_reg_list>(0xb0), // KVM_GET_REG_LIST
 ];
 
-/// What devices do while a guest runs, on whichever thread they are.
+/// The requests of devices while a guest runs, on any thread.
 pub const DEVICES: &[u32] = &[
     iow::<kvm_irq_level>(0x61), // KVM_IRQ_LINE
     iow::<kvm_msi>(0xa5),       // KVM_SIGNAL_MSI
-    // A guest that programs its I/O APIC changes them.
+    // A guest changes the routes when it programs its I/O APIC.
     iow::<kvm_irq_routing>(0x6a), // KVM_SET_GSI_ROUTING
-    // One that moves a BAR moves the doorbells that are in it.
+    // A guest that moves a BAR moves the doorbells in it.
     iow::<kvm_ioeventfd>(0x79), // KVM_IOEVENTFD
 ];
 
-/// What a vCPU does beside when its dirty ring is full.
+/// A vCPU's request when its dirty ring is full.
 pub const RINGS: &[u32] = &[
     io(0xc7), // KVM_RESET_DIRTY_RINGS
 ];
 
-/// What a migration's further connections do before they read pages.
+/// The requests of a migration's additional connections before they read pages.
 pub const CLEARS: &[u32] = &[
     iowr::<kvm_clear_dirty_log>(0xc0), // KVM_CLEAR_DIRTY_LOG
 ];
 
-/// Dirty logs and memslots, which change while a guest runs, and what is known of their pages.
+/// Dirty logs, memslots, which change while a guest runs, and the state of their pages.
 pub const MEMORY: &[u32] = &[
     iow::<kvm_dirty_log>(0x42),                // KVM_GET_DIRTY_LOG
     iowr::<kvm_clear_dirty_log>(0xc0),         // KVM_CLEAR_DIRTY_LOG
     iow::<kvm_userspace_memory_region>(0x46),  // KVM_SET_USER_MEMORY_REGION
     iow::<kvm_userspace_memory_region2>(0x49), // KVM_SET_USER_MEMORY_REGION2
-    // PAGEMAP_SCAN (include/uapi/linux/fs.h): which pages were ever touched.
+    // PAGEMAP_SCAN (include/uapi/linux/fs.h): finds the pages that were ever touched.
     ioctl_expr(_IOC_READ | _IOC_WRITE, 0x66, 16, 96) as u32,
 ];
 
-/// Files that are open already: a disk is cloned for a snapshot (FICLONE).
+/// Cloning a disk's open file for a snapshot (FICLONE).
 pub const CLONES: &[u32] = &[libc::FICLONE as u32];
 
-/// A virtual machine's state and its wiring.
+/// A virtual machine's state and its interrupts and doorbells.
 pub const MACHINE: &[u32] = &[
     io(0x03),                     // KVM_CHECK_EXTENSION
     iow::<kvm_enable_cap>(0xa3),  // KVM_ENABLE_CAP: how the dirty log is cleared
@@ -126,7 +127,7 @@ pub const MACHINE: &[u32] = &[
     iow::<kvm_device_attr>(0xe2), // KVM_GET_DEVICE_ATTR
 ];
 
-/// As above, what only this architecture has.
+/// Like `MACHINE`, for this architecture only.
 #[cfg(target_arch = "x86_64")]
 pub const MACHINE_HERE: &[u32] = &[
     iowr::<kvm_irqchip>(0x62),   // KVM_GET_IRQCHIP
@@ -135,11 +136,11 @@ pub const MACHINE_HERE: &[u32] = &[
     iow::<kvm_pit_state2>(0xa0), // KVM_SET_PIT2
 ];
 
-/// As above, what only this architecture has.
+/// Like `MACHINE`, for this architecture only.
 #[cfg(target_arch = "aarch64")]
 pub const MACHINE_HERE: &[u32] = &[];
 
-/// What makes a machine, for a process that does so when the sandbox is in force already.
+/// The requests that create a machine, for a process that does so after the sandbox is active.
 pub const ASSEMBLY: &[u32] = &[
     io(0x01), // KVM_CREATE_VM
     io(0x04), // KVM_GET_VCPU_MMAP_SIZE
@@ -147,7 +148,7 @@ pub const ASSEMBLY: &[u32] = &[
     io(0x60), // KVM_CREATE_IRQCHIP
 ];
 
-/// As above, what only this architecture has.
+/// Like `ASSEMBLY`, for this architecture only.
 #[cfg(target_arch = "x86_64")]
 pub const ASSEMBLY_HERE: &[u32] = &[
     iowr::<kvm_msr_list>(0x02),  // KVM_GET_MSR_INDEX_LIST
@@ -156,18 +157,19 @@ pub const ASSEMBLY_HERE: &[u32] = &[
     iow::<kvm_pit_config>(0x77), // KVM_CREATE_PIT2
 ];
 
-/// As above, what only this architecture has.
+/// Like `ASSEMBLY`, for this architecture only.
 #[cfg(target_arch = "aarch64")]
 pub const ASSEMBLY_HERE: &[u32] = &[
     ior::<kvm_vcpu_init>(0xaf),      // KVM_ARM_PREFERRED_TARGET
     iowr::<kvm_create_device>(0xe0), // KVM_CREATE_DEVICE: the interrupt controller
 ];
 
-/// Memory whose pages come when somebody wants them.
+/// Memory whose pages are loaded on demand.
 pub const FAULTS: &[u32] = vellum_sys::uffd::REQUESTS;
 
-/// Restoring the terminal, which a dying process does from any thread. rustix uses the second form, and where the kernel refuses that
-/// the first, which is the C libraries' too. What others have in the foreground is not restored.
+/// Restoring the terminal, which a dying process does from any thread. rustix uses TCSETS2, and
+/// TCSETS if the kernel refuses that; the C libraries use TCSETS. A terminal that another process
+/// group has in the foreground is not restored.
 pub const TERMINAL_RESTORE: &[u32] = &[
     libc::TCSETS as u32,
     libc::TCSETS2 as u32,
@@ -176,11 +178,11 @@ pub const TERMINAL_RESTORE: &[u32] = &[
     libc::TIOCGPGRP as u32,
 ];
 
-/// The terminal and descriptors as the event loop uses them.
+/// The event loop's requests on the terminal and on descriptors.
 pub const DESCRIPTORS: &[u32] = &[
     libc::TIOCGWINSZ as u32,
     libc::FIONBIO as u32,
     libc::FIONREAD as u32,
-    // What the guest's network driver takes unfinished is known only when it runs.
+    // The offloads of the guest's network driver are known only when it runs.
     libc::TUNSETOFFLOAD as u32,
 ];

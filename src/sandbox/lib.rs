@@ -1,13 +1,14 @@
 //! What a running VMM gives up, so that a guest that takes it over gains little.
 //!
-//! [`Sandbox`] is the way in. Before it starts any thread, main calls [`Sandbox::process`]: no new privileges, hardly a capability, and a
-//! Landlock domain in which no path can be opened and no TCP port reached. Then each thread calls
-//! [`Sandbox::enter`] as its last act before its loop, and gets the capabilities and the seccomp filter of its kind; main comes last. From
-//! then on files and sockets come through the control socket, already open.
+//! [`Sandbox`] is the entry point. Before it starts any thread, main calls [`Sandbox::process`]. It
+//! sets no_new_privs, drops nearly all capabilities, and enters a Landlock domain in which no path
+//! can be opened and no TCP port reached. Then each thread calls [`Sandbox::enter`] as its last act
+//! before its loop. It gets the capabilities and the seccomp filter of its kind. Main comes last.
+//! From then on files and sockets arrive through the control socket, already open.
 //!
-//! What each kind may call is in [`allowed`], the ioctl requests in [`ioctls`]; [`bpf`] turns both into filters; what root's threads keep
-//! is in [`capabilities`];
-//! [`violation`] says which thread called what, and ends the process.
+//! [`allowed`] has the calls of each kind, and [`ioctls`] the ioctl requests. [`bpf`] compiles both
+//! to filters. [`capabilities`] has what root's threads keep. [`violation`] reports which thread
+//! made which call, and ends the process.
 
 mod allowed;
 mod bpf;
@@ -38,20 +39,21 @@ use vellum_sys::{identity, seccomp};
 
 pub use violation::EXIT_STATUS;
 
-/// Whether the sandbox is in force.
+/// How the sandbox treats violations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// A violation ends the process.
     #[default]
     On,
-    /// What would be a violation is written to the kernel's log and goes on. No Landlock, which cannot do that.
+    /// A violation is written to the kernel's log, and the call proceeds. There is no Landlock,
+    /// which cannot do that.
     Log,
     /// No sandbox.
     Off,
 }
 
 impl Mode {
-    /// As a result says it where [`each_vcpu`] is used.
+    /// The mode as a result records it if [`each_vcpu`] is used.
     pub fn of_vcpus(self) -> String {
         if self == Self::Off { self.to_string() } else { format!("{self} for vCPU threads") }
     }
@@ -80,11 +82,11 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The kinds of thread, by what they have to call.
+/// The kinds of thread, by the calls that they need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// The event loop, the control socket, devices; it starts the threads that are needed later, so it may call
-    /// whatever these may, except to run a vCPU.
+    /// The event loop, the control socket and devices. It also starts threads later, so it may make
+    /// the calls that those need, but it may not run a vCPU.
     Main,
     /// Runs a vCPU and answers its exits.
     Vcpu,
@@ -94,13 +96,15 @@ pub enum ThreadKind {
     Migration,
     /// One of several connections of a migration: sends pages, or receives and stores them.
     Connection,
-    /// Answers for memory that is not there, out of files.
+    /// Loads missing memory from files.
     Fetching,
-    /// Main while it waits for a machine of another process, which it makes out of what that says.
+    /// Main while it waits for a machine from another process. It creates the machine from what
+    /// that process sends.
     Receiver,
-    /// Carries requests between a guest and the server of a shared directory, and reads and writes its files.
+    /// Carries requests between a guest and the server of a shared directory, and reads and writes
+    /// files for it.
     Share,
-    /// That server, in a process of its own.
+    /// The server of a shared directory, in a process of its own.
     FileServer,
 }
 
@@ -135,20 +139,20 @@ impl fmt::Display for ThreadKind {
     }
 }
 
-/// Why the sandbox could not be entered.
+/// Why the sandbox cannot be entered.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Refused by the kernel, which only a stricter sandbox around this process does.
+    /// The kernel refuses. Only a stricter sandbox around this process causes that.
     #[error("it cannot be set up: {0} failed ({1}); off runs without it")]
     Setup(&'static str, #[source] io::Error),
-    /// No seccomp in this kernel.
+    /// The kernel has no seccomp.
     #[error("{kind} thread {name}: this kernel installs no seccomp filter ({source}); off runs without it")]
     Filter {
         /// The thread's kind.
         kind: ThreadKind,
-        /// Its name.
+        /// The thread's name.
         name: String,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -159,8 +163,8 @@ impl Diagnose for Error {
     }
 }
 
-/// What each vCPU thread does last before its loop, given its number, where the main thread goes on to build machines and so
-/// has no sandbox of its own.
+/// The function that each vCPU thread calls last before its loop, with its number. It is for
+/// programs whose main thread continues to create machines and so has no sandbox of its own.
 pub fn each_vcpu(mode: Mode) -> Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync> {
     Arc::new(move |index| {
         let mut sandbox = Sandbox::new(mode);
@@ -169,22 +173,23 @@ pub fn each_vcpu(mode: Mode) -> Arc<dyn Fn(usize) -> io::Result<()> + Send + Syn
     })
 }
 
-/// The sandbox of this process. A copy goes to each thread.
+/// The sandbox of this process. Each thread gets a copy.
 #[derive(Clone, Copy, Debug)]
 pub struct Sandbox {
     mode: Mode,
-    /// The ABI of Landlock in force.
+    /// The active Landlock ABI.
     landlock: Option<i32>,
 }
 
 impl Sandbox {
-    /// A sandbox that is not in force yet.
+    /// A sandbox that is not active yet.
     pub fn new(mode: Mode) -> Self {
         Self { mode, landlock: None }
     }
 
-    /// Restricts the whole process. Called once, by main, when everything has been opened and before there are
-    /// threads: Landlock restricts the calling thread and those that it starts.
+    /// Restricts the whole process. Main calls this once, after everything has been opened and
+    /// before there are threads, because Landlock restricts the calling thread and the threads that
+    /// it starts.
     pub fn process(&mut self) -> Result<(), Error> {
         if self.mode == Mode::Off {
             return Ok(());
@@ -198,8 +203,9 @@ impl Sandbox {
         Ok(())
     }
 
-    /// As [`Sandbox::process`], for a process that may reach what lies beneath `directory`: to read it, and where it is `writable` to
-    /// change it, with those of `kept` that are among its capabilities.
+    /// Like [`Sandbox::process`], for a process that may access what is beneath `directory`: to
+    /// read it, and if `writable` to change it. It keeps those of its capabilities that are in
+    /// `kept`.
     ///
     /// # Errors
     /// As there.
@@ -216,17 +222,18 @@ impl Sandbox {
         seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
         let rights = if writable { AccessFs::from_all(NEWEST) } else { AccessFs::from_read(NEWEST) };
         keep(kept)?;
-        // To run nothing, and to talk to no device.
+        // It may not execute programs or use ioctls of devices.
         let rights = rights & !(AccessFs::Execute | AccessFs::IoctlDev);
         self.landlock = restrict_paths(Some(PathBeneath::new(directory.as_fd(), rights)));
         Ok(())
     }
 
-    /// For the process of a command that stays with its user's standard streams, before it has threads: no new privileges and no
-    /// capabilities. It connects to the machine by a path.
+    /// Sets no_new_privs and drops all capabilities in the process of a command that keeps its
+    /// user's standard streams. It must not have threads yet. Paths stay open to it, because it
+    /// connects to the machine by a path.
     ///
     /// # Errors
-    /// Where the kernel refuses.
+    /// The kernel refuses.
     pub fn client(mode: Mode) -> Result<(), Error> {
         if mode == Mode::On {
             seccomp::no_new_privileges()
@@ -236,7 +243,8 @@ impl Sandbox {
         Ok(())
     }
 
-    /// Restricts the calling thread to what its kind needs, for good. `name` is for the message about a violation.
+    /// Restricts the calling thread for good to what its kind needs. `name` is for the message
+    /// about a violation.
     pub fn enter(&self, kind: ThreadKind, name: &str) -> Result<(), Error> {
         let otherwise = match self.mode {
             Mode::On => libc::SECCOMP_RET_TRAP,
@@ -253,7 +261,8 @@ impl Sandbox {
         seccomp::install(&filter).map_err(|source| Error::Filter { kind, name: name.to_owned(), source })
     }
 
-    /// What is in force, as results record it: `on (landlock abi 7)`, `on (no landlock)`, `log`, `off`.
+    /// The active sandbox, as results record it: `on (landlock abi 7)`, `on (no landlock)`, `log`,
+    /// `off`.
     pub fn status(&self) -> String {
         match (self.mode, self.landlock) {
             (Mode::On, Some(abi)) => format!("on (landlock abi {abi})"),
@@ -263,23 +272,24 @@ impl Sandbox {
     }
 }
 
-/// What the guard of a machine's names gives up ([`vellum_sys::guard`]).
+/// The restrictions of the guard of a machine's names ([`vellum_sys::guard`]).
 #[derive(Debug)]
 pub struct OfGuard {
     filter: Option<Vec<sock_filter>>,
 }
 
 impl OfGuard {
-    /// Made before the guard is: it may not allocate.
+    /// Compiles the filter. This happens before the guard is forked, because the guard may not
+    /// allocate.
     pub fn new(mode: Mode) -> Self {
         let compile = || bpf::compile(allowed::by_guard(), libc::SECCOMP_RET_KILL_PROCESS);
         Self { filter: (mode == Mode::On).then(compile) }
     }
 
-    /// Restricts the guard, for good.
+    /// Restricts the guard for good.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn enter(&self) -> io::Result<()> {
         let Some(filter) = &self.filter else { return Ok(()) };
         seccomp::no_new_privileges()?;
@@ -294,16 +304,16 @@ fn keep(kept: CapabilitySet) -> Result<(), Error> {
 
 static IN_FORCE: AtomicBool = AtomicBool::new(false);
 
-/// Whether some thread of this process has a filter by which a violation is the end.
+/// Whether any thread of this process has a filter that ends the process on a violation.
 pub fn is_in_force() -> bool {
     IN_FORCE.load(Ordering::Relaxed)
 }
 
-/// The newest of Landlock's interfaces that is known here.
+/// The newest Landlock ABI that this code uses.
 const NEWEST: ABI = ABI::V9;
 
-/// Denies every access that the kernel's Landlock knows, but for `allowed`; returns its ABI. Seccomp forbids the same
-/// calls, so that a kernel without Landlock loses the second lock and not the first.
+/// Denies every access that the kernel's Landlock supports, except `allowed`. Returns the ABI.
+/// Seccomp forbids the same calls, so a kernel without Landlock only lacks the second layer.
 fn restrict_paths<F: AsFd>(allowed: Option<PathBeneath<F>>) -> Option<i32> {
     let status = Ruleset::default()
         .handle_access(AccessFs::from_all(NEWEST))

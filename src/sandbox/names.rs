@@ -1,4 +1,4 @@
-//! The names of system calls, for the line about a violation: those that the C libraries of both kinds know.
+//! The names of system calls that both glibc and musl define, for the line about a violation.
 
 /// The name of a system call; `None` where libc has no name for it.
 pub fn of(number: i32) -> Option<&'static str> {
@@ -69,7 +69,7 @@ const EVERYWHERE: Names = names!(
     SYS_wait4 SYS_waitid SYS_write SYS_writev
 );
 
-/// The calls that newer architectures left behind.
+/// The calls that x86-64 has in addition.
 #[cfg(target_arch = "x86_64")]
 const HERE: Names = names!(
     SYS__sysctl SYS_access SYS_afs_syscall SYS_alarm SYS_arch_prctl SYS_chmod SYS_chown SYS_creat
@@ -82,7 +82,7 @@ const HERE: Names = names!(
     SYS_uselib SYS_ustat SYS_utime SYS_utimes SYS_vfork SYS_vserver
 );
 
-/// The calls that only this architecture has.
+/// Like above: no additional calls are listed.
 #[cfg(target_arch = "aarch64")]
 const HERE: Names = names!();
 

@@ -1,4 +1,4 @@
-//! `--user UID:GID`: dropping root after everything has been opened.
+//! `--user UID:GID`: drops root after everything has been opened.
 
 use std::io;
 use std::str::FromStr;
@@ -8,13 +8,13 @@ use serde::{Deserialize, Serialize};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::identity;
 
-/// Whom to become.
+/// The user and group to switch to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct User {
-    /// The user's number.
+    /// The user ID.
     pub uid: u32,
-    /// The group's number.
+    /// The group ID.
     pub gid: u32,
 }
 
@@ -35,9 +35,9 @@ impl FromStr for User {
 #[derive(Debug, thiserror::Error)]
 #[error("{}:{}: {source}; only root may become somebody else: leave it out", user.uid, user.gid)]
 pub struct Error {
-    /// Whom to become.
+    /// The user to switch to.
     pub user: User,
-    /// What the kernel said.
+    /// The kernel's error.
     pub source: io::Error,
 }
 
@@ -47,7 +47,8 @@ impl Diagnose for Error {
     }
 }
 
-/// Becomes `user` for good. Called by main when everything has been opened and before there are threads.
+/// Switches to `user` for good. Main calls this after everything has been opened and before there
+/// are threads.
 pub fn drop_privileges(user: User) -> Result<(), Error> {
     if identity::effective() == (user.uid, user.gid) && user.uid != 0 {
         return Ok(());

@@ -1,7 +1,9 @@
-//! What happens to a thread that calls what its kind may not: the process ends, and says why in one line.
+//! Handles a system call that the thread's kind may not make: the process ends, with one line that
+//! says why.
 //!
-//! Everything here but [`introduce`] runs in a signal handler, under the thread's own filter: no allocation, no lock,
-//! and only write, one terminal ioctl and exit_group.
+//! Everything here but [`introduce`] runs in a signal handler, under the thread's own filter. It
+//! does not allocate or wait for a lock. Its only calls are write, close, the terminal's ioctls and
+//! exit_group.
 
 use std::cell::Cell;
 use std::fmt::{self, Write};
@@ -13,15 +15,16 @@ use vellum_sys::{seccomp, terminal};
 /// The exit status: 128 + SIGSYS.
 pub const EXIT_STATUS: i32 = 128 + libc::SIGSYS;
 
-/// As long as the kernel's own names of threads (TASK_COMM_LEN).
+/// The size of the kernel's own thread names (TASK_COMM_LEN).
 const NAME: usize = 16;
 
 thread_local! {
-    /// Who this thread is. Initialised without code and dropped without code, so that a signal handler may read it.
+    /// The calling thread's kind and name. It has no initializer or destructor, so a signal handler
+    /// may read it.
     static SELF: Cell<Option<(ThreadKind, [u8; NAME])>> = const { Cell::new(None) };
 }
 
-/// Remembers who the calling thread is, for [`report`].
+/// Records the calling thread's kind and name for [`report`].
 pub fn introduce(kind: ThreadKind, name: &str) {
     let mut bytes = [0; NAME];
     let length = name.floor_char_boundary(NAME);
@@ -29,11 +32,11 @@ pub fn introduce(kind: ThreadKind, name: &str) {
     SELF.set(Some((kind, bytes)));
 }
 
-/// Says what was called and ends the process.
+/// Reports the call and ends the process.
 pub fn report(call: seccomp::Trapped) -> ! {
     terminal::restore();
     let mut line = Line { bytes: [0; 256], length: 0 };
-    // A line that does not fit is cut off; it is never worth an error here.
+    // A line that does not fit is cut off, which is not an error.
     let _ = describe(&mut line, SELF.get(), call);
     seccomp::write_stderr(&line.bytes[..line.length]);
     seccomp::exit_now(EXIT_STATUS)
@@ -51,7 +54,7 @@ fn describe(
             let name = str::from_utf8(&name[..length]).unwrap_or("?");
             write!(line, "{kind} thread {name}")?;
         }
-        // A thread that main started and that has not introduced itself yet has main's filter.
+        // A thread that main has started has main's filter until it introduces itself.
         None => line.write_str("a new thread")?,
     }
     let name = names::of(call.number).unwrap_or("unknown");
