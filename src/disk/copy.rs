@@ -1,4 +1,4 @@
-//! Making and converting images: what `qemu-img create` and `convert` do, for raw and qcow2.
+//! Creates and converts images, raw and qcow2, like `qemu-img create` and `convert`.
 
 use std::fs::File;
 use std::io;
@@ -7,12 +7,12 @@ use std::os::unix::fs::FileExt;
 use super::Image;
 use super::qcow2::{Named, Qcow2};
 
-/// How much is copied at once: a multiple of the largest cluster.
+/// Bytes copied at once: a multiple of the largest cluster.
 const PART: usize = 4 << 20;
-/// What is written or left out as a whole.
+/// The unit that is written, or skipped if it is all zeroes.
 const BLOCK: usize = 64 << 10;
 
-/// Where a converted disk goes.
+/// The target of a conversion.
 pub enum Target {
     /// A raw image.
     Raw(File),
@@ -21,7 +21,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// A disk of `size` zeroes in the empty `file`.
+    /// A raw disk of `size` zeroes in the empty `file`.
     ///
     /// # Errors
     /// The host's.
@@ -30,7 +30,7 @@ impl Target {
         Ok(Self::Raw(file))
     }
 
-    /// The same as a qcow2 image.
+    /// A qcow2 disk of `size` zeroes in the empty `file`.
     ///
     /// # Errors
     /// The host's.
@@ -47,7 +47,7 @@ impl Target {
         }
     }
 
-    /// Puts everything on the medium.
+    /// Syncs everything to the medium.
     ///
     /// # Errors
     /// The host's.
@@ -59,11 +59,11 @@ impl Target {
     }
 }
 
-/// Copies the disk `from` into `to`, which is all zeroes. Blocks of zeroes are left out. `progress` is
-/// told how many bytes are done.
+/// Copies the disk `from` to `to`, which is all zeroes. Blocks of zeroes are skipped. `progress` is
+/// called with the number of bytes done.
 ///
 /// # Errors
-/// The host's, or that an image is damaged.
+/// The host's, or a damaged image.
 pub fn copy(from: &Image, to: &mut Target, mut progress: impl FnMut(u64)) -> io::Result<()> {
     let size = from.size()?;
     let mut bytes = vec![0; PART];

@@ -1,34 +1,35 @@
-//! Where clusters of a qcow2 image lie in its file, of those that were read or written last. The tables know
-//! it, too, but a look at them takes as long as the read of 4 KiB that follows.
+//! Caches the file offsets of a qcow2 image's recently read or written clusters. The tables have
+//! them too, but a lookup there takes as long as the 4 KiB read that follows.
 
 use std::ops::Range;
 
-/// Clusters that are remembered: those of 1 GiB where each has 64 KiB.
+/// The number of cached clusters. At 64 KiB each they cover 1 GiB.
 const SLOTS: usize = 1 << 14;
 
 /// A direct-mapped cache.
 pub(crate) struct Extents {
-    /// Bytes of a cluster.
+    /// The cluster size in bytes.
     cluster: u64,
-    /// The cluster's number on the disk plus one, and where it lies. Zeroes, so that the kernel gives memory
-    /// only for what is used.
+    /// The cluster's number on the disk plus one, and its offset. Empty slots are zeroes, so the
+    /// kernel allocates memory only for used ones.
     slots: Vec<(u64, u64)>,
 }
 
 impl Extents {
-    /// Nothing is remembered yet.
+    /// An empty cache.
     pub(crate) fn new(cluster: u64) -> Self {
         Self { cluster, slots: vec![(0, 0); SLOTS] }
     }
 
-    /// Where `len` bytes from `at` of the disk on lie, if they are in one cluster that is remembered.
+    /// The offset of `len` bytes from `at` of the disk on, if they are in one cached cluster.
     pub(crate) fn find(&self, at: u64, len: usize) -> Option<u64> {
         let (number, within) = (at / self.cluster, at % self.cluster);
         let (key, offset) = self.slots[number as usize % SLOTS];
         (key == number + 1 && len as u64 <= self.cluster - within).then_some(offset + within)
     }
 
-    /// `len` bytes from `at` of the disk on lie at `offset`, and so does the rest of their clusters.
+    /// Caches that `len` bytes from `at` of the disk on are at `offset`, along with the rest of
+    /// their clusters.
     pub(crate) fn note(&mut self, at: u64, len: u64, offset: u64) {
         let begin = offset - at % self.cluster;
         for (number, offset) in self.numbers(at, len).zip((begin..).step_by(self.cluster as usize)) {
@@ -36,7 +37,7 @@ impl Extents {
         }
     }
 
-    /// `len` bytes from `at` on may lie elsewhere now.
+    /// Drops the clusters of `len` bytes from `at` on, whose offsets may change.
     pub(crate) fn forget(&mut self, at: u64, len: u64) {
         let numbers = self.numbers(at, len);
         if numbers.end - numbers.start >= SLOTS as u64 {
@@ -51,7 +52,7 @@ impl Extents {
         }
     }
 
-    /// The clusters in which `len` bytes from `at` on are.
+    /// The numbers of the clusters that hold `len` bytes from `at` on.
     fn numbers(&self, at: u64, len: u64) -> Range<u64> {
         at / self.cluster..at.saturating_add(len).div_ceil(self.cluster)
     }
@@ -69,7 +70,7 @@ mod tests {
         assert_eq!(extents.find(2 * 512, 512), Some(8192));
         assert_eq!(extents.find(4 * 512 + 7, 505), Some(8192 + 1024 + 7));
         assert_eq!((extents.find(2 * 512, 513), extents.find(5 * 512, 1)), (None, None));
-        // Another cluster has the same slot.
+        // Another cluster with the same slot.
         assert_eq!(extents.find((2 + SLOTS as u64) * 512, 1), None);
         extents.forget((3 + SLOTS as u64) * 512, 1);
         extents.forget(3 * 512 + 511, 1);

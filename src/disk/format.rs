@@ -1,22 +1,23 @@
-//! Formats of disk images, told by how they begin. The one place that knows them: what is none of these is raw.
+//! Detects the formats of disk images from their first bytes. Only this module knows them: anything
+//! else is raw.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// A format that is not raw.
+/// A format other than raw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// QEMU's first format of its kind.
+    /// QEMU's first qcow format.
     Qcow,
-    /// QEMU's, and that of most cloud images.
+    /// QEMU's format, used by most cloud images.
     Qcow2,
     /// VMware's: a sparse extent, or a descriptor of several files.
     Vmdk,
     /// Hyper-V's.
     Vhdx,
-    /// Hyper-V's older one, where it is sparse.
+    /// Hyper-V's older format, if it is sparse.
     Vhd,
     /// VirtualBox's.
     Vdi,
@@ -30,14 +31,14 @@ pub enum Format {
     Zstd,
 }
 
-/// How many bytes tell a format.
+/// The number of bytes that identify a format.
 const HEAD: usize = 72;
 
 impl Format {
-    /// The format of `file`; `None` where it is raw.
+    /// The format of `file`; `None` if it is raw.
     ///
     /// # Errors
-    /// Where it cannot be read.
+    /// The file cannot be read.
     pub fn of(file: &File) -> io::Result<Option<Self>> {
         let (mut head, mut len) = ([0; HEAD], 0);
         while len < HEAD {
@@ -60,7 +61,7 @@ impl Format {
             _ if head.starts_with(b"# Disk DescriptorFile") => Self::Vmdk,
             _ if head.starts_with(b"vhdxfile") => Self::Vhdx,
             _ if head.starts_with(b"conectix") => Self::Vhd,
-            // Its creator's name comes first.
+            // A VDI file begins with its creator's name.
             _ if head.starts_with(b"<<< ") && head.get(64..68) == Some(&[0x7f, 0x10, 0xda, 0xbe]) => {
                 Self::Vdi
             }
@@ -72,7 +73,7 @@ impl Format {
         })
     }
 
-    /// What it is called.
+    /// The format's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Qcow => "qcow",
@@ -88,7 +89,7 @@ impl Format {
         }
     }
 
-    /// The command that makes a raw image of the one at `path`.
+    /// The command that converts the image at `path` to a raw image.
     pub fn conversion(self, path: &Path) -> String {
         let raw = path.with_extension("raw");
         let (from, to) = (path.display(), raw.display());

@@ -1,5 +1,6 @@
-//! Disk images: what a file's format is ([`format`](mod@format)), qcow2 ([`qcow2`]), what a guest writes beside an image that
-//! stays as it is ([`overlay`]), and copies from one format to the other ([`copy`](mod@copy)).
+//! Disk images: formats ([`format`](mod@format)), qcow2 ([`qcow2`]), overlays that hold a guest's
+//! writes beside an unchanged image ([`overlay`]), and copies from one format to another
+//! ([`copy`](mod@copy)).
 //!
 //! The device that a guest sees is `vellum_devices::virtio::blk`. It opens and locks the files.
 
@@ -24,29 +25,29 @@ use vellum_kvm::memory::slices::Slices;
 use overlay::Overlay;
 use qcow2::Qcow2;
 
-/// The file that a disk is, for whoever wants to know of it what the guest does not.
+/// The file behind a disk, for uses other than the guest's requests.
 #[derive(Debug)]
 pub struct DiskImage {
-    /// Open for what the guest may do.
+    /// Open for reading, and for writing if the guest may write.
     pub file: File,
     /// Its absolute path.
     pub path: PathBuf,
-    /// The guest may not write.
+    /// Whether the guest may only read.
     pub readonly: bool,
 }
 
-/// What the guest's requests go to.
+/// The target of the guest's requests.
 pub enum Image {
     /// A raw image or a block device.
     Raw(File),
     /// A qcow2 image.
     Qcow2(Box<Qcow2>),
-    /// What is written goes beside it.
+    /// An overlay: writes go to a file beside the image.
     Over(Box<Overlay>),
 }
 
 impl Image {
-    /// Reads from `at` on into the next bytes of `data`: how many.
+    /// Reads from `at` on into the next bytes of `data`. Returns the number of bytes.
     ///
     /// # Errors
     /// The host's.
@@ -58,13 +59,13 @@ impl Image {
         }
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     ///
     /// # Errors
     /// The host's.
     pub fn size(&self) -> io::Result<u64> {
         match self {
-            // Unlike the metadata's size, this is right for block devices too.
+            // Unlike the metadata's size, this is also right for block devices.
             Self::Raw(file) => (&mut &*file).seek(SeekFrom::End(0)),
             Self::Qcow2(image) => Ok(image.size()),
             Self::Over(overlay) => Ok(overlay.size()),
@@ -74,7 +75,7 @@ impl Image {
     /// Reads exactly `bytes` from `at` on.
     ///
     /// # Errors
-    /// The host's, or that the disk ends before.
+    /// The host's, or the disk ends before.
     pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         match self {
             Self::Raw(file) => file.read_exact_at(bytes, at),
@@ -83,8 +84,8 @@ impl Image {
         }
     }
 
-    /// Whether bytes from `at` on read as zeroes without a look at them, and how many of the next `len`.
-    /// A file system that does not know its holes has none.
+    /// Whether the bytes from `at` on are known to be zeroes without reading them, and for how many
+    /// of the next `len` bytes the answer holds. A file system that does not report holes has none.
     ///
     /// # Errors
     /// The host's.
@@ -101,7 +102,7 @@ impl Image {
         }
     }
 
-    /// Writes the next bytes of `data` from `at` on: how many.
+    /// Writes the next bytes of `data` from `at` on. Returns the number of bytes.
     ///
     /// # Errors
     /// The host's.
@@ -113,7 +114,7 @@ impl Image {
         }
     }
 
-    /// Puts what was written on the medium.
+    /// Syncs what was written to the medium.
     ///
     /// # Errors
     /// The host's.
@@ -125,7 +126,7 @@ impl Image {
         }
     }
 
-    /// Has `len` bytes from `at` on read as zeroes, and gives up their space if `unmap`.
+    /// Makes `len` bytes from `at` on read as zeroes, and frees their space if `unmap`.
     ///
     /// # Errors
     /// The host's.
@@ -137,7 +138,8 @@ impl Image {
         }
     }
 
-    /// Gives up the space of `len` bytes from `at` on: whether the file system can. They read as zeroes afterwards.
+    /// Frees the space of `len` bytes from `at` on, which then read as zeroes. Returns whether the
+    /// file system supports it.
     ///
     /// # Errors
     /// The host's.
@@ -150,7 +152,7 @@ impl Image {
     }
 }
 
-/// fallocate(2): false if the file system does not know `mode`.
+/// Calls fallocate(2). Returns false if the file system does not support `mode`.
 fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
     match fallocate(file, mode, true, at, len) {
         Ok(()) => Ok(true),
@@ -159,7 +161,7 @@ fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<b
     }
 }
 
-/// Has `len` bytes of `file` from `at` on read as zeroes, and gives up their space if `unmap`.
+/// Makes `len` bytes of `file` from `at` on read as zeroes, and frees their space if `unmap`.
 fn write_zeros(file: &File, at: u64, len: u64, unmap: bool) -> io::Result<()> {
     static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
     let mode = if unmap { FallocateMode::PunchHole } else { FallocateMode::ZeroRange };

@@ -1,29 +1,35 @@
-//! What a guest has written to a disk, beside a base that nobody changes: a sparse file with a map of the blocks that it holds.
+//! A guest's writes to a disk, beside a base that never changes: a sparse file with a map of the
+//! blocks that it holds.
 //!
 //! ```text
-//! 0        header: "VLMOVER\n", u32 version, u32 bytes of a block, u64 bytes of the base, i64 when the base was last written to (ns since
-//!          1970), in version 2 u64 bytes of the disk, u32 CRC32C of these
-//! 4096     the map, a bit a block, 1 where the block is here
-//! then     from the next multiple of 4096 on, each block where it lies in the base
+//! 0        header: "VLMOVER\n", u32 version, u32 block size, u64 base size in bytes, i64 time of
+//!          the base's last write (ns since 1970), in version 2 u64 disk size in bytes, u32 CRC32C
+//!          of these
+//! 4096     the map, one bit per block, 1 if the block is in this file
+//! then     from the next multiple of 4096 on, each block at its offset in the base
 //! ```
 //!
-//! A disk that is larger than its base (version 2) has zeroes behind it.
+//! A disk that is larger than its base (version 2) has zeroes after the base's end.
 //!
-//! A block is here as a whole: of one that is written to in part for the first time, the rest is copied from the base. The map of a file
-//! says of a block that it is here only when the block is on the medium: a flush first writes data, and then the map. So after a loss of
-//! power the disk has all that was flushed, and of what was not flushed any sectors or none, as any disk has.
+//! A block is in the file as a whole: the first partial write to a block copies the rest from the
+//! base. The map on the medium has a block's bit set only after the block is on the medium, because
+//! a flush first writes data and then the map. So after a power loss the disk has everything that
+//! was flushed. Any sectors that were not flushed may be there or not, as on any disk.
 //!
-//! Not qcow2, although `qcow2.rs` reads and writes that:
-//! - A first write to a block copies less than 4 KiB of the base. A cluster of a qcow2 image has 64 KiB as most programs make it.
-//! - A block lies where it lies in the base. So a read or write of a run is one call for guest memory, and no table is read or
-//!   allocated on the way. A qcow2 image needs an L2 entry and a refcount for each new cluster, and lays clusters out as they are
-//!   first written to.
-//! - What is written is data, or a page of the map. A test cuts the power between any two writes and looks at what is left. The
-//!   tables of a qcow2 image are written by a library, whose order of writes is no part of its interface.
-//! - The header tells the base by its size and when it was last written to, so that a base that has changed is refused. A qcow2 image
-//!   names its backing file by a path.
+//! Overlays are not qcow2 images, although `qcow2.rs` reads and writes those:
+//! - The first write to a block copies less than 4 KiB of the base. A cluster of a qcow2 image has
+//!   64 KiB as most programs create it.
+//! - A block has the same offset as in the base. So a read or write of a run is one call on guest
+//!   memory, without a table lookup or an allocation. A qcow2 image needs an L2 entry and a
+//!   refcount for each new cluster, and places clusters in the order of their first writes.
+//! - The only writes are data and pages of the map. A test cuts the power between any two writes
+//!   and checks what is left. The tables of a qcow2 image are written by a library, which does not
+//!   specify the order of its writes.
+//! - The header identifies the base by its size and by the time of its last write, so that a base
+//!   that has changed is refused. A qcow2 image names its backing file by a path.
 //!
-//! The price is that no other program reads it. What is to be kept for others is written to a qcow2 image.
+//! The price is that no other program can read an overlay. For use by other programs, write the
+//! disk to a qcow2 image.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -42,103 +48,105 @@ use vellum_kvm::memory::slices::Slices;
 use vellum_sys::mmap;
 use vellum_sys::open::{self, Kind};
 
-/// Bytes of a block: what file systems write at least, and the host's page cache has.
+/// Block size in bytes: the smallest write of most file systems, and the page size of the host's
+/// page cache.
 const BLOCK: u64 = 4096;
 const MAGIC: [u8; 8] = *b"VLMOVER\n";
-/// The version of a disk that is as large as its base, and of one that is larger.
+/// The versions of a disk as large as its base, and of a larger one.
 const VERSIONS: [u32; 2] = [1, 2];
-/// Bytes of a header of version 1; those of version 2 have the size of the disk more.
+/// The header size in version 1. Version 2 adds the size of the disk.
 const HEADER: usize = 36;
 const LARGER: usize = 44;
-/// Where the map begins, and how much of it is written at once.
+/// The offset of the map, and the unit in which it is written.
 const MAP: u64 = 4096;
 const MAP_PAGE: u64 = 4096;
 
-/// The largest base: its map has 512 MiB, of which memory is taken where something is written alone.
+/// The maximum disk size. Its map has 512 MiB. A new map takes memory only for the parts that are
+/// written.
 const MAX_BASE: u64 = 16 << 40;
 
-/// Where what is written goes.
+/// Where a guest's writes go.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Place {
-    /// To a file, which is made where there is none.
+    /// To a file. It is created if it does not exist.
     File(PathBuf),
-    /// Nowhere that outlives the machine.
+    /// To a file that does not outlive the machine.
     Discard,
 }
 
-/// Why there is no overlay.
+/// Why an overlay cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The host.
+    /// An error of the host.
     #[error("{0}")]
     Host(#[from] io::Error),
-    /// A file that is none.
+    /// The file is not an overlay.
     #[error("it is no overlay: it does not begin like one; another name makes a new one")]
     Other,
-    /// A later version's.
+    /// The overlay has an unknown version.
     #[error("it is of version {0}, and this Vellum knows 1 and 2")]
     Version(u32),
-    /// Of another disk.
+    /// The overlay belongs to another base.
     #[error(
         "it is of another base, or the base has changed since: it was of {bytes} bytes, last written to at {at}, and is of {now_bytes}, written to at {now_at}"
     )]
     Base {
-        /// The size of its base.
+        /// The size of the overlay's base in bytes.
         bytes: u64,
-        /// When that was last written to, in seconds since 1970.
+        /// When the overlay's base was last written to, in seconds since 1970.
         at: i64,
-        /// The size of this base.
+        /// The size of this base in bytes.
         now_bytes: u64,
-        /// When this one was.
+        /// When this base was last written to, in seconds since 1970.
         now_at: i64,
     },
-    /// The user wants a size that it cannot have.
+    /// The overlay cannot have the requested size.
     #[error("a disk of {wanted} bytes is not possible: {why}")]
     Size {
-        /// What the user wants, in bytes.
+        /// The requested size in bytes.
         wanted: u64,
-        /// Why not, and what would do.
+        /// Why not, and what would work.
         why: String,
     },
-    /// A base that is too large.
+    /// The disk is too large.
     #[error("a disk of {} TiB is larger than an overlay's base may be, {} TiB", .0 >> 40, MAX_BASE >> 40)]
     Large(u64),
-    /// Somebody has shortened it.
+    /// The overlay's file is too short.
     #[error("it is cut short: it has {has} bytes of {due}")]
     Short {
-        /// How many there are.
+        /// Its size in bytes.
         has: u64,
-        /// How many there should be.
+        /// The required size in bytes.
         due: u64,
     },
 }
 
-/// A base, and what has been written beside it.
+/// A base and the writes beside it.
 pub struct Overlay {
     base: Base,
     over: File,
-    /// Whether somebody wants it after the machine's end.
+    /// Whether the overlay outlives the machine.
     lasts: bool,
-    /// Bytes of the base, and of the disk.
+    /// The sizes of the base and of the disk in bytes.
     base_bytes: u64,
     bytes: u64,
-    /// Where block 0 lies in `over`.
+    /// The offset of block 0 in `over`.
     data: u64,
-    /// The map: what is here, on the medium or not.
+    /// The map of the blocks in `over`, on the medium or not.
     here: Vec<u64>,
-    /// Pages of the map that are not on the medium as they are in `here`.
+    /// Pages of the map that differ from `here` on the medium.
     owed: BTreeSet<u64>,
-    /// In tests, what was done to `over`, in its order.
+    /// In tests, the writes and syncs of `over`, in order.
     #[cfg(test)]
     trace: Vec<Act>,
 }
 
-/// An image that nobody writes to.
+/// An image that is never written to.
 pub enum Base {
     /// A raw image or a block device.
     Raw(File),
-    /// A qcow2 image, and its file.
+    /// A qcow2 image and its file.
     Qcow2(Box<Qcow2>, File),
 }
 
@@ -164,7 +172,7 @@ impl Base {
     }
 }
 
-/// What tells a base from another.
+/// Distinguishes one base from another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Identity {
     bytes: u64,
@@ -174,7 +182,7 @@ struct Identity {
 impl Identity {
     fn of(base: &File, bytes: u64) -> io::Result<Self> {
         let stat = base.metadata()?;
-        // A block device does not tell.
+        // A block device has no useful time.
         let written = stat.file_type().is_file().then(|| stat.mtime() * 1_000_000_000 + stat.mtime_nsec());
         Ok(Self { bytes, written: written.unwrap_or(0) })
     }
@@ -195,7 +203,7 @@ impl Identity {
         header
     }
 
-    /// Checks that `header` is of this base: the bytes of the disk.
+    /// Checks that `header` belongs to this base. Returns the size of the disk in bytes.
     fn check(self, header: &[u8; LARGER]) -> Result<u64, Error> {
         let word = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 bytes"));
         let half = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes"));
@@ -225,11 +233,11 @@ impl Identity {
     }
 }
 
-/// Opens the file at `path` for what is written beside a base, or makes it, without locking it, and has `work` done with it. A file that
-/// was made for work that fails is gone again.
+/// Opens the overlay file at `path`, or creates it, and calls `work` with it. The file is not
+/// locked. If `work` fails, a file that was created is removed.
 ///
 /// # Errors
-/// What the kernel says, by `failed`, or of `work`.
+/// The kernel's error, through `failed`, or that of `work`.
 pub fn with_file<T, E>(
     path: &Path,
     failed: impl FnOnce(io::Error) -> E,
@@ -241,7 +249,7 @@ pub fn with_file<T, E>(
     let (file, made) = match open(options.clone().create_new(true)) {
         Ok(file) => (file, true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            // A link that leads to nothing is there, too.
+            // A dangling symbolic link also counts as existing.
             match open(options.create(true).truncate(false)) {
                 Ok(file) => (file, false),
                 Err(error) => return Err(failed(error)),
@@ -256,17 +264,18 @@ pub fn with_file<T, E>(
     })
 }
 
-/// A file that goes with who has it open: where temporary files are, or in memory.
+/// A file without a name, which lasts as long as it is open. It is in the directory for temporary
+/// files, or in memory.
 ///
 /// # Errors
-/// What the kernel says of both.
+/// The kernel's error, if neither works.
 pub fn unnamed() -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600);
     options.open(std::env::temp_dir()).or_else(|_| mmap::memfd(c"vellum-overlay", 0, None))
 }
 
-/// Reads the header of a file, with zeroes behind one of version 1.
+/// Reads the header of a file. A header of version 1 is padded with zeroes.
 fn read_header(over: &File) -> Result<[u8; LARGER], Error> {
     let mut header = [0; LARGER];
     match over.read_exact_at(&mut header[..HEADER], 0) {
@@ -280,11 +289,12 @@ fn read_header(over: &File) -> Result<[u8; LARGER], Error> {
 }
 
 impl Overlay {
-    /// `over` beside `base`, which has `base_bytes` bytes. An empty file becomes one, of a disk of `wanted` bytes or as large as the base.
-    /// The size of a disk stays.
+    /// The overlay `over` of `base`, which has `base_bytes` bytes. An empty file becomes an overlay
+    /// of a disk of `wanted` bytes, or by default as large as the base. The size of an existing
+    /// overlay's disk cannot be changed.
     ///
     /// # Errors
-    /// Why it is none of this base's, or not of that size.
+    /// Why it does not fit this base, or why it cannot have that size.
     pub fn new(
         base: Base,
         base_bytes: u64,
@@ -324,7 +334,7 @@ impl Overlay {
         let mut here = vec![0; (map / 8) as usize];
         match has {
             0 => {
-                // The length last: a file that has it has a header.
+                // The length is set last: a file with its full length has a header.
                 over.write_all_at(&identity.header(bytes), 0)?;
                 over.set_len(due)?;
                 if lasts {
@@ -358,7 +368,7 @@ impl Overlay {
         })
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub fn size(&self) -> u64 {
         self.bytes
     }
@@ -367,7 +377,8 @@ impl Overlay {
         self.here[(block / 64) as usize] >> (block % 64) & 1 != 0
     }
 
-    /// From `at` on, of `len` bytes, those that lie in the same file: whether that is the overlay's, and where they end.
+    /// The leading part of `len` bytes from `at` on that lies in one file. Returns whether that is
+    /// the overlay's file, and where the part ends.
     fn run(&self, at: u64, len: u64) -> (bool, u64) {
         let here = self.is_here(at / BLOCK);
         let end = at + len;
@@ -378,10 +389,10 @@ impl Overlay {
         (here, next.min(end))
     }
 
-    /// Reads from `at` on into the next bytes of `data`: how many.
+    /// Reads from `at` on into the next bytes of `data`. Returns the number of bytes.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         let (here, end) = self.run(at, data.left() as u64);
         let most = (end - at) as usize;
@@ -397,7 +408,7 @@ impl Overlay {
     /// Reads exactly `bytes` from `at` on.
     ///
     /// # Errors
-    /// What the kernel says, or that the disk ends before.
+    /// The kernel's error, or the disk ends before.
     pub fn read_exact_at(&self, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
         if at.checked_add(bytes.len() as u64).is_none_or(|end| end > self.bytes) {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -415,7 +426,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Reads exactly `bytes` of the base, which has zeroes behind it.
+    /// Reads exactly `bytes` of the base. It has zeroes after its end.
     fn read_base(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         let (inside, behind) =
             bytes.split_at_mut(self.base_bytes.saturating_sub(at).min(bytes.len() as u64) as usize);
@@ -423,10 +434,10 @@ impl Overlay {
         if inside.is_empty() { Ok(()) } else { self.base.read_exact_at(inside, at) }
     }
 
-    /// Writes the next bytes of `data` from `at` on: how many.
+    /// Writes the next bytes of `data` from `at` on. Returns the number of bytes.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         let (here, end) = self.run(at, data.left() as u64);
         let (first, last) = (at / BLOCK, (end - 1) / BLOCK);
@@ -434,17 +445,18 @@ impl Overlay {
             return self.put(data, at, end);
         }
         if !at.is_multiple_of(BLOCK) || end < ((first + 1) * BLOCK).min(self.bytes) {
-            // The rest of this block comes from the base; then it is here.
+            // The rest of this block is copied from the base. Then the block is in the overlay.
             self.fill(first)?;
             self.mark(first, first + 1);
             return self.put(data, at, end.min((first + 1) * BLOCK));
         }
-        // Whole blocks; one that is cut at the end has its turn next.
+        // Whole blocks. A partial block at the end is left to the next call.
         let whole = if end == self.bytes { end } else { end / BLOCK * BLOCK };
         let count = self.put(data, at, whole)?;
         let done = at + count as u64;
         self.mark(first, if done == self.bytes { last + 1 } else { done / BLOCK });
-        // The host's file system was full in the middle of a block, which is none of the disk then.
+        // The host's file system was full in the middle of a block. That block does not become part
+        // of the disk.
         let whole = done == self.bytes || done.is_multiple_of(BLOCK);
         if whole && count > 0 { Ok(count) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
@@ -466,7 +478,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Blocks `from` to `to`, without that, are here.
+    /// Marks blocks `from..to` as being in the overlay.
     fn mark(&mut self, from: u64, to: u64) {
         for block in from..to {
             self.here[(block / 64) as usize] |= 1 << (block % 64);
@@ -474,10 +486,10 @@ impl Overlay {
         }
     }
 
-    /// Has `len` bytes from `at` on read as zeroes, and gives up their room.
+    /// Makes `len` bytes from `at` on read as zeroes, and frees their space.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn zero(&mut self, at: u64, len: u64) -> io::Result<()> {
         let (mut at, end) = (at, at + len);
         while at < end {
@@ -502,10 +514,10 @@ impl Overlay {
         Ok(())
     }
 
-    /// What has been written until now outlives a loss of power, where somebody wants it.
+    /// Makes everything written so far survive a power loss, if the overlay outlives the machine.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn flush(&mut self) -> io::Result<()> {
         if !self.lasts {
             return Ok(());
@@ -536,7 +548,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// In tests: `len` bytes at `at` of the file are other ones now.
+    /// In tests, records that `len` bytes at `at` of the file were written.
     #[cfg_attr(not(test), allow(unused_variables, clippy::unused_self))]
     fn note(&mut self, at: u64, len: u64) {
         #[cfg(test)]
@@ -550,7 +562,7 @@ impl Overlay {
 
 impl Drop for Overlay {
     fn drop(&mut self) {
-        // The guest was ended rather than switched off: what it had not flushed need not be lost for that.
+        // If the guest was ended without a shutdown, its unflushed writes need not be lost.
         if let Err(error) = self.flush() {
             tracing::warn!("an overlay: what was written to it last is lost: {error}");
         }
@@ -645,7 +657,7 @@ mod tests {
         let mut expected = original.clone();
         expected.resize(100 * 512, 0);
         assert_eq!(guest.read(&overlay, 0, expected.len()), expected);
-        // Across the end of the base, and behind it.
+        // Across the end of the base, and beyond it.
         for (at, len) in [(9 * 512, 1024), (50 * 512, 512)] {
             guest.write(&mut overlay, at, &vec![7; len]);
             expected[at as usize..][..len].fill(7);

@@ -1,5 +1,5 @@
-//! In tests: a loss of power. A file's writes since its last fsync reach the medium or not, each sector by
-//! itself.
+//! In tests: simulates a power loss. Each sector written since the file's last fsync may reach the
+//! medium or not.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,20 +13,20 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::Image;
 
-/// What was done to a file.
+/// A change to a file.
 #[derive(Clone)]
 pub(crate) enum Act {
-    /// Bytes of it are these.
+    /// These bytes were written at this offset.
     Write(u64, Vec<u8>),
-    /// All before is on the medium.
+    /// Everything before this is on the medium.
     Sync,
 }
 
-/// What was done to a file, in its order.
+/// The changes to a file, in order.
 pub(crate) type Trace = Arc<Mutex<Vec<Act>>>;
 
 pub(crate) const SECTOR: u64 = 512;
-/// Sectors of the disk. Not a multiple of a block.
+/// The number of sectors of the disk. Their total size is not a multiple of a block.
 const SECTORS: u64 = 97;
 
 /// A file with these bytes.
@@ -36,7 +36,7 @@ pub(crate) fn file(bytes: &[u8]) -> File {
     file
 }
 
-/// Bytes of which each sector is another.
+/// Bytes that differ from sector to sector.
 pub(crate) fn base(bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at / 512) as u8 ^ 0x55).collect()
 }
@@ -48,7 +48,7 @@ pub(crate) fn random(state: &mut u64, below: u64) -> u64 {
     *state % below
 }
 
-/// Guest memory to write from and read to.
+/// Guest memory as the source of writes and the target of reads.
 pub(crate) struct Guest(Memory);
 
 impl Guest {
@@ -83,10 +83,11 @@ impl Guest {
     }
 }
 
-/// Random writes, zeroes and flushes to the `image` of `original`, whose file's acts `trace` returns; then
-/// a loss of power at `cuts` places, with any of the sectors lost that were not flushed. What was flushed is
-/// there. Each other sector is one that was written since, or as it was flushed. `again` opens what a file
-/// has that was as `begin` before the acts.
+/// Makes random writes, zeroes and flushes on the `image` of `original`; `trace` returns the acts
+/// on its file. Then cuts the power at `cuts` places, and drops any of the unflushed sectors.
+/// Checks that everything flushed is there, and that each other sector has a content written since
+/// the flush, or the flushed one. `again` opens the file with the resulting content. Before the
+/// acts that content was `begin`.
 pub(crate) fn is_survived(
     mut image: Image,
     original: &[u8],
@@ -100,7 +101,8 @@ pub(crate) fn is_survived(
     println!("VELLUM_SEED={seed}");
     let (mut state, guest) = (seed, Guest::new());
     assert_eq!(original.len() as u64, SECTORS * SECTOR);
-    // What the guest wrote to each sector since it last flushed, the flushed content first; as of each act.
+    // The contents written to each sector since its last flush, after each act. The flushed content
+    // comes first.
     let sector = |at: u64, from: &[u8]| from[(at * SECTOR) as usize..][..SECTOR as usize].to_vec();
     let mut allowed: Vec<Vec<Vec<u8>>> = (0..SECTORS).map(|at| vec![sector(at, original)]).collect();
     let mut history = vec![(0, allowed.clone())];
@@ -146,7 +148,7 @@ pub(crate) fn is_survived(
         after.set_len(length).unwrap();
         for (at, act) in trace[..cut].iter().enumerate() {
             let Act::Write(offset, data) = act else { continue };
-            // Sectors of the medium: a write may begin within one.
+            // A write may begin within a sector of the medium.
             let mut rest = &data[..];
             let mut to = *offset;
             while !rest.is_empty() {
@@ -158,7 +160,7 @@ pub(crate) fn is_survived(
             }
         }
         let found = guest.read(&again(after), 0, original.len());
-        // What may be there: of the step in which power was lost, and of the one before it.
+        // The contents allowed in the step in which the power was lost, and in the step before.
         let at = history.partition_point(|(acts, _)| *acts < cut);
         let steps = &history[at.saturating_sub(1)..(at + 1).min(history.len())];
         for (number, is) in found.chunks(SECTOR as usize).enumerate() {

@@ -1,15 +1,15 @@
-//! qcow2 images (QEMU, docs/interop/qcow2.txt), by the crate imago.
+//! qcow2 images (QEMU, docs/interop/qcow2.txt), based on the crate imago.
 //!
-//! imago reads and writes the tables. Data of a guest goes straight between guest memory and the file wherever the tables map a
-//! range to it; compressed clusters are unpacked first.
+//! imago reads and writes the tables. A guest's data goes directly between guest memory and the
+//! file wherever the tables map a range to it. Compressed clusters are decompressed first.
 //!
-//! imago orders what it writes so that an image is right at each moment if the file has all that was written until then. A loss of
-//! power keeps to no order, so [`ImageFile`] syncs between a table and what was written before it, and before data goes to a
-//! cluster that was free.
+//! imago orders its writes so that the image is consistent at each moment if all earlier writes
+//! have reached the file. A power loss keeps no order. So [`ImageFile`] syncs between a table and
+//! the writes before it, and before data goes to a cluster that was free.
 //!
-//! Images come from strangers. [`Header::read`] refuses what imago would have to trust: tables that are larger than the file or
-//! than any disk needs, and encryption. A backing file or an external data file is opened only if the user names it, because an
-//! image could name any file of the host.
+//! Images are untrusted. [`Header::read`] refuses what imago would have to trust: tables that are
+//! larger than the file or than any disk needs, and encryption. A backing file or an external data
+//! file is opened only if the user names it, because an image could name any file of the host.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -34,13 +34,13 @@ use crate::unpacked::Unpacked;
 
 /// The first four bytes.
 const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Bytes of a header of version 3 without its extensions.
+/// The size of a version 3 header without its extensions.
 const HEADER: usize = 104;
-/// The largest disk: 16 TiB.
+/// The maximum disk size: 16 TiB.
 const MAX_DISK: u64 = 16 << 40;
-/// The largest L1 table, as QEMU limits it.
+/// The maximum size of the L1 table. QEMU has the same limit.
 const MAX_L1_BYTES: u64 = 32 << 20;
-/// The largest refcount table, as QEMU limits it.
+/// The maximum size of the refcount table. QEMU has the same limit.
 const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
 /// Bits of `incompatible_features`.
 const DIRTY: u64 = 1 << 0;
@@ -52,61 +52,61 @@ const EXTENDED_L2: u64 = 1 << 4;
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The host.
+    /// An error of the host.
     #[error("{0}")]
     Host(#[from] io::Error),
-    /// A field of the header has no possible value.
+    /// A field of the header has an invalid value.
     #[error("its header is damaged: {field} is {value}, {limit}")]
     Header {
-        /// Which field, by its name in QEMU's documentation.
+        /// The field's name in QEMU's documentation.
         field: &'static str,
-        /// What it says.
+        /// The field's value.
         value: u64,
-        /// What is possible.
+        /// The valid values.
         limit: String,
     },
-    /// It is encrypted.
+    /// The image is encrypted.
     #[error("it is encrypted; `qemu-img convert` writes it without")]
     Encrypted,
-    /// A program ended while it wrote to it.
+    /// A program ended without closing the image.
     #[error("it was not closed in order; `qemu-img check --repair=all` repairs it")]
     Dirty,
-    /// QEMU has found it damaged.
+    /// QEMU has marked the image as corrupt.
     #[error("it is marked as corrupt; `qemu-img check --repair=all` may repair it")]
     Corrupt,
-    /// It has a feature that is not supported.
+    /// The image has a feature that is not supported.
     #[error("it has {0}, which is not supported; `qemu-img convert -O qcow2` writes it without")]
     Feature(&'static str),
-    /// It has a backing file, and the user has named none.
+    /// The image has a backing file, and the user has not named one.
     #[error(
         "it has the backing file {0:?}; an image could name any file of this host, so say which: `backing=FILE`"
     )]
     Backing(String),
-    /// The user has named a backing file, and it has none.
+    /// The user has named a backing file, but the image has none.
     #[error("it has no backing file")]
     NoBacking,
-    /// Its data is in another file, and the user has named none.
+    /// The image has an external data file, and the user has not named one.
     #[error("its data is in another file; say which: `data-file=FILE`")]
     DataFile,
-    /// The user has named a data file, and it has none.
+    /// The user has named a data file, but the image has none.
     #[error("it has no external data file")]
     NoDataFile,
 }
 
-/// What the header says, checked.
+/// A checked header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// 2 or 3.
+    /// The version: 2 or 3.
     pub version: u32,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub size: u64,
-    /// Bytes of a cluster.
+    /// The cluster size in bytes.
     pub cluster: u64,
-    /// Snapshots inside the image.
+    /// The number of snapshots inside the image.
     pub snapshots: u32,
-    /// The name of its backing file, as the image has it.
+    /// The name of the backing file, as in the image.
     pub backing: Option<String>,
-    /// Whether its data is in another file.
+    /// Whether the image has an external data file.
     pub data_file: bool,
 }
 
@@ -114,7 +114,7 @@ impl Header {
     /// Reads the header of `file`.
     ///
     /// # Errors
-    /// If it is no qcow2 image, or one that cannot be used.
+    /// It is not a qcow2 image, or one that cannot be used.
     pub fn read(file: &File) -> Result<Self, Error> {
         let length = file_size(file)?;
         let mut bytes = [0; HEADER];
@@ -122,7 +122,7 @@ impl Header {
         let header = Self::parse(&bytes, length)?;
         let (at, len) = (be64(&bytes, 8), be32(&bytes, 16));
         if at == 0 {
-            // The length means nothing then, and nobody has checked it.
+            // The length is meaningless then and was not checked.
             return Ok(header);
         }
         let mut name = vec![0; len as usize];
@@ -130,10 +130,11 @@ impl Header {
         Ok(Self { backing: Some(String::from_utf8_lossy(&name).into_owned()), ..header })
     }
 
-    /// The same of `bytes`, of a file that is `length` bytes long; without the name of a backing file.
+    /// Parses the header in `bytes`, of a file of `length` bytes, without the name of a backing
+    /// file.
     ///
     /// # Errors
-    /// If it is no qcow2 image, or one that cannot be used.
+    /// It is not a qcow2 image, or one that cannot be used.
     pub fn parse(bytes: &[u8; HEADER], length: u64) -> Result<Self, Error> {
         let within = |field, value, limit: std::ops::RangeInclusive<u64>| {
             if limit.contains(&value) {
@@ -229,14 +230,14 @@ fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io::Result<()
     Ok(())
 }
 
-/// A file of an image, for imago. It opens no others.
+/// A file of an image, for imago. It does not open other files.
 struct ImageFile {
     file: Arc<File>,
     helper: CommonStorageHelper,
-    /// Whether something was written that may not be on the medium, and whether a table was.
+    /// Whether there are unsynced writes, and whether a table is among them.
     unsynced: AtomicBool,
     unsynced_table: AtomicBool,
-    /// In tests, what was done to it, in its order.
+    /// In tests, the writes and syncs, in order.
     #[cfg(test)]
     trace: power::Trace,
 }
@@ -253,7 +254,7 @@ impl ImageFile {
         }
     }
 
-    /// Puts on the medium what was written.
+    /// Syncs earlier writes to the medium.
     fn sync_data(&self) -> io::Result<()> {
         self.file.sync_data()?;
         self.unsynced.store(false, Ordering::Relaxed);
@@ -263,13 +264,13 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Data is about to be written, perhaps to a cluster that was free. imago has written the table that
-    /// had it for other data by then; this puts that on the medium.
+    /// Called before data is written, perhaps to a cluster that was free. imago has already written
+    /// the table that mapped the cluster to other data. This syncs that table to the medium.
     fn before_data(&self) -> io::Result<()> {
         if self.unsynced_table.load(Ordering::Relaxed) { self.sync_data() } else { Ok(()) }
     }
 
-    /// `len` bytes at `at` have been written.
+    /// Records that `len` bytes at `at` have been written.
     #[cfg_attr(not(test), allow(unused_variables))]
     fn note(&self, at: u64, len: u64) {
         self.unsynced.store(true, Ordering::Relaxed);
@@ -294,7 +295,8 @@ impl fmt::Display for ImageFile {
     }
 }
 
-// The trait's functions are unsafe because they do not order concurrent requests. Each image has one thread.
+// The trait's functions are unsafe because they do not order concurrent requests. Each image is
+// used by one thread.
 impl Storage for ImageFile {
     fn size(&self) -> io::Result<u64> {
         file_size(&self.file)
@@ -309,8 +311,8 @@ impl Storage for ImageFile {
     }
 
     unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
-        // A table, or a part of a cluster that is copied. imago writes tables in the order in which each is
-        // right with what was written before it, and nothing but this keeps the medium to that order.
+        // This is a table, or a part of a cluster that is copied. imago's order keeps each table
+        // consistent with the writes before it. This sync makes the medium keep to that order.
         if self.unsynced.load(Ordering::Relaxed) {
             self.sync_data()?;
         }
@@ -364,12 +366,12 @@ impl Storage for ImageFile {
 type Access = Arc<FormatAccess<ImageFile>>;
 type Driver = imago::qcow2::Qcow2<ImageFile, Access>;
 
-/// The files beside an image that the user has named.
+/// The files of an image that the user has named.
 #[derive(Default)]
 pub struct Named {
-    /// Its backing file: raw or qcow2, without a backing file of its own.
+    /// The backing file: raw or qcow2, without a backing file of its own.
     pub backing: Option<File>,
-    /// The file with its data.
+    /// The external data file.
     pub data: Option<File>,
 }
 
@@ -378,16 +380,17 @@ pub struct Qcow2 {
     access: FormatAccess<ImageFile>,
     version: u32,
     has_data_file: bool,
-    /// Bytes of a cluster.
+    /// The cluster size in bytes.
     cluster: u64,
     unpacked: Unpacked,
-    /// The file with the data and where it has which, if no other has some.
+    /// The file with the data, and the offsets of its cached clusters. `None` if a backing file has
+    /// data too.
     extents: Option<(Arc<File>, RefCell<Extents>)>,
     #[cfg(test)]
     trace: power::Trace,
 }
 
-/// imago's view of an image with that header.
+/// imago's access to an image with `header`.
 fn access(
     image: ImageFile,
     header: &Header,
@@ -422,7 +425,7 @@ fn backing_access(file: File) -> Result<FormatAccess<ImageFile>, Error> {
 }
 
 impl Qcow2 {
-    /// The image in `file`, and the files beside it that the user has named.
+    /// Opens the image in `file`, with the other files that the user has named.
     ///
     /// # Errors
     /// Why it cannot be used.
@@ -445,38 +448,39 @@ impl Qcow2 {
         })
     }
 
-    /// Makes an image of a disk of `size` bytes in the empty `file`.
+    /// Creates an image of a disk of `size` bytes in the empty `file`.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn create(file: File, size: u64) -> io::Result<()> {
         Driver::create_builder(ImageFile::new(file)).size(size).preallocate(PreallocateMode::None).create()
     }
 
-    /// Makes the disk larger: `size` bytes. What is new reads as zeroes.
+    /// Grows the disk to `size` bytes. The new part reads as zeroes.
     ///
     /// # Errors
-    /// What the kernel says, or that the image cannot grow, as one with snapshots in version 2.
+    /// The kernel's error, or the image cannot grow, such as one with snapshots in version 2.
     pub fn grow(&mut self, size: u64) -> io::Result<()> {
         self.forget(0, u64::MAX);
         self.access.resize_grow(size, PreallocateMode::None)?;
         self.flush()
     }
 
-    /// The version of its format.
+    /// The version of the image's format.
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub fn size(&self) -> u64 {
         self.access.size()
     }
 
-    /// Reads from `at` on into the next bytes of `data`: how many.
+    /// Reads from `at` on into the next bytes of `data`, at most `max`. Returns the number of
+    /// bytes.
     ///
     /// # Errors
-    /// What the kernel says, or that the image is damaged there.
+    /// The kernel's error, or the image is damaged there.
     pub fn read(&self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
         let read = |data: &mut Slices<'_>, file: &File, offset, len| match data.preadv(file, offset, len)? {
             // The file ends before the cluster does.
@@ -504,7 +508,7 @@ impl Qcow2 {
         }
     }
 
-    /// Calls `with` with the rest of the compressed cluster from `at` on.
+    /// Calls `with` with the decompressed cluster from `at` to its end.
     fn compressed<T>(&self, at: u64, with: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
         self.unpacked.read(at, self.size(), |bytes, start| self.access.read(bytes, start), with)
     }
@@ -512,7 +516,7 @@ impl Qcow2 {
     /// Reads exactly `bytes` from `at` on.
     ///
     /// # Errors
-    /// What the kernel says, or that the image is damaged there.
+    /// The kernel's error, or the image is damaged there.
     pub fn read_exact_at(&self, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
         while !bytes.is_empty() {
             let (mapping, len) = self.access.get_mapping(at, bytes.len() as u64)?;
@@ -542,16 +546,17 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Whether the `len` bytes from `at` on read as zeroes without a look at them, and for how many of them that is so.
+    /// Whether the bytes from `at` on are known to be zeroes without reading them, and for how many
+    /// of the next `len` bytes the answer holds.
     ///
     /// # Errors
-    /// What the kernel says, or that the image is damaged there.
+    /// The kernel's error, or the image is damaged there.
     pub fn is_hole(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
         let (mapping, len) = self.access.get_mapping(at, len)?;
         Ok((matches!(mapping, Mapping::Zero { .. }), len))
     }
 
-    /// `len` bytes from `at` on are about to change.
+    /// Drops cached data of `len` bytes from `at` on, which are about to change.
     fn forget(&mut self, at: u64, len: u64) {
         self.unpacked.forget(at, len);
         if let Some((_, extents)) = &mut self.extents {
@@ -559,10 +564,10 @@ impl Qcow2 {
         }
     }
 
-    /// Writes the next bytes of `data` from `at` on: how many.
+    /// Writes the next bytes of `data` from `at` on. Returns the number of bytes.
     ///
     /// # Errors
-    /// What the kernel says, or that the image is damaged there.
+    /// The kernel's error, or the image is damaged there.
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         self.forget(at, data.left() as u64);
         let mapping = self.access.prepare_data_mapping(at, data.left() as u64, true)?;
@@ -588,20 +593,21 @@ impl Qcow2 {
     /// Writes all of `bytes` from `at` on.
     ///
     /// # Errors
-    /// What the kernel says, or that the image is damaged there.
+    /// The kernel's error, or the image is damaged there.
     pub fn write_all_at(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {
         self.forget(at, bytes.len() as u64);
         self.access.write(bytes, at)
     }
 
-    /// Has `len` bytes from `at` on read as zeroes; gives up their space if `discard`.
+    /// Makes `len` bytes from `at` on read as zeroes, and frees their space if `discard`.
     ///
     /// # Errors
-    /// What the kernel says, or that the image is damaged there.
+    /// The kernel's error, or the image is damaged there.
     pub fn zero(&mut self, at: u64, len: u64, discard: bool) -> io::Result<()> {
         self.forget(at, len);
         let end = at + len;
-        // Version 2 has no clusters that are zero, and imago 0.2.6 fails at parts of a disk's only cluster.
+        // Version 2 has no zero clusters, and imago 0.2.6 fails for a part of a disk's only
+        // cluster.
         let (first, last) = match self.version {
             2 => (end, end),
             _ => {
@@ -619,7 +625,7 @@ impl Qcow2 {
         self.write_zeros(last, end)
     }
 
-    /// Writes zeroes from `at` to `end` where there are others.
+    /// Writes zeroes from `at` to `end`, except where the range already reads as zeroes.
     fn write_zeros(&mut self, mut at: u64, end: u64) -> io::Result<()> {
         static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
         while at < end {
@@ -632,12 +638,13 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Puts what was written, and the tables that map it, on the medium.
+    /// Syncs what was written, and the tables that map it, to the medium.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn flush(&mut self) -> io::Result<()> {
-        // The tables are in another file, which knows nothing of its writes.
+        // The tables are in another file. Its syncs do not cover writes to the data file, so those
+        // are synced before the tables are written.
         if self.has_data_file {
             self.access.sync()?;
         }
@@ -652,7 +659,7 @@ mod tests {
     use crate::Image;
     use crate::power::{Guest, SECTOR, base, file};
 
-    /// Over a backing file and without one, and so that there are several tables of each kind.
+    /// Tests images with and without a backing file, and with several tables of each kind.
     #[test]
     fn what_was_flushed_outlives_a_loss_of_power() {
         let size = 97 * SECTOR;
@@ -681,7 +688,7 @@ mod tests {
         }
     }
 
-    /// imago flushes what it drops.
+    /// imago flushes an image when it is dropped.
     #[test]
     fn what_was_not_flushed_is_there_after_an_end_in_order() {
         let made = file(&[]);

@@ -1,33 +1,34 @@
-//! Clusters of a qcow2 image that were decompressed, the latest first. A read of 4 KiB from a compressed
-//! cluster decompresses all of it, up to 2 MiB, and the next read is often of the same cluster.
+//! Caches decompressed clusters of a qcow2 image, the latest first. A read of 4 KiB from a
+//! compressed cluster decompresses all of it, up to 2 MiB, and the next read is often in the same
+//! cluster.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
 
-/// Bytes that are kept, but at least [`MIN_CLUSTERS`].
+/// The size of the cache in bytes, or [`MIN_CLUSTERS`] clusters if those are larger.
 const KEPT: u64 = 4 << 20;
-/// A reader of a file system goes to and fro between a directory, an inode and a file.
+/// A file system reader alternates between a directory, an inode and a file.
 const MIN_CLUSTERS: u64 = 4;
-/// The list is searched from its beginning.
+/// The maximum number of clusters, because lookups search the list linearly.
 const MAX_CLUSTERS: u64 = 32;
 
 /// Decompressed clusters of one image.
 pub(crate) struct Unpacked {
-    /// Bytes of a cluster.
+    /// The cluster size in bytes.
     cluster: u64,
-    /// Where each begins on the disk, and its bytes.
+    /// The offset of each cluster on the disk, and its bytes.
     clusters: RefCell<VecDeque<(u64, Vec<u8>)>>,
 }
 
 impl Unpacked {
-    /// None are kept yet; each will have `cluster` bytes.
+    /// An empty cache for clusters of `cluster` bytes.
     pub(crate) fn new(cluster: u64) -> Self {
         Self { cluster, clusters: RefCell::default() }
     }
 
-    /// Calls `with` with what the disk has from `at` on to the end of that cluster. The disk has `size`
-    /// bytes. `fill` reads a cluster that is not kept.
+    /// Calls `with` with the disk's bytes from `at` to the end of its cluster. The disk has `size`
+    /// bytes. `fill` reads a cluster that is not cached.
     ///
     /// # Errors
     /// Those of `fill`.
@@ -45,7 +46,7 @@ impl Unpacked {
             Some(index) => clusters.remove(index),
             None => {
                 let most = (KEPT / self.cluster).clamp(MIN_CLUSTERS, MAX_CLUSTERS) as usize;
-                // The oldest one's memory serves again.
+                // Reuse the memory of the oldest cluster.
                 let mut bytes = if clusters.len() < most {
                     Vec::new()
                 } else {
@@ -62,7 +63,7 @@ impl Unpacked {
         Ok(with(&clusters[0].1[(at - start) as usize..]))
     }
 
-    /// `len` bytes from `at` on are about to change.
+    /// Drops the clusters that overlap `len` bytes from `at` on, which are about to change.
     pub(crate) fn forget(&mut self, at: u64, len: u64) {
         let end = at.saturating_add(len);
         let clusters = self.clusters.get_mut();
@@ -76,7 +77,8 @@ impl Unpacked {
 mod tests {
     use super::*;
 
-    /// A disk whose bytes are the numbers of their clusters, and how many were decompressed.
+    /// Reads from a disk whose bytes are the numbers of their clusters. Counts the decompressions
+    /// in `fills`.
     fn read(unpacked: &Unpacked, fills: &mut u32, at: u64) -> (u8, usize) {
         let fill = |bytes: &mut [u8], start: u64| {
             *fills += 1;
@@ -94,7 +96,7 @@ mod tests {
             assert_eq!(read(&unpacked, &mut fills, at).0 as u64, at / cluster);
         }
         assert_eq!(fills, 2);
-        // The oldest gives way to a fifth one, and the last cluster of the disk is short.
+        // The fifth cluster replaces the oldest. The last cluster of the disk is short.
         for at in [5 * cluster, 6 * cluster, 7 * cluster, 0, 50 * cluster] {
             read(&unpacked, &mut fills, at);
         }
