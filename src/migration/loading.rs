@@ -1,5 +1,5 @@
-//! The thread that reads a snapshot: it makes the machine of [`crate::snapshot`]'s files that a [`receiver`](super::receiver) makes of
-//! what comes over a link, and has the same things done with it.
+//! The thread that restores a snapshot. A [`receiver`](super::receiver) makes a machine from a
+//! link; this thread makes it from the files of [`crate::snapshot`], with the same demands.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -17,22 +17,22 @@ use vellum_kvm::memory::short_size;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::sigbus;
 
-/// How often somebody who does not want it any more is looked for, while memory is populated.
+/// How often a cancellation is checked while memory is populated.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The most pages whose maps are read before it is known that the machine can be made here: those of 1 TiB, for which a file that is one hole
-/// costs some mebibytes.
+/// The maximum number of pages whose maps are read before it is known that the machine can be made
+/// here. These are the pages of 1 TiB. A map that is one hole takes a few MiB for them.
 const BEFOREHAND: u64 = 1 << 28;
 
-/// Why no machine comes of it.
+/// Why no machine is made.
 enum End {
     /// The event loop's thread is gone.
     Orphaned,
-    /// It cannot be made here.
+    /// The machine cannot be made here.
     Refused(String),
-    /// Its disks are not as they were.
+    /// Its disks have changed.
     DiskChanged(String),
-    /// The host or the operator does not let it.
+    /// The host or the operator prevents it.
     Gone(String),
 }
 
@@ -48,19 +48,20 @@ impl From<Error> for End {
     }
 }
 
-/// How memory comes out of a snapshot.
+/// How memory is restored from a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// All of it is read, and each page compared with its sum, before the guest runs.
+    /// All of it is read and verified before the guest runs.
     Eager,
-    /// It shows the files, whose pages the kernel reads when somebody wants them and shares with all who do.
+    /// The files are mapped as guest memory. The kernel reads a page on first access and shares it
+    /// with every process that maps it.
     Map {
-        /// How many mappings this process can have yet.
+        /// How many more mappings this process can have.
         mappings: u64,
     },
-    /// It comes as it is wanted, and in between ([`fetching`](super::fetching)).
+    /// Pages are fetched on demand, and the rest in the background ([`fetching`](super::fetching)).
     Demand {
-        /// Whether what the recorded restore wanted comes first.
+        /// Whether the recorded working set is fetched first.
         prefetch: bool,
     },
 }
@@ -74,12 +75,12 @@ pub(crate) struct Loading {
 }
 
 impl Loading {
-    /// Of `source` point `point`, or the newest.
+    /// Restores point `point` of `source`, or the newest.
     pub fn new(machine: Mine<Said, ReceiverCommand>, source: Source, point: Option<u32>, way: Way) -> Self {
         Self { way, machine, source: Some(source), point }
     }
 
-    /// Goes on until the machine runs or cannot.
+    /// Runs until the machine runs, or until restoring fails.
     pub fn run(mut self) {
         let said = match self.load() {
             Ok(()) => Said::Over,
@@ -88,7 +89,7 @@ impl Loading {
             Err(End::DiskChanged(why)) => Said::DiskChanged(why),
             Err(End::Gone(why)) => Said::Gone(why),
         };
-        // Nobody is left to hear it where this fails.
+        // If it fails, the event loop's thread is gone.
         let _ = self.machine.say(said).and_then(|()| self.machine.say(Said::Over));
     }
 
@@ -98,7 +99,8 @@ impl Loading {
         let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
         let offer = Offer { disks: Some(disks), ..Offer::new(chosen.machine) };
         self.machine.say(Said::Demand(Demand::Judge(offer)))?;
-        // The maps are read while the machine is made, unless they tell of so many pages that it has to be known first to have them.
+        // Maps are read while the machine is being made. If they have too many pages, they are read
+        // only once the machine is known to have as many.
         let told: Vec<(u32, u64)> =
             chosen.layers.iter().map(|(point, _)| (point.number, point.pages)).collect();
         let all = told.iter().fold(0, |all: u64, (_, pages)| all.saturating_add(*pages));
@@ -150,9 +152,10 @@ impl Loading {
         Ok(())
     }
 
-    /// Writes the pages of the snapshot into memory that was just made.
+    /// Writes the snapshot's pages into new memory.
     fn fill(&self, place: &Place, layers: &Layers) -> Result<(), End> {
-        // Made where there is something to read: in the other ways there seldom is, and 256 page faults are a part of what a start takes.
+        // Allocated only if pages are read. The other ways seldom read any, and the buffer's 256
+        // page faults would slow down a start.
         let mut buffer = Vec::new();
         let mut first = 0;
         for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
@@ -171,7 +174,7 @@ impl Loading {
                 match from {
                     Some(layer) => {
                         layer.read(run, bytes)?;
-                        // Of no consequence where it fails: then each page faults.
+                        // If it fails, each page faults instead.
                         let _ = slot.mapping().populate(offset, bytes.len() as u64);
                     }
                     None if fresh => continue,
@@ -201,7 +204,7 @@ impl Loading {
         }
     }
 
-    /// Whether somebody does not want it any more.
+    /// Checks for a cancellation.
     fn hear(&self) -> Result<(), End> {
         while let Some(told) = self.machine.heard()? {
             if let ReceiverCommand::Cancel(why) = told {
@@ -212,7 +215,7 @@ impl Loading {
     }
 }
 
-/// Opens layers, and reads their maps.
+/// Opens layers and reads their maps.
 fn readers(layers: Vec<(Point, Files)>) -> Result<Vec<Reader>, Error> {
     let each = layers
         .into_iter()
@@ -220,7 +223,8 @@ fn readers(layers: Vec<(Point, Files)>) -> Result<Vec<Reader>, Error> {
     each.collect()
 }
 
-/// What of a snapshot's content is in RAM: where in its mapping, which pages of the machine these are, and which layer has them.
+/// The snapshot's content in RAM: the offset in RAM's mapping, the machine's pages, and the layer
+/// that has them.
 fn content<'a>(place: &Place, layers: &'a Layers) -> Vec<(u64, Range<u64>, &'a Reader)> {
     let (mut first, mut runs) = (0, Vec::new());
     for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
@@ -228,7 +232,7 @@ fn content<'a>(place: &Place, layers: &'a Layers) -> Vec<(u64, Range<u64>, &'a R
         let mut at = first;
         while let Some((run, from)) = layers.next_of(at..end, u64::MAX).filter(|_| fresh) {
             at = run.end;
-            // What is zero, memory that was just made is already.
+            // New memory is zero already.
             runs.extend(from.map(|layer| (slot.offset() + (run.start - first) * PAGE_SIZE, run, layer)));
         }
         first = end;
@@ -236,7 +240,7 @@ fn content<'a>(place: &Place, layers: &'a Layers) -> Vec<(u64, Range<u64>, &'a R
     runs
 }
 
-/// Has the pages of the files brought into RAM when somebody wants them.
+/// Starts to fetch pages of the files into RAM on demand.
 fn fetch(
     place: &Place,
     layers: Layers,
@@ -247,7 +251,7 @@ fn fetch(
     if content.iter().any(|(at, run, _)| *at != run.start * PAGE_SIZE) {
         return Err(End::Gone("its memory does not begin with RAM, in one piece".into()));
     }
-    // Whoever asks what of memory was ever touched, while some of it has not been brought yet, is told of that too.
+    // Reports of touched memory include the pages that have not been fetched yet.
     let will_be = content.iter().map(|(at, run, _)| *at..at + (run.end - run.start) * PAGE_SIZE);
     let _ = place.ram.shown.set(will_be.collect());
     let (mapping, page) = (place.ram.mapping.clone(), place.ram.config.backing.page_size());
@@ -255,7 +259,7 @@ fn fetch(
     Ok(fetching)
 }
 
-/// Maps the pages of the files over RAM.
+/// Maps the files' pages over RAM.
 fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
     let runs = content(place, layers);
     check(runs.len() as u64, mappings).map_err(End::Refused)?;
@@ -283,14 +287,14 @@ fn show(place: &Place, layers: &Layers, mappings: u64) -> Result<(), End> {
         let (len, kept) = kept.map_err(|error| End::Gone(format!("{name}: {error}")))?;
         sigbus::watch(kept, len, name);
     }
-    // Nobody else sets it: the machine was made for this.
+    // No other caller sets it: the machine was made for this.
     let _ = place.ram.shown.set(shown);
     Ok(())
 }
 
-/// Whether so many pieces of files fit into a process that can have so many mappings more.
+/// Checks that this many pieces of files fit into a process that can have `mappings` more mappings.
 fn check(pieces: u64, mappings: u64) -> Result<(), String> {
-    // Each may part the mapping that it lies in.
+    // Each piece may split the mapping around it.
     match (2 * pieces).checked_sub(mappings) {
         None | Some(0) => Ok(()),
         Some(missing) => Err(format!(

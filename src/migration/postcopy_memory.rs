@@ -1,9 +1,11 @@
-//! Guest memory that is not all there while its guest runs: which of it is missing, and how what comes gets into it. Faults on it are
-//! answered by the thread of [`fetching`](super::fetching); what comes is put in by whichever thread reads it.
+//! Guest memory that is incomplete while its guest runs: which pages are missing, and how arriving
+//! pages are placed. The thread of [`fetching`](super::fetching) resolves faults. The thread that
+//! reads a page places it.
 //!
-//! Pages of what backs the memory are counted as units, of so many pages each: the kernel takes a huge page of a pool as a whole, so
-//! that its parts are gathered until all of them have come. What is here already is never written over: a page that comes twice, on
-//! two connections, comes late the second time, when the guest may have written to it.
+//! Memory is counted in units, the pages of its backing. A unit has one or more pages. The kernel
+//! places a huge page of a pool only as a whole, so its parts are gathered until all have arrived.
+//! Present pages are never overwritten. A page may arrive twice, on two connections, and the guest
+//! may have written to it before the second arrival.
 
 use std::collections::HashMap;
 use std::io;
@@ -20,22 +22,22 @@ use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
 use vellum_sys::plant::{self, Mistake};
 use vellum_sys::uffd::{Mode, Uffd};
 
-/// Of so many waits it is remembered how long they took.
+/// The maximum number of waits whose durations are recorded.
 const MAX_REMEMBERED: usize = 1 << 16;
 
-/// A unit of which some pages have come.
+/// A unit with some of its pages.
 struct Gathered {
     bytes: Box<[u8]>,
     came: Bits,
     left: u64,
 }
 
-/// Who waits for what, and how long others have waited.
+/// Which threads wait for which units, and past waits.
 #[derive(Default)]
 struct Waiting {
-    /// Unit, thread, and since when.
+    /// Unit, thread, and start of the wait.
     now: Vec<(u64, u32, Instant)>,
-    /// In all, by thread.
+    /// Total time per thread.
     total: HashMap<u32, Duration>,
     each: Vec<u64>,
     faults: u64,
@@ -53,7 +55,7 @@ pub struct PostcopyMemory {
     brought: AtomicU64,
     gathered: Mutex<HashMap<u64, Gathered>>,
     waiting: Mutex<Waiting>,
-    /// Written to once nothing is missing.
+    /// Signalled once no unit is missing.
     whole: Arc<EventFd>,
 }
 
@@ -68,8 +70,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl PostcopyMemory {
-    /// All of `mapping`, backed by pages of `page` bytes, of which those units are missing whose bits are set.
-    /// `whole` is written to once none is.
+    /// All of `mapping`, backed by pages of `page` bytes. `missing` has a bit per unit. `whole` is
+    /// signalled once no unit is missing.
     pub(crate) fn new(
         uffd: Uffd,
         mapping: Arc<Mapping>,
@@ -83,65 +85,66 @@ impl PostcopyMemory {
         Self { uffd, mapping, page, unit, missing, left, brought, gathered, waiting, whole }
     }
 
-    /// Where faults arrive.
+    /// The userfaultfd.
     pub fn uffd(&self) -> &Uffd {
         &self.uffd
     }
 
-    /// Pages of a unit.
+    /// The number of pages per unit.
     pub fn unit(&self) -> u64 {
         self.unit
     }
 
-    /// How many units there are.
+    /// The number of units.
     pub fn units(&self) -> u64 {
         self.mapping.len() / self.page
     }
 
-    /// The units that are missing.
+    /// The missing units.
     pub(crate) fn missing(&self) -> &Bits {
         &self.missing
     }
 
-    /// How many these are.
+    /// The number of missing units.
     pub fn left(&self) -> u64 {
         self.left.load(Ordering::Acquire)
     }
 
-    /// Pages of the usual size that were brought.
+    /// The number of base pages that were fetched.
     pub fn brought(&self) -> u64 {
         self.brought.load(Ordering::Relaxed)
     }
 
-    /// The unit of a host-virtual address of the mapping.
+    /// The unit of a host virtual address in the mapping.
     pub(crate) fn unit_at(&self, address: u64) -> u64 {
         (address - self.mapping.as_ptr() as u64) / self.page
     }
 
-    /// Has faults on it reported from now on.
+    /// Registers the memory for missing faults.
     ///
     /// # Errors
-    /// Where the kernel refuses.
+    /// The kernel refuses.
     pub fn register(&self) -> Result<(), String> {
         let registered = self.uffd.register(&self.mapping, 0, self.mapping.len(), Mode::Missing);
         registered.map_err(|error| format!("userfaultfd for the guest's memory: {error}"))
     }
 
-    /// Has nothing reported any more: who still waits finds zeroes where nothing is.
+    /// Unregisters the memory. A thread that still waits for a missing page gets zeroes.
     ///
     /// # Errors
-    /// Where the kernel refuses.
+    /// The kernel refuses.
     pub fn unregister(&self) -> Result<(), String> {
         let done = self.uffd.unregister(&self.mapping, 0, self.mapping.len());
         done.map_err(|error| format!("UFFDIO_UNREGISTER: {error}"))
     }
 
-    /// Empties the units that are missing of whatever has come before. In a file their pages stay unless they are punched out
-    /// (MADV_REMOVE), whatever becomes of their mapping (MADV_DONTNEED): a page that is there would be found, and nobody asked for it.
-    /// Said after [`Self::register`]: the kernel gathers no huge page around a hole of memory that is registered.
+    /// Unmaps the missing units, which may contain earlier data. In a file their pages must be
+    /// punched out (MADV_REMOVE). After MADV_DONTNEED alone the file would still have them, so an
+    /// access would find the old page without a fault. Call this after [`Self::register`]: the
+    /// kernel does not collapse registered memory into huge pages.
     ///
     /// # Errors
-    /// Where the kernel refuses.
+    /// The kernel refuses.
     pub fn empty(&self, shared: bool) -> Result<(), String> {
         let advice = match shared && !plant::is(Mistake::KeptInCache) {
             true => libc::MADV_REMOVE,
@@ -157,10 +160,11 @@ impl PostcopyMemory {
         Ok(())
     }
 
-    /// The pages of `first..`, counted over the mapping, as many as `data` has or `pages` says, have come: zeroes without `data`.
+    /// Takes arrived pages, numbered over the mapping. `data` has their content, or they are zero
+    /// without it.
     ///
     /// # Errors
-    /// Where the kernel does not take them.
+    /// The kernel refuses them.
     pub fn take(&self, pages: Range<u64>, data: Option<&[u8]>) -> Result<(), String> {
         let bytes = |run: &Range<u64>| {
             let [start, end] = [run.start, run.end].map(|page| ((page - pages.start) * PAGE_SIZE) as usize);
@@ -189,7 +193,7 @@ impl PostcopyMemory {
         Ok(())
     }
 
-    /// A page of a unit has come; all of them, when it was the last.
+    /// Stores a page of a unit. Returns the whole unit when its last page has arrived.
     fn gather(&self, unit: u64, page: u64, data: Option<&[u8]>) -> Option<Box<[u8]>> {
         let mut gathered = locked(&self.gathered);
         let one = gathered.entry(unit).or_insert_with(|| Gathered {
@@ -208,10 +212,10 @@ impl PostcopyMemory {
         (one.left == 0).then(|| gathered.remove(&unit).map(|one| one.bytes))?
     }
 
-    /// `data` is what is to be in the units `run`, which were missing.
+    /// Places `data` in the missing units `run`.
     ///
     /// # Errors
-    /// Where the kernel does not take it.
+    /// The kernel refuses it.
     pub fn put(&self, run: Range<u64>, data: &[u8]) -> Result<(), String> {
         let data = if plant::is(Mistake::SmallCopy) { &data[..PAGE_SIZE as usize] } else { data };
         let copied = self.uffd.copy(&self.mapping, run.start * self.page, data, self.page);
@@ -220,8 +224,9 @@ impl PostcopyMemory {
         Ok(())
     }
 
-    /// A page may come twice, on the connection that carries all and on that for pages that are wanted. Where it was the last one, the
-    /// thread of either connection finds that all is there, and has unregistered the memory before the other one's call: ENOENT.
+    /// Ignores ENOENT once no unit is missing. A page may arrive twice, on the connection for all
+    /// pages and on that for faulting pages. If it was the last one, the other connection's thread
+    /// may have unregistered the memory before this call.
     fn unless_whole(&self, result: io::Result<()>) -> io::Result<()> {
         match result {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) && self.left() == 0 => Ok(()),
@@ -235,10 +240,10 @@ impl PostcopyMemory {
         Ok(())
     }
 
-    /// Answers those who wait for the units `run`, of which nothing is to come, with zeroes.
+    /// Resolves faults on the units `run` with zeroes, because no content will arrive for them.
     ///
     /// # Errors
-    /// Where the kernel does not take them.
+    /// The kernel refuses.
     pub fn zero(&self, run: Range<u64>) -> Result<(), String> {
         let (offset, len) = (run.start * self.page, (run.end - run.start) * self.page);
         let zeroed = if self.page == host_page() {
@@ -249,7 +254,8 @@ impl PostcopyMemory {
         self.unless_whole(zeroed).map_err(|error| format!("UFFDIO_ZEROPAGE: {error}"))
     }
 
-    /// Said after the page is there, not before: a fault that comes again is answered with zeroes from here on.
+    /// Marks units as present. Call this after they are placed, because later faults on them are
+    /// resolved with zeroes.
     fn is_there(&self, run: Range<u64>) {
         let taken = self.missing.take(run.clone());
         self.brought.fetch_add(taken * self.unit, Ordering::Relaxed);
@@ -272,7 +278,7 @@ impl PostcopyMemory {
         }
     }
 
-    /// `thread` waits for `unit` from now on; whether nobody has before.
+    /// Records that `thread` waits for `unit`. Returns whether it is the first to wait.
     pub fn waits(&self, unit: u64, thread: u32) -> bool {
         let mut waiting = locked(&self.waiting);
         waiting.faults += 1;
@@ -283,7 +289,7 @@ impl PostcopyMemory {
         first
     }
 
-    /// The units that somebody waits for.
+    /// The units that threads wait for.
     pub(crate) fn awaited(&self) -> Vec<u64> {
         let mut units: Vec<u64> = locked(&self.waiting).now.iter().map(|(unit, ..)| *unit).collect();
         units.sort_unstable();
@@ -291,7 +297,7 @@ impl PostcopyMemory {
         units
     }
 
-    /// For how long was waited in all, by vCPUs whose threads are `vcpus`.
+    /// The waits so far. `vcpus` are the threads of the vCPUs.
     pub fn waited(&self, vcpus: &[u32]) -> Waited {
         let waiting = locked(&self.waiting);
         let mut each = waiting.each.clone();
@@ -312,7 +318,7 @@ mod tests {
     use crate::threads;
     use vellum_sys::mmap::Source;
 
-    /// What is there is not written over by what comes late, and what a file held before is not found.
+    /// A late page does not overwrite a present one, and a file's earlier content is not found.
     #[test]
     fn what_follows_is_put_where_nothing_is_and_once() {
         for (source, shared) in [(Source::Anonymous, false), (Source::SharedAnonymous, true)] {
@@ -333,7 +339,7 @@ mod tests {
             assert_eq!((landing.left(), landing.brought()), (0, 3));
             landing.take(2..3, None).unwrap();
             landing.unregister().unwrap();
-            // Those of a thread that had seen them missing before another one brought them.
+            // As placed by a thread that found the pages missing before another thread placed them.
             landing.put(3..4, &[3; PAGE_SIZE as usize]).unwrap();
             landing.put_zeroes(2..3).unwrap();
             let found: Vec<u64> = (0..8).map(|page| word(page).load(Ordering::Relaxed)).collect();

@@ -1,12 +1,14 @@
-//! The thread that writes a snapshot: passes over memory while the guest runs, as a migration has them, then a pause for the last
-//! pages and the state. Where a migration has a link, this has files ([`crate::snapshot`]); what it needs done with the machine it
-//! demands in the same words ([`events`](super::events)).
+//! The thread that writes a snapshot. As in a migration, it makes passes over memory while the
+//! guest runs, and then pauses the guest for the last pages and the state. It writes to files
+//! ([`crate::snapshot`]) instead of a link. It makes the same demands on the machine
+//! ([`events`](super::events)).
 //!
-//! Where it is followed on who writes to memory ([`Since`]), the next point has only what has changed. What a point that comes to nothing
-//! has taken of that is owed to the next one: a page is forgotten when the files that have it have their names, and not before.
+//! With dirty tracking since the last point ([`Since`]), the next point has only the pages that
+//! changed. If a point fails, the pages that it took are owed to the next point. Dirty bits are
+//! dropped only once the snapshot's files have their names.
 //!
-//! The guest goes on as soon as all of it has been copied; the files are brought to the disk afterwards. Then the client that gave
-//! them names them, and says so.
+//! The guest resumes as soon as all pages are copied. The files are synced afterwards. Then the
+//! client that provided the files names them and reports it.
 
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -32,43 +34,43 @@ use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
 use vellum_sys::poll::Poll;
 
-/// How long the client may take to name files that are on the disk.
+/// How long the client may take to name files that are on disk.
 const NAMING: Duration = Duration::from_secs(60);
-/// How often those who listen are told how far it is.
+/// How often progress is reported.
 const TELLING: Duration = Duration::from_millis(200);
 
-/// What is asked of a snapshot.
+/// The options of a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// How long the guest may stand still: a limit, not an aim.
+    /// How long the guest may be paused: a limit, not a target.
     pub downtime: Duration,
-    /// After which time it is paused for longer, where it writes faster than passes end.
+    /// After this time the guest is paused for longer if it writes faster than passes end.
     pub timeout: Duration,
-    /// How dirty pages are collected; what the machine has, where nothing is asked for.
+    /// How dirty pages are collected. None for the machine's own method.
     pub method: Option<Method>,
-    /// Whether the machine ends where it was paused.
+    /// Whether the machine ends at the pause.
     pub stop: bool,
-    /// Whether it is followed on who writes to memory.
+    /// Whether dirty tracking continues after the snapshot.
     pub follow: bool,
 }
 
-/// Where a snapshot goes.
+/// The destination of a snapshot.
 pub struct Place {
     /// Its files, which are empty.
     pub files: Files,
-    /// Its directory.
+    /// The identity of its directory.
     pub chain: String,
-    /// Which of its points it becomes.
+    /// The number of the new point.
     pub number: u32,
     /// The machine's disks, which stay where they are.
     pub disks: Vec<machine::Disk>,
 }
 
-/// Why no snapshot comes of it.
+/// Why a snapshot fails.
 enum End {
     /// The machine is gone.
     Orphaned,
-    /// The guest goes on as it was.
+    /// The guest continues as before.
     Failed(String),
 }
 
@@ -99,9 +101,9 @@ pub(crate) struct Saving {
     place: Place,
     writer: Option<Writer>,
     since: Option<Since>,
-    /// What of memory is in the files.
+    /// Pages that are in the files.
     taken: Vec<Bits>,
-    /// Whether all of it was to be.
+    /// Whether the point contains all pages.
     full: bool,
     plan: Plan,
     began: Instant,
@@ -111,10 +113,11 @@ pub(crate) struct Saving {
 }
 
 impl Saving {
-    /// A snapshot of `what`; of that which was written since the point before, where that is known.
+    /// A snapshot of `what`. With `since`, only of the pages that were written since the last
+    /// point.
     ///
     /// # Errors
-    /// Where there is no room for its files.
+    /// The files cannot be extended to the required size.
     pub fn new(
         options: Options,
         place: Place,
@@ -144,7 +147,8 @@ impl Saving {
         })
     }
 
-    /// Goes on until the files have their names, or nothing comes of it, or the event loop's thread is gone.
+    /// Runs until the files have their names, the snapshot fails, or the event loop's thread is
+    /// gone.
     pub fn run(mut self) {
         let result = self.follow().and_then(|since| {
             let result = self.write(&since);
@@ -156,11 +160,11 @@ impl Saving {
             Err(End::Failed(why)) => SenderEvent::Stayed(why),
             Err(End::Orphaned) => return,
         };
-        // Nobody is left to hear it where this fails.
+        // If it fails, the event loop's thread is gone.
         let _ = self.machine.say(Said::SenderEvent(word));
     }
 
-    /// What is to be written, and who follows what is written meanwhile.
+    /// Starts dirty tracking, or continues it from the last point.
     fn follow(&mut self) -> Result<Since, End> {
         if let Some(since) = self.since.take() {
             self.taken = since.owed.none();
@@ -177,13 +181,13 @@ impl Saving {
         Ok(since)
     }
 
-    /// Hands back who follows what is written, where the next point is to have no more than that.
+    /// Returns dirty tracking to the machine if the next point is to have only changed pages.
     fn keep(&mut self, mut since: Since, named: bool) -> Result<(), Orphaned> {
         match named {
             true if self.options.follow => {
                 (since.chain, since.point) = (self.place.chain.clone(), self.place.number);
             }
-            // What it has taken is owed to the next one.
+            // The pages taken by this point are owed to the next.
             false if !self.full && !plant::is(Mistake::OwedForgotten) => {
                 for (region, taken) in self.taken.iter().enumerate() {
                     since.owed.add(region, &taken.words());
@@ -196,7 +200,7 @@ impl Saving {
     }
 
     fn write(&mut self, since: &Since) -> Result<(), End> {
-        // A file system that cannot is found before the guest has paid for anything.
+        // Finds a file system that cannot clone before the guest is affected.
         disk::clone(&self.place.disks, &self.place.files.clones).map_err(End::Failed)?;
         if !self.full {
             self.collect(since)?;
@@ -206,7 +210,7 @@ impl Saving {
             return Err(End::Failed("the machine cannot be saved".into()));
         };
         let taken = clocks::now();
-        // After the state: saving a vCPU makes KVM write to guest memory.
+        // After saving the state: saving a vCPU makes KVM write to guest memory.
         self.collect(since)?;
         self.passes += 1;
         self.copy(since, Phase::Final)?;
@@ -223,10 +227,10 @@ impl Saving {
         Ok(since.owed.collect(&self.ram, self.pagemap.as_deref())?)
     }
 
-    /// One pass over what is owed, and what comes next.
+    /// One pass over the owed pages. Returns what comes next.
     fn pass(&mut self, since: &Since) -> Result<Decision, End> {
-        // While the guest runs, and before its pages are read: what it writes to its disks until it is paused is little then, and what it
-        // writes to memory meanwhile is part of this pass.
+        // Disks are flushed while the guest runs, so little is left to flush in the pause. They are
+        // flushed before pages are read, so the pass includes memory that is written meanwhile.
         disk::flush(&self.place.disks).map_err(End::Failed)?;
         let (began, pages, bytes) = (Instant::now(), since.owed.count(), self.bytes);
         self.passes += 1;
@@ -240,28 +244,29 @@ impl Saving {
         }
     }
 
-    /// Copies all that is owed into the files.
+    /// Copies all owed pages into the files.
     fn copy(&mut self, since: &Since, phase: Phase) -> Result<(), End> {
         let (all, mut at) = (Share::new(0, 1), At::default());
         loop {
             self.hear()?;
             self.tell(since, phase)?;
             let Some((outgoing, run)) = since.owed.next(&mut at, &all)? else { return Ok(()) };
-            // Before they are read: what is written from then on is owed again.
+            // Settled before they are read: a later write makes them owed again.
             since.owed.settle(outgoing, run.clone());
             let region = outgoing.region() as usize;
             self.taken[region].set(run.clone());
             let Some(writer) = &mut self.writer else { return Ok(()) };
             self.bytes +=
                 writer.write(region, outgoing.slot(), run.clone()).map_err(failed("writing pages"))?;
-            // Pages that are written again in a later pass go to the disk once, at the end; and a guest that is paused waits for no disk.
+            // Only in the first pass. Pages of later passes are synced once at the end, and a
+            // paused guest does not wait for the disk.
             if self.passes == 1 {
                 writer.write_back(region, run);
             }
         }
     }
 
-    /// Brings everything to the disk.
+    /// Writes and syncs the state, the map and the pages.
     fn write_down(&mut self, taken: u64, sections: &[Section], disks: Vec<Disk>) -> Result<Written, End> {
         let bytes = state::bytes(&self.describe, sections);
         let bytes = bytes.map_err(|error| End::Failed(format!("the state: {error}")))?;
@@ -297,7 +302,7 @@ impl Saving {
         }
     }
 
-    /// Has the event loop's thread do something.
+    /// Makes a demand on the event loop's thread and waits for the answer.
     fn demand(&mut self, what: Demand) -> Result<Done, End> {
         self.machine.say(Said::Demand(what))?;
         loop {
@@ -311,7 +316,7 @@ impl Saving {
         }
     }
 
-    /// Whether somebody does not want it any more.
+    /// Checks for a cancellation.
     fn hear(&mut self) -> Result<(), End> {
         while let Some(told) = self.machine.heard()? {
             if let SenderCommand::Cancel(why) = told {

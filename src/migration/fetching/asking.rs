@@ -1,8 +1,9 @@
-//! Memory whose pages come from a source that has handed over its guest. Those that somebody waits for are asked for on a connection of
-//! their own, ahead of the rest, which comes on the migration's own connections to other threads.
+//! Memory that is fetched from a source after the hand-over. Faulting pages are requested on a
+//! separate connection. The rest arrives on the migration's other connections, in other threads.
 //!
-//! When the connection is cut, whoever waits goes on waiting, and a vCPU that does cannot be taken out of the guest by older kernels
-//! (before Linux 6.2): nothing here needs that it is. With the next connection everything that somebody waits for is asked for again.
+//! If the connection drops, waiting threads keep waiting. Before Linux 6.2, a waiting vCPU cannot
+//! be kicked out of the guest, so nothing here depends on that. On the next connection, all awaited
+//! pages are requested again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -23,12 +24,13 @@ use vellum_sys::poll::Poll;
 
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Whether the guest may run: decided once, by whoever comes first, the event loop's thread that lets it run or the one that cannot bring
-/// a page which that waits for.
+/// Whether the guest may run. It is decided once, by the first of two threads: the event loop's
+/// thread that starts the guest, or the fetching thread that cannot provide a page which the former
+/// waits for.
 #[derive(Debug, Default)]
 pub struct Gate {
     word: AtomicU8,
-    /// The same between the two sides, where both are on one host.
+    /// The commit flag, which decides between the two sides if both are on one host.
     pub fence: Option<Arc<CommitFlag>>,
 }
 
@@ -37,12 +39,12 @@ const RAN: u8 = 1;
 const SHUT: u8 = 2;
 
 impl Gate {
-    /// One that is shared with the source as `fence`, where there is that.
+    /// A gate. `fence` is the commit flag that is shared with the source, if there is one.
     pub fn new(fence: Option<Arc<CommitFlag>>) -> Self {
         Self { word: AtomicU8::new(OPEN), fence }
     }
 
-    /// Lets the guest run, where that has not been decided otherwise.
+    /// Lets the guest run unless it was decided otherwise. Returns whether it may run.
     pub fn runs(&self) -> bool {
         self.word.compare_exchange(OPEN, RAN, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
@@ -51,7 +53,7 @@ impl Gate {
         self.word.load(Ordering::SeqCst) == RAN
     }
 
-    /// Has it never run; whether that is so.
+    /// Decides that the guest never runs. Returns false if it was decided otherwise.
     fn shut(&self) -> bool {
         let shut = self.word.compare_exchange(OPEN, SHUT, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         if shut && let Some(fence) = &self.fence {
@@ -62,21 +64,21 @@ impl Gate {
     }
 }
 
-/// Bytes that are read at once from the source: a page of the usual size, and what its frame says of it.
+/// Bytes that are read at once from the source: a base page and its frame's header.
 const AT_ONCE: usize = PAGE_SIZE as usize + (1 << 10);
 
-/// What comes next.
+/// The next step of the thread.
 pub(super) enum Next {
-    /// Something has come, which `faults` says may be a fault.
+    /// Data has arrived or time has passed. `faults` says whether there may be faults.
     More {
         faults: bool,
     },
     Whole,
-    /// Nobody needs it any more.
+    /// The memory is no longer needed.
     Forsaken,
 }
 
-/// The connection, and what is asked for on it.
+/// The connection, and what is needed to request pages on it.
 pub(super) struct Asking {
     landing: Arc<PostcopyMemory>,
     ram: Memory,
@@ -85,9 +87,9 @@ pub(super) struct Asking {
     vcpus: Vec<u32>,
     told: Receiver<FetchCommand>,
     wake: Arc<EventFd>,
-    /// What is to be said of a link that broke while something was asked for.
+    /// The reason if the link broke during a request.
     broken: Option<String>,
-    /// Which of `wake` and the link may have something: what has nothing costs no call of the kernel.
+    /// Whether `wake` and the link may be readable. If not, a system call is saved.
     woken: bool,
     speaks: bool,
 }
@@ -100,7 +102,7 @@ impl Asking {
         Self { landing, ram, link, gate, vcpus, told, wake, broken, woken: true, speaks: true }
     }
 
-    /// `thread` waits for a unit.
+    /// Handles a fault of `thread` on a unit.
     pub fn supply(&mut self, unit: u64, thread: u32) -> Result<(), String> {
         let first = self.landing.waits(unit, thread);
         if self.landing.missing().first_run(unit..unit + 1).is_none() {
@@ -112,7 +114,7 @@ impl Asking {
         Ok(())
     }
 
-    /// Asks for a unit: of as many memslots as it lies in.
+    /// Requests a unit, with one request for each memslot that contains part of it.
     fn ask(&mut self, unit: u64) {
         let pages = unit * self.landing.unit()..(unit + 1) * self.landing.unit();
         let Some(link) = &mut self.link else { return };
@@ -131,7 +133,7 @@ impl Asking {
         }
     }
 
-    /// Takes what comes, or waits for it.
+    /// Takes what arrives, or waits for it.
     pub fn go_on(&mut self, say: &dyn Fn(Said)) -> Result<Next, String> {
         if self.landing.left() == 0 {
             return Ok(Next::Whole);
@@ -163,7 +165,7 @@ impl Asking {
             && !self.landing.awaited().is_empty()
             && self.gate.shut()
         {
-            // Whoever waits is the thread that would have to be told.
+            // The waiting thread is the one that would have to be told.
             return Err("the link to the source was cut before the guest ran here; it never will".into());
         }
         let (faults, link) = (self.landing.uffd().descriptor(), self.link.as_ref().map(Link::descriptor));
@@ -177,7 +179,7 @@ impl Asking {
         Ok(Next::More { faults: poll.is_ready(faults) })
     }
 
-    /// Takes what has come; why nothing more will, where that is so.
+    /// Takes arrived frames. Returns the reason if the link cannot be used any longer.
     fn hear(&mut self) -> Result<Option<String>, String> {
         let Some(link) = &mut self.link else { return Ok(None) };
         while self.speaks || link.has_more() {
@@ -203,7 +205,8 @@ impl Asking {
         Ok(None)
     }
 
-    /// Nothing is missing any more: has the memory be like any other.
+    /// Ends fetching when no page is missing: unregisters, locks and populates the memory as
+    /// configured.
     pub fn finish(self) -> Result<(Waited, Option<Link>), String> {
         self.landing.unregister()?;
         let waited = self.landing.waited(&self.vcpus);
@@ -220,7 +223,7 @@ impl Asking {
     }
 }
 
-/// The first page of a memslot, counted over its mapping.
+/// The first page of a memslot, numbered over its mapping.
 fn first_of(slot: &Slot) -> u64 {
     slot.offset() / PAGE_SIZE
 }

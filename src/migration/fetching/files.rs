@@ -1,4 +1,4 @@
-//! Memory whose pages are read out of the files of a snapshot.
+//! Memory that is fetched from the files of a snapshot.
 
 use std::ops::Range;
 use std::sync::mpsc::Receiver;
@@ -12,33 +12,35 @@ use crate::snapshot::working_set::WorkingSet;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::poll::Poll;
 
-/// Bytes that are brought before faults are looked at again: a fault waits for no more than that.
+/// The number of bytes fetched before faults are checked again. No fault waits longer than that
+/// takes.
 const STEP: u64 = 128 << 10;
-/// So many pages that were wanted one after the other are brought in the order in which they lie in the files, while the kernel reads
-/// as many more.
+/// The number of wanted pages per window. A window is fetched in the order of the files, while the
+/// kernel reads the next one.
 const SORTED: usize = 256;
-/// How often the clock is looked at while the order is recorded.
+/// How often the clock is checked while the order is recorded.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What of it there is.
+/// The state of fetching from files.
 pub(super) struct Files {
     recording: Option<Recording>,
     layers: Layers,
-    /// Up to where the rest has been brought.
+    /// The end of the units that have been fetched in the background.
     at: u64,
-    /// What is brought first, the last of it first, and of that the part that is under way.
+    /// The windows that are fetched first, in reverse order. `window` is what remains of the
+    /// current one.
     first: Vec<Vec<Range<u64>>>,
     window: Vec<Range<u64>>,
     buffer: Vec<u8>,
     told: Receiver<FetchCommand>,
-    /// Units in the order in which they were wanted, and which they are.
+    /// The units in the order in which they were wanted. `wanted` is the set of them.
     order: Vec<u64>,
     wanted: Bits,
-    /// Since when the machine has run.
+    /// When the machine started to run.
     runs: Option<Instant>,
 }
 
-/// The units that the snapshot has something of.
+/// The units that the snapshot has content for.
 pub(super) fn missing(layers: &Layers, unit: u64, units: u64) -> Bits {
     let missing = Bits::new(units);
     let mut at = 0;
@@ -52,7 +54,7 @@ pub(super) fn missing(layers: &Layers, unit: u64, units: u64) -> Bits {
 }
 
 impl Files {
-    /// What `landing` is filled with, `first` of it first.
+    /// Fetches `layers` into `landing`, `first` before everything else.
     pub fn new(
         landing: &PostcopyMemory,
         layers: Layers,
@@ -80,7 +82,7 @@ impl Files {
         files
     }
 
-    /// Somebody waits for a unit.
+    /// Handles a fault on a unit.
     pub fn supply(&mut self, landing: &PostcopyMemory, unit: u64) -> Result<(), String> {
         self.bring_or_zero(landing, unit..unit + 1)?;
         if self.recording.is_some() && self.wanted.first_run(unit..unit + 1).is_none() {
@@ -90,7 +92,8 @@ impl Files {
         Ok(())
     }
 
-    /// What is to be in `run` is there then, or was before.
+    /// Makes all of `run` present: fetches its missing units, and resolves faults on the others
+    /// with zeroes.
     fn bring_or_zero(&mut self, landing: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
         let mut at = run.start;
         while at < run.end {
@@ -106,7 +109,8 @@ impl Files {
         Ok(())
     }
 
-    /// Brings a part of the rest, or waits for faults while the order is recorded; false where all is there.
+    /// Fetches a part of the rest, or waits for faults while the order is recorded. Returns false
+    /// when all units are present.
     pub fn go_on(&mut self, landing: &PostcopyMemory) -> Result<bool, String> {
         let step = self.buffer.len() as u64 / (landing.unit() * PAGE_SIZE);
         if self.recording.is_some() {
@@ -125,19 +129,19 @@ impl Files {
         Ok(true)
     }
 
-    /// Has the kernel read a part of what is brought first.
+    /// Tells the kernel to read a window.
     fn announce(&self, window: Option<&Vec<Range<u64>>>, unit: u64) {
         let runs = window.into_iter().flat_map(|window| window.iter().rev());
         self.layers.announce(runs.map(|run| run.start * unit..run.end * unit));
     }
 
-    /// Brings `run`, which is missing, one step at most.
+    /// Fetches `run`, which is missing and at most one step.
     fn bring(&mut self, landing: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
         let unit = landing.unit();
         let pages = run.start * unit..run.end * unit;
         let all = &mut self.buffer[..((pages.end - pages.start) * PAGE_SIZE) as usize];
         if unit > 1 {
-            // Of a huge page the snapshot need not have all.
+            // The snapshot may have only parts of a huge page.
             all.fill(0);
         }
         let mut at = pages.start;
@@ -150,7 +154,7 @@ impl Files {
         landing.put(run, all)
     }
 
-    /// Waits for faults, until the order has been recorded for long enough, and writes it down then.
+    /// Waits for faults until the order has been recorded for long enough, and then writes it.
     fn record(&mut self, landing: &PostcopyMemory) -> Result<(), String> {
         let Some(lasts) = self.recording.as_ref().map(|recording| recording.lasts) else { return Ok(()) };
         if self.runs.is_none() && self.told.try_recv().is_ok() {
@@ -170,18 +174,19 @@ impl Files {
         };
         match recording.file.finish(&set) {
             Ok(()) => tracing::info!("the working set of {} pages is recorded", set.firsts.len()),
-            // The guest needs none.
+            // The guest does not need it.
             Err(error) => tracing::warn!("the working set is not recorded: {error}"),
         }
         Ok(())
     }
 }
 
-/// Runs of units, a step each at most, in the order of `set`: a part of it each, the last first, and in that the last first.
+/// The windows of `set`, in runs of at most a step of units. Both the windows and the runs in each
+/// are in reverse order.
 fn in_order(set: &WorkingSet, unit: u64, units: u64, step: u64) -> Vec<Vec<Range<u64>>> {
     let of = |first: &u64| {
         let end = (first + u64::from(set.unit)).div_ceil(unit);
-        // Pages of a memslot that is not RAM come otherwise.
+        // Pages of memslots other than RAM are not fetched.
         first / unit..end.min(units)
     };
     let runs = |window: &[u64]| {
@@ -214,10 +219,10 @@ mod tests {
         };
         assert_eq!(runs(&set(1, vec![9, 3, 2, 3, 4]), 1, 32), [(2, 5), (9, 10)]);
         assert_eq!(runs(&set(1, vec![4, 3, 2, 1]), 1, 2), [(1, 3), (3, 5)]);
-        // Recorded with huge pages, and wanted in small ones, and the other way round.
+        // Recorded with huge pages and fetched in small ones, and the other way round.
         assert_eq!(runs(&set(4, vec![8, 4]), 1, 32), [(4, 12)]);
         assert_eq!(runs(&set(1, vec![1030, 1, 2, 600]), 512, 1), [(0, 1), (1, 2), (2, 3)]);
-        // What lies in different windows is not mixed.
+        // Units of different windows are not mixed.
         let far: Vec<u64> = (0..SORTED as u64).map(|at| 2000 + at).chain([5]).collect();
         assert_eq!(runs(&set(1, far), 1, 4096), [(2000, 2000 + SORTED as u64), (5, 6)]);
         // Pages beyond RAM are not fetched.

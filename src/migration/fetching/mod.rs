@@ -1,17 +1,21 @@
-//! Memory that comes when somebody wants it. A thread answers the faults of vCPUs, of disks' threads and of the event loop's own
-//! (userfaultfd), each with the page of the backing's size that is missing. Where it comes from is an [`Origin`]: [`files`] of a snapshot,
-//! whose rest the thread brings in between, or a source that has handed over its guest ([`asking`]), from which the rest comes unasked on
-//! another connection. When all is there the memory is like any other.
+//! Memory that is fetched on demand. A thread resolves the userfaultfd faults of vCPUs, of disk
+//! threads and of the event loop's thread. It places the missing page, in the size of the backing.
+//! An [`Origin`] provides the pages: the [`files`] of a snapshot, from which the thread also
+//! fetches the rest in the background, or a source after the hand-over ([`asking`]), which sends
+//! the rest unasked on another connection. Once all pages are present, the memory is like any
+//! other.
 //!
-//! The thread has the kernel copy: by the mapping it touches nothing of that memory, for it would wait for itself. Nor does it wait for
-//! any other thread. So whoever waits for a page, with whatever locks, waits for a file to be read, or for the source, and no longer.
+//! The thread lets the kernel copy (UFFDIO_COPY). It never accesses the memory through the mapping,
+//! because it would wait for itself. It does not wait for other threads either. So a thread that
+//! waits for a page, even with locks held, waits only for a file to be read or for the source.
 //!
-//! Pages that were zero where they come from, and such as were here and have been discarded since (a balloon's), are answered alike, with
-//! zeroes; of neither is anything brought unasked. A page that is damaged is given to nobody. The event loop's thread may be the one that
-//! waits for it, so that only the end of the process is left.
+//! Faults on two other kinds of pages are resolved with zeroes: pages that are zero at the origin,
+//! and pages that were present and have been discarded since, as by a balloon. Neither is fetched
+//! in the background. A damaged page is never placed. If one is wanted, the process ends, because
+//! the waiting thread may be the event loop's.
 //!
-//! The order in which pages are wanted can be [recorded](Recording): nothing is brought unasked meanwhile. The next restore brings
-//! those first.
+//! The order in which pages are wanted can be [recorded](Recording). Meanwhile nothing is fetched
+//! in the background. The next restore fetches these pages first.
 
 mod asking;
 mod files;
@@ -37,47 +41,47 @@ use vellum_sys::mmap::{Mapping, PAGE_SIZE};
 use vellum_sys::uffd::{BATCH, Uffd};
 use vellum_sys::{seccomp, terminal};
 
-/// What it takes, opened before the sandbox.
+/// Resources that are opened before the sandbox.
 #[derive(Debug)]
 pub struct Opened {
-    /// Where faults arrive.
+    /// The userfaultfd.
     pub uffd: Uffd,
-    /// The order, where it is recorded.
+    /// The recording of the order, if requested.
     pub recording: Option<Recording>,
 }
 
-/// The order in which pages are wanted is written down.
+/// Recording of the order in which pages are wanted.
 #[derive(Debug)]
 pub struct Recording {
-    /// For how long, from when the machine runs on.
+    /// How long it lasts, from when the machine runs.
     pub lasts: Duration,
-    /// Where to.
+    /// The file that it is written to.
     pub file: Unnamed,
 }
 
-/// Which memory, and what is to be in it.
+/// The memory and its contents.
 #[derive(Debug)]
 pub struct Work {
-    /// All RAM, which is all zero; its pages are the first of the machine's, in their order.
+    /// All RAM, which is zero. Its pages are the machine's first, in order.
     pub mapping: Arc<Mapping>,
-    /// The size of a page of what backs it, in bytes.
+    /// The page size of its backing in bytes.
     pub page: u64,
-    /// What it becomes.
+    /// Its contents.
     pub layers: Layers,
-    /// What of it is brought first.
+    /// The pages to fetch first.
     pub first: Option<WorkingSet>,
 }
 
-/// Memory that follows from a source.
+/// Memory that a source sends after the hand-over.
 #[derive(Debug)]
 pub struct Following {
     /// The memory, and which of it is missing.
     pub landing: Arc<PostcopyMemory>,
-    /// All RAM, of which all is made to be there, or locked, once nothing is missing.
+    /// All RAM. It is populated or locked, if configured, once no page is missing.
     pub ram: Memory,
-    /// The connection on which pages are asked for.
+    /// The connection for faulting pages.
     pub link: Link,
-    /// What decides whether the guest may run.
+    /// Decides whether the guest may run.
     pub gate: Arc<Gate>,
     /// The threads of the vCPUs.
     pub vcpus: Vec<u32>,
@@ -86,45 +90,45 @@ pub struct Following {
 enum FetchCommand {
     Begin(Box<(Work, Uffd)>),
     Follow(Box<Following>),
-    /// Another connection to the source.
+    /// A new connection to the source.
     Link(Box<Link>),
-    /// The source is cut off.
+    /// The connection to the source has dropped.
     Cut,
     Runs,
 }
 
-/// What the thread says.
+/// A message of the thread.
 #[derive(Debug)]
 pub enum Said {
-    /// Faults are answered from now on, or why not.
+    /// Faults are resolved from now on, or the reason why not.
     Answers(Result<(), String>),
-    /// The connection to the source is of no use any more.
+    /// The connection to the source cannot be used any longer.
     Cut(String),
-    /// All is there. The connection to the source stays for as long as this does: its end would look like a cut to whoever has not heard
-    /// yet that nothing is missing any more.
+    /// All pages are present. The value holds the connection to the source: if it closed now, a
+    /// source that has not yet heard that nothing is missing would see a lost link.
     Over(Box<Whole>),
 }
 
-/// Memory of which nothing is missing any more.
+/// Memory without missing pages.
 #[derive(Debug)]
 pub struct Whole {
-    /// What was brought.
+    /// The figures.
     pub fetched: Fetched,
-    /// For how long somebody waited, where it came from a source.
+    /// How long threads waited, if a source sent the pages.
     pub waited: Waited,
-    /// The connection to that.
+    /// The connection to that source.
     pub link: Option<Link>,
 }
 
-/// The thread, as those who wait for it see it.
+/// A handle on the thread.
 #[derive(Debug)]
 pub struct Fetching {
     tell: Sender<FetchCommand>,
-    /// Written where it is told something in the middle of its work.
+    /// Signalled for commands in the middle of the thread's work.
     wake: Arc<EventFd>,
     said: Receiver<Said>,
     news: Arc<EventFd>,
-    /// Where faults arrive, until it begins.
+    /// The userfaultfd, until fetching begins.
     uffd: Option<Uffd>,
 }
 
@@ -132,7 +136,7 @@ impl Fetching {
     /// Starts the thread, which waits for its work.
     ///
     /// # Errors
-    /// Where the host refuses a thread.
+    /// The thread cannot be created.
     pub fn start(opened: Opened, sandbox: Sandbox) -> Result<Self, String> {
         let ((tell, told), (say, said)) = (channel(), channel());
         let event = || threads::event().map_err(|error| format!("eventfd: {error}"));
@@ -141,7 +145,7 @@ impl Fetching {
         let Opened { uffd, recording } = opened;
         let body = move || {
             let speaks = |what| {
-                // Of no consequence where nobody waits for it any more.
+                // Fails only if the handle was dropped.
                 let _ = (say.send(what), tells.write(1));
             };
             if let Err(error) = sandbox.enter(ThreadKind::Fetching, "fetching") {
@@ -158,7 +162,8 @@ impl Fetching {
             if fails {
                 return;
             }
-            // Where it fails the process ends while this thread still has its userfaultfd: once that is closed, whoever waits finds zeroes.
+            // On failure the process ends while this thread still has its userfaultfd. If it were
+            // closed, waiting threads would get zeroes.
             match thread.run(&speaks) {
                 Ok(true) => match thread.finish() {
                     Ok(whole) => speaks(Said::Over(Box::new(whole))),
@@ -173,12 +178,12 @@ impl Fetching {
         Ok(Self { tell, wake, said, news, uffd: Some(uffd) })
     }
 
-    /// What wakes its thread, where it is written to.
+    /// An eventfd that wakes the thread.
     pub fn wake(&self) -> Arc<EventFd> {
         self.wake.clone()
     }
 
-    /// Where faults arrive: for whoever makes the memory that this is to bring.
+    /// Takes the userfaultfd for the memory that is to be fetched.
     pub(crate) fn take_uffd(&mut self) -> Option<Uffd> {
         self.uffd.take()
     }
@@ -192,16 +197,16 @@ impl Fetching {
         }
     }
 
-    /// Has faults answered from now on, until all is there.
+    /// Starts to resolve faults, until all pages are present.
     ///
     /// # Errors
-    /// Where the kernel refuses; nothing has changed then.
+    /// The kernel refuses. Nothing has changed then.
     pub fn begin(&mut self, work: Work) -> Result<(), String> {
         let uffd = self.take_uffd().ok_or("it has begun")?;
         self.answered(FetchCommand::Begin(Box::new((work, uffd))))
     }
 
-    /// The same, where pages come from a source.
+    /// Starts to resolve faults with pages of a source.
     ///
     /// # Errors
     /// As [`Self::begin`].
@@ -210,7 +215,7 @@ impl Fetching {
     }
 
     fn tell(&self, what: FetchCommand) {
-        // A thread that has ended has brought all.
+        // A thread that has ended has fetched everything.
         let _ = (self.tell.send(what), self.wake.write(1));
     }
 
@@ -219,28 +224,28 @@ impl Fetching {
         self.tell(FetchCommand::Runs);
     }
 
-    /// There is another connection to the source.
+    /// Provides a new connection to the source.
     pub fn link(&self, link: Link) {
         self.tell(FetchCommand::Link(Box::new(link)));
     }
 
-    /// The source is cut off.
+    /// Reports that the connection to the source has dropped.
     pub fn cut(&self) {
         self.tell(FetchCommand::Cut);
     }
 
-    /// Readable when it has said something.
+    /// Readable when the thread has sent a message.
     pub fn descriptor(&self) -> &EventFd {
         &self.news
     }
 
-    /// What it has said, if anything.
+    /// The next message of the thread, if there is one.
     pub fn heard(&self) -> Option<Said> {
         let _ = self.news.read();
         self.said.try_recv().ok()
     }
 
-    /// Waits until all is there. It comes, or the process ends.
+    /// Waits until all pages are present. If they cannot be fetched, the process ends.
     pub fn is_over(&self) -> Option<Fetched> {
         self.said.iter().find_map(|said| match said {
             Said::Over(whole) => Some(whole.fetched),
@@ -251,26 +256,26 @@ impl Fetching {
 
 impl Drop for Fetching {
     fn drop(&mut self) {
-        // A thread that nobody needs any more finds that nobody tells it anything.
+        // The thread finds its channel disconnected and ends.
         self.tell = channel().0;
         let _ = self.wake.write(1);
     }
 }
 
-/// Ends the process: nobody who waits for a page can be told that there is none.
+/// Ends the process, because no error can reach a thread that waits for a page.
 pub(super) fn end(why: &str) -> ! {
     terminal::restore();
     seccomp::write_stderr(format!("vellum: the guest's memory cannot be brought: {why}\n").as_bytes());
     seccomp::exit_now(1)
 }
 
-/// Where pages come from.
+/// The origin of pages.
 enum Origin {
     Files(Files),
     Source(Box<Asking>),
 }
 
-/// What the thread has.
+/// The state of the thread.
 struct Thread {
     landing: Arc<PostcopyMemory>,
     origin: Origin,
@@ -298,7 +303,7 @@ impl Thread {
         Self { landing, origin: Origin::Source(Box::new(asking)), began: Instant::now(), faults: 0 }
     }
 
-    /// Until all is there; false where nobody needs it any more.
+    /// Runs until all pages are present. Returns false if the memory is no longer needed.
     fn run(&mut self, say: &dyn Fn(Said)) -> Result<bool, String> {
         let mut faults = true;
         loop {
@@ -322,11 +327,11 @@ impl Thread {
         }
     }
 
-    /// All is there: what was brought.
+    /// Ends fetching and returns the figures.
     fn finish(self) -> Result<Whole, String> {
         let us = self.began.elapsed().as_micros() as u64;
         let (waited, link) = match self.origin {
-            // The descriptor is closed with this: who still waits finds zeroes.
+            // This closes the userfaultfd. Threads that still wait get zeroes.
             Origin::Files(_) => (Waited::default(), None),
             Origin::Source(asking) => asking.finish()?,
         };
@@ -334,7 +339,7 @@ impl Thread {
         Ok(Whole { fetched, waited, link })
     }
 
-    /// Answers all who wait.
+    /// Resolves all pending faults.
     fn answer(&mut self) -> Result<(), String> {
         let mut waiting = [(0, 0); BATCH];
         loop {
@@ -351,7 +356,7 @@ impl Thread {
                     Origin::Source(asking) => asking.supply(unit, *thread)?,
                 }
             }
-            // With room left there were no more.
+            // A batch that is not full was the last.
             if taken < BATCH {
                 return Ok(());
             }

@@ -1,7 +1,9 @@
-//! The disks of a machine that is saved. They are no part of a point: it names them, with what tells whether they are as they were.
+//! The disks of a saved machine. They are not part of a point. The point names them and records
+//! what detects later changes.
 //!
-//! Flushed while the machine stands still, so that a host that fails afterwards has what the guest believes to be there. On a file system
-//! whose files share blocks they can be cloned at that moment, which costs no copy.
+//! Disks are flushed while the machine is paused. If the host fails later, they have what the guest
+//! believes to be written. If the file system can share blocks between files, they can be cloned at
+//! that moment without a copy.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -14,10 +16,11 @@ use vellum_machine as machine;
 use vellum_sys::clock;
 use vellum_sys::file::clone_into;
 
-/// The longest tick of a clock by which a file system stamps writes (CONFIG_HZ=100).
+/// The longest tick of the clock that file systems use for timestamps (CONFIG_HZ=100).
 const TICK: Duration = Duration::from_millis(10);
 
-/// What tells whether a disk is as it was: its size in bytes, and when it was last written to, in nanoseconds since 1970.
+/// Detects changes of a disk: its size in bytes, and the time of its last write in nanoseconds
+/// since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Mark {
     bytes: u64,
@@ -27,17 +30,18 @@ struct Mark {
 impl Mark {
     fn of(mut file: &File) -> io::Result<Self> {
         let data = file.metadata()?;
-        // Unlike its metadata this is right for block devices too. Nobody reads or writes where the file stands.
+        // Unlike the metadata, this is right for block devices too. No one else uses the file's
+        // position.
         let bytes = file.seek(SeekFrom::End(0))?;
         let time = || data.mtime().saturating_mul(1_000_000_000).saturating_add(data.mtime_nsec());
         Ok(Self { bytes, changed: data.is_file().then(time) })
     }
 
-    /// Waits until a write would have another time.
+    /// Waits until a write would get another timestamp.
     fn settle(self) {
         let Some(changed) = self.changed.and_then(|changed| u64::try_from(changed).ok()) else { return };
         let since = clock::realtime().checked_sub(Duration::from_nanos(changed));
-        // A time to come is another host's, as on a network's file system.
+        // A time in the future comes from another host, as on a network file system.
         if let Some(left) = since.and_then(|since| TICK.checked_sub(since)) {
             thread::sleep(left);
         }
@@ -48,19 +52,19 @@ fn said<'a>(disk: &'a machine::Disk, what: &'static str) -> impl Fn(io::Error) -
     move |error| format!("{} ({}): {what}: {error}", disk.name, disk.image.path.display())
 }
 
-/// Brings what its guest has written to the medium.
+/// Flushes the guest's writes to the medium.
 ///
 /// # Errors
-/// Which disk cannot be flushed, and why.
+/// A disk cannot be flushed. The error names it.
 pub fn flush(disks: &[machine::Disk]) -> Result<(), String> {
     let mut written = disks.iter().filter(|disk| !disk.image.readonly);
     written.try_for_each(|disk| disk.image.file.sync_all().map_err(said(disk, "flushing it")))
 }
 
-/// Clones them into `clones`, which are one for each, or none.
+/// Clones the disks into `clones`, which has one file for each disk, or none.
 ///
 /// # Errors
-/// Which disk cannot be cloned, and why.
+/// A disk cannot be cloned. The error names it.
 pub fn clone(disks: &[machine::Disk], clones: &[File]) -> Result<(), String> {
     let what = "it cannot be cloned into the snapshot, which takes a file system that both are on and whose files share blocks, as those \
                 of Btrfs and XFS do";
@@ -70,10 +74,11 @@ pub fn clone(disks: &[machine::Disk], clones: &[File]) -> Result<(), String> {
         .try_for_each(|(disk, to)| clone_into(&disk.image.file, to).map_err(said(disk, what)))
 }
 
-/// What they are, while their machine stands still: flushed, and cloned where there are clones.
+/// Flushes the disks, clones them if there are clones, and describes them. Their machine must be
+/// paused.
 ///
 /// # Errors
-/// Which disk fails, and how.
+/// A disk fails. The error names it.
 pub fn saved(disks: &[machine::Disk], clones: &[File]) -> Result<Vec<Disk>, String> {
     flush(disks)?;
     clone(disks, clones)?;
@@ -97,17 +102,18 @@ pub fn saved(disks: &[machine::Disk], clones: &[File]) -> Result<Vec<Disk>, Stri
     Ok(all)
 }
 
-/// In what `here`, the disks of a machine that is to go on, differ from what they were: a line for all of them, or nothing.
+/// How the disks in `here`, of a machine that is to continue, differ from their saved description.
+/// One line for all of them, or None.
 ///
 /// # Errors
-/// Which disk does not tell.
+/// A disk cannot be examined. The error names it.
 pub fn differences(then: &[Disk], here: &[machine::Disk]) -> Result<Option<String>, String> {
     let mut all = Vec::new();
     for disk in here {
         let Some(was) = then.iter().find(|was| was.name == disk.name) else { continue };
         let is = Mark::of(&disk.image.file).map_err(said(disk, "what it is"))?;
         let known = [was.changed, was.clone_changed];
-        // A block device does not tell when it was written to.
+        // A block device has no time of the last write.
         let unchanged = is.changed.is_none() || known.contains(&is.changed) || was.changed.is_none();
         let what = match is.bytes == was.bytes {
             true if unchanged => continue,
@@ -143,7 +149,7 @@ mod tests {
         let then = saved(&disks, &[]).unwrap();
         assert_eq!((then[0].bytes, then[0].changed.is_some()), (4096, true));
         assert_eq!(differences(&then, &disks).unwrap(), None);
-        // At once: the same tick of the file system's clock would hide it.
+        // At once: the same clock tick would hide the write.
         disks[0].image.file.write_all_at(&[2], 0).unwrap();
         let said = differences(&then, &disks).unwrap().unwrap();
         assert!(said.starts_with("disk0 (/") && said.contains("written to since"), "{said}");

@@ -1,28 +1,28 @@
-//! The list of a directory's points, as JSON that is read strictly.
+//! The list of a directory's points, as JSON that is parsed strictly.
 
 use serde::{Deserialize, Serialize};
 
 use super::Error;
 use vellum_control::Disk;
 
-/// Its name.
+/// The name of the file.
 pub const NAME: &str = "manifest.json";
-/// The most bytes that it may have.
+/// The maximum size of the file in bytes.
 pub(crate) const MAX_BYTES: u64 = 16 << 20;
-/// The version that is written. The first, which is read, has no disks.
+/// The version that is written. Version 1 has no disks and can be read.
 const VERSION: u32 = 2;
-/// What its field `format` says.
+/// The value of the field `format`.
 const FORMAT: &str = "vellum-snapshot";
 
-/// The points of one directory, oldest first. Numbers of those that were joined into a later one are not used again.
+/// The points of one directory, oldest first. Numbers of merged points are not reused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     format: String,
     version: u32,
-    /// Tells this directory from any other.
+    /// The identity of the directory.
     pub chain: String,
-    /// Its points; each has the number of its place.
+    /// Its points, with ascending numbers.
     pub points: Vec<Point>,
 }
 
@@ -30,28 +30,29 @@ pub struct Manifest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Point {
-    /// Which, from 0.
+    /// Its number, from 0.
     pub number: u32,
     /// When the machine was paused for it, in nanoseconds since 1970.
     pub taken: u64,
-    /// Whether all of its pages are in its own files. Where not, a page that its map does not have is the one of the point before.
+    /// Whether its files have all of its pages. If not, a page that is not in its map is in the
+    /// point before.
     pub full: bool,
-    /// All pages of the machine.
+    /// The number of pages of the machine.
     pub pages: u64,
-    /// Those whose content is in its `ram` file.
+    /// The number of pages with content in its `ram` file.
     pub present: u64,
-    /// Those that are zero.
+    /// The number of zero pages.
     pub zero: u64,
-    /// CRC32C of its `map` file.
+    /// The CRC32C of its `map` file.
     pub map_crc: u32,
-    /// Bytes of its `state` file.
+    /// The size of its `state` file in bytes.
     pub state_bytes: u64,
-    /// CRC32C of its `state` file.
+    /// The CRC32C of its `state` file.
     pub state_crc: u32,
-    /// How often it was made of itself and those before it: its `ram` and `map` files are others each time.
+    /// How many times points were merged into it. Each merge gives it new `ram` and `map` files.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub merged: u32,
-    /// The disks of its machine, which are not part of it.
+    /// The disks of its machine, which are not part of the point.
     #[serde(default)]
     pub disks: Vec<Disk>,
 }
@@ -61,7 +62,7 @@ fn is_zero(number: &u32) -> bool {
 }
 
 impl Point {
-    /// What the names of its `ram` and `map` files end in.
+    /// The suffix of its `ram` and `map` files' names.
     pub fn label(&self) -> String {
         match self.merged {
             0 => self.number.to_string(),
@@ -71,15 +72,15 @@ impl Point {
 }
 
 impl Manifest {
-    /// An empty list of a directory that is told from others by `chain`.
+    /// An empty list. `chain` identifies the directory.
     pub fn new(chain: String) -> Self {
         Self { format: FORMAT.into(), version: VERSION, chain, points: Vec::new() }
     }
 
-    /// Reads one, of the file `file`.
+    /// Parses the contents of the file `file`.
     ///
     /// # Errors
-    /// Where it is none, of a version that is not known, or contradicts itself.
+    /// It is not a manifest, has an unknown version, or is inconsistent.
     pub fn parse(bytes: &[u8], file: &str) -> Result<Self, Error> {
         #[derive(Deserialize)]
         struct Head {
@@ -97,7 +98,7 @@ impl Manifest {
         }
         let mut manifest: Self =
             serde_json::from_slice(bytes).map_err(|error| unfit(format!("{error}; it is damaged")))?;
-        // A point that is added makes it one of today's.
+        // Adding a point upgrades the manifest to this version.
         manifest.version = VERSION;
         let mut before: Option<&Point> = None;
         for point in &manifest.points {
@@ -121,17 +122,17 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// As it is written.
+    /// The bytes of the file.
     pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec_pretty(self).expect("a manifest is plain data");
         bytes.push(b'\n');
         bytes
     }
 
-    /// Point `number`, or the newest, and those before it that it needs: from the full one on.
+    /// Point `number`, or the newest, and the points that it depends on, from the full one on.
     ///
     /// # Errors
-    /// Where there is no such point.
+    /// There is no such point.
     pub fn chain(&self, number: Option<u32>) -> Result<&[Point], Error> {
         let asked = number.or(self.points.last().map(|point| point.number));
         let last = self.points.iter().position(|point| Some(point.number) == asked);
@@ -146,7 +147,7 @@ impl Manifest {
         Ok(&self.points[first..=last])
     }
 
-    /// Which points there are, in words.
+    /// The numbers of all points, in words.
     fn numbers(&self) -> String {
         let mut runs: Vec<(u32, u32)> = Vec::new();
         for Point { number, .. } in &self.points {
@@ -204,7 +205,7 @@ mod tests {
         assert_eq!(Manifest::parse(&written.bytes(), NAME).unwrap(), written);
     }
 
-    /// Bytes of the first version, as they were committed with it.
+    /// The first version's bytes, as committed with it.
     #[test]
     fn a_list_of_the_version_before_is_read() {
         let bytes = include_bytes!("../../../tests/golden/manifest-1.json");

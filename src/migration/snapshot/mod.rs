@@ -1,33 +1,36 @@
-//! Snapshots: a machine's memory and state in files, of which `vellum restore` makes a machine again.
+//! Snapshots: a machine's memory and state in files. `vellum restore` makes a machine from them.
 //!
 //! A directory holds points of one machine, numbered from 0:
 //!
 //! ```text
-//! manifest.json   which points there are, and the sums of their files; it is renamed into its place last
+//! manifest.json   the points and the checksums of their files; renamed into place last
 //! ram-N           the pages of point N, each at its offset among all pages of the machine; sparse
-//! map-N           for each page of the machine what of it is in ram-N, and the sum of that (layer)
-//! state-N         what the machine is, and its state (state)
-//! working-set     which pages a restore wanted first (working_set), where one was asked to record that
-//! disk0-N …       clones of its disks, where these were asked for; otherwise they are named in the manifest alone
+//! map-N           for each page of the machine, what ram-N has of it, and its checksum (layer)
+//! state-N         the machine's configuration and its state (state)
+//! working-set     the pages that a restore wanted first (working_set), if that was recorded
+//! disk0-N …       clones of its disks, if requested; otherwise only the manifest names the disks
 //! ```
 //!
-//! Where points were joined into point N, its first two files end in `N.1`, and in `N.2` when that is done again.
+//! After a merge into point N, the names of its first two files end in `N.1`, after the next one in
+//! `N.2`, and so on.
 //!
-//! Files are written unnamed and get their names once all of them are on the disk: a writer that dies leaves nothing behind.
+//! Files are written without a name and are named once all of them are on disk. A writer that dies
+//! leaves nothing behind.
 //!
-//! | file | what it is |
+//! | file | contents |
 //! |---|---|
 //! | [`manifest`] | the list of points |
 //! | [`layer`] | pages and their map |
 //! | [`state`] | everything else of a machine |
-//! | [`disk`] | the machine's disks: flushed, cloned, told from what they become |
-//! | [`source`] | the directory: points are opened |
-//! | [`store`] | the directory: points are added |
-//! | [`merge`] | points become one |
-//! | [`working_set`] | what a machine wants first when it is restored |
+//! | [`disk`] | the machine's disks: flushing, cloning, detecting changes |
+//! | [`source`] | the directory for readers: opens points |
+//! | [`store`] | the directory for writers: adds points |
+//! | [`merge`] | merges points into one |
+//! | [`working_set`] | the pages that a machine wants first after a restore |
 //!
-//! Here are the files alone. The threads that write and read them have the machine's memory, and are
-//! [`crate`]'s: a snapshot is a migration into files, and a restore is one out of them.
+//! This module has only the files. The threads that write and read them have the machine's memory
+//! and are in [`crate`]: a snapshot is a migration into files, and a restore is a migration out of
+//! them.
 
 pub mod disk;
 pub mod layer;
@@ -46,40 +49,40 @@ use vellum_sys::diagnose::{Diagnose, ErrorOrigin};
 /// Why a snapshot cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The host refuses something.
+    /// A system call has failed.
     #[error("{file}: {what}: {source}")]
     Io {
-        /// Which file.
+        /// The name of the file.
         file: String,
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// What the kernel says.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A file is not what was written.
+    /// The contents of a file are not what was written.
     #[error("{file}, byte {offset}: {what}; it is damaged")]
     Damaged {
-        /// Which file.
+        /// The name of the file.
         file: String,
-        /// Where in it.
+        /// The offset in the file.
         offset: u64,
         /// What is wrong.
         what: String,
     },
-    /// A file that this program does not read.
+    /// A file that this program cannot use.
     #[error("{file}: {what}")]
     Unfit {
-        /// Which file.
+        /// The name of the file.
         file: String,
-        /// Why.
+        /// The reason.
         what: String,
     },
     /// There is no such point.
     #[error("there is no point {asked}; {there}")]
     NoPoint {
-        /// The number that was asked for.
+        /// The requested number.
         asked: u32,
-        /// What there is.
+        /// The points that exist, in words.
         there: String,
     },
 }
@@ -109,6 +112,6 @@ pub struct Files {
     pub map: File,
     /// Its state.
     pub state: File,
-    /// The clones of its machine's disks, in their order, where these are cloned.
+    /// The clones of its machine's disks, in their order, if they are cloned.
     pub clones: Vec<File>,
 }

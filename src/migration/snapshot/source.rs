@@ -1,4 +1,4 @@
-//! The directory of a snapshot as those who read it have it: files that are open, and what is chosen of them.
+//! The directory of a snapshot for readers: opens its files and chooses a point.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -15,11 +15,11 @@ use vellum_machine::Section;
 use vellum_sys::file::{Lock, lock};
 use vellum_sys::open::{self, Kind};
 
-/// The most points of one directory: each has files open while it is restored.
+/// The maximum number of points in one directory. Each has open files during a restore.
 pub(crate) const MAX_POINTS: usize = 300;
 
-/// Opens a regular file of the directory for reading. No link is followed: whoever made the directory would choose by it which of the
-/// host's files the guest has as its memory.
+/// Opens a regular file of the directory for reading. Does not follow links: with a link, the
+/// directory's author could choose any of the host's files as guest memory.
 pub(super) fn open(dir: &Path, name: &str) -> Result<File, Error> {
     let path = dir.join(name);
     open::for_reading(&path, Kind::Unlinked).map_err(|error| match error.kind() {
@@ -41,27 +41,27 @@ pub(super) fn read_manifest(file: &File) -> Result<Manifest, Error> {
     Manifest::parse(&bytes, manifest::NAME)
 }
 
-/// A directory whose files are open, and of which nothing has been read: what is in them is read by a process that is confined. Nobody
-/// merges its points meanwhile.
+/// A directory whose files are open but unread. A confined process reads them. Their locks keep
+/// others from merging the points meanwhile.
 #[derive(Debug)]
 pub struct Source {
     manifest: File,
-    /// By what their names end in.
+    /// The points by the suffix of their files' names.
     points: HashMap<String, Files>,
-    /// Which pages a restore wanted first.
+    /// The pages that a restore wanted first.
     working_set: Option<File>,
 }
 
-/// A point that is to be restored.
+/// A point to be restored.
 #[derive(Debug)]
 pub struct Chosen {
-    /// What the machine is.
+    /// The machine's configuration.
     pub machine: Value,
     /// Its state.
     pub sections: Vec<Section>,
-    /// Its layers, the full one first, with what the list says of each.
+    /// Its layers with their entries in the manifest, the full one first.
     pub layers: Vec<(Point, Files)>,
-    /// Which pages a restore wanted first, where one was recorded.
+    /// The pages that a restore wanted first, if they were recorded.
     pub working_set: Option<File>,
 }
 
@@ -73,7 +73,7 @@ impl Source {
     /// Opens the files in `dir`.
     ///
     /// # Errors
-    /// Where it holds no snapshot.
+    /// The directory does not contain a snapshot.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         loop {
             let list = match open(dir, manifest::NAME) {
@@ -84,7 +84,7 @@ impl Source {
                 list => list?,
             };
             let points = Self::open_points(dir)?;
-            // Where points were merged meanwhile, some of these may be those of before, and some be gone.
+            // After a concurrent merge, some of these files may be old, and some may be missing.
             let same = open(dir, manifest::NAME).and_then(|again| is_same(&again, &list))?;
             if same {
                 let working_set = match open(dir, working_set::NAME) {
@@ -109,11 +109,11 @@ impl Source {
             };
             match open_all() {
                 Ok(files) => {
-                    // Says that somebody needs them. It can be read without.
+                    // The lock says that the file is in use. Without it the file can still be read.
                     let _ = lock(&files.ram, Lock::Shared);
                     points.insert(label.to_owned(), files);
                 }
-                // Left by a writer that died, or missing: then whoever chooses it is told.
+                // Left by a writer that died, or missing. Choosing this point reports the error.
                 Err(error) if is_missing(&error) => {}
                 Err(error) => return Err(error),
             }
@@ -125,23 +125,23 @@ impl Source {
         Ok(points)
     }
 
-    /// Whether a restore of it was recorded.
+    /// Whether the working set of a restore was recorded.
     pub fn has_working_set(&self) -> bool {
         self.working_set.is_some()
     }
 
-    /// What the list says.
+    /// Reads the manifest.
     ///
     /// # Errors
-    /// Where it is damaged.
+    /// It is damaged.
     pub fn manifest(&self) -> Result<Manifest, Error> {
         read_manifest(&self.manifest)
     }
 
-    /// Point `number`, or the newest, with what the machine is. Its pages are not read.
+    /// Point `number`, or the newest, with the machine's configuration. Does not read its pages.
     ///
     /// # Errors
-    /// Where there is no such point, or a file of it is damaged.
+    /// There is no such point, or one of its files is damaged.
     pub fn choose(mut self, number: Option<u32>) -> Result<Chosen, Error> {
         let manifest = self.manifest()?;
         let mut layers = Vec::new();
@@ -189,7 +189,8 @@ mod tests {
 
     const NAMES: [&str; 5] = [manifest::NAME, "ram-0", "map-0", "state-0", working_set::NAME];
 
-    /// Whoever made the directory may have put anything there: no file but its own regular ones becomes a machine's memory.
+    /// The author of the directory may have put anything there. Only its own regular files may
+    /// become a machine's memory.
     #[test]
     fn links_and_what_is_no_regular_file_are_refused() {
         let root = std::env::temp_dir().join(format!("vellum-source-{}", std::process::id()));
@@ -219,7 +220,7 @@ mod tests {
                 fill();
             }
         }
-        // The directory itself may be reached by a link: that is its user's.
+        // The directory itself may be a link, because the user chose it.
         symlink("snapshot", root.join("link")).unwrap();
         Source::open(&root.join("link")).unwrap();
         fs::remove_dir_all(&root).unwrap();

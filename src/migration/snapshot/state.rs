@@ -1,4 +1,5 @@
-//! Everything of a point that is not memory: what the machine is, and its state, as one JSON object.
+//! Everything of a point except memory: the machine's configuration and its state, as one JSON
+//! object.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -6,10 +7,10 @@ use serde_json::Value;
 use super::Error;
 use vellum_machine::Section;
 
-/// The most bytes of a `state` file.
+/// The maximum size of a `state` file in bytes.
 pub(crate) const MAX_BYTES: u64 = 64 << 20;
 
-/// What a `state` file holds.
+/// The contents of a `state` file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Body {
@@ -25,10 +26,11 @@ struct Part {
     fields: Box<serde_json::value::RawValue>,
 }
 
-/// The bytes of a `state` file for what [`describes`](vellum_machine::SaveState::describe) a machine, and its state.
+/// The bytes of a `state` file for a machine's [description](vellum_machine::SaveState::describe)
+/// and its state.
 ///
 /// # Errors
-/// Where a section is no JSON.
+/// A section is not valid JSON.
 pub fn bytes(machine: &Value, sections: &[Section]) -> Result<Vec<u8>, serde_json::Error> {
     let parts = sections.iter().map(|section| {
         let fields = serde_json::from_slice(&section.body)?;
@@ -38,10 +40,10 @@ pub fn bytes(machine: &Value, sections: &[Section]) -> Result<Vec<u8>, serde_jso
     serde_json::to_vec(&Body { machine: machine.clone(), sections })
 }
 
-/// What [`bytes`] was made of; `file` is the file's name.
+/// Parses the output of [`bytes`]. `file` is the file's name.
 ///
 /// # Errors
-/// Where it is something else.
+/// The bytes are not a valid `state` file.
 pub fn parse(bytes: &[u8], file: &str) -> Result<(Value, Vec<Section>), Error> {
     let body: Body = serde_json::from_slice(bytes)
         .map_err(|error| Error::Unfit { file: file.into(), what: format!("{error}; it is damaged") })?;

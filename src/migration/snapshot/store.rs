@@ -1,5 +1,5 @@
-//! The directory of a snapshot as those who write to it have it: points are added, or made of others, so that they are there whole or not
-//! at all.
+//! The directory of a snapshot for writers: adds or merges points. Each operation takes effect
+//! completely or not at all.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,13 +12,13 @@ use super::{Error, Files};
 use vellum_sys::open::{self, Kind};
 use vellum_sys::{file, random};
 
-/// Whether a machine may call a device so: it becomes part of a file's name.
+/// Whether this is a valid name of a disk. It becomes part of a file's name.
 fn is_name(name: &str) -> bool {
     let number = name.strip_prefix("disk").unwrap_or_default();
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Whether a writer may have left this that died before its first point was in the list.
+/// Whether a writer that died before its first point was listed may have left this entry.
 fn is_left_of_the_first(entry: &fs::DirEntry) -> bool {
     let name = entry.file_name();
     let known = name.to_str().is_some_and(|name| match name.strip_suffix("-0") {
@@ -28,27 +28,27 @@ fn is_left_of_the_first(entry: &fs::DirEntry) -> bool {
     known && entry.file_type().is_ok_and(|kind| kind.is_file())
 }
 
-/// The name of a list that is not in force yet.
+/// The name of a manifest that is not in force yet.
 fn new_list() -> String {
     format!(".{}.new", manifest::NAME)
 }
 
-/// A directory to which a point is being added. No other process can do that meanwhile.
+/// A directory that is locked for adding a point.
 #[derive(Debug)]
 pub struct Store {
     dir: PathBuf,
     /// Holds the lock.
     here: File,
     manifest: Manifest,
-    /// Whether it is to be removed again unless a point comes into it.
+    /// Whether the directory was created here. It is removed again unless a point is added.
     created: bool,
 }
 
 impl Store {
-    /// The directory `dir`, which is made where there is none.
+    /// Opens the directory `dir`, or creates it.
     ///
     /// # Errors
-    /// Where it holds something else than a snapshot, or somebody writes to it.
+    /// It contains something other than a snapshot, or another process writes to it.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let file = dir.display().to_string();
         let created = match fs::DirBuilder::new().mode(0o700).create(dir) {
@@ -71,7 +71,8 @@ impl Store {
             Ok(found) => store.manifest = source::read_manifest(&found)?,
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 let mut all = fs::read_dir(dir).map_err(Error::io(&file, "reading it"))?;
-                // What a writer left that died before there was a list is removed below, or replaced.
+                // Files of a writer that died before there was a manifest are removed below or
+                // replaced.
                 if let Some(other) = all.find(|entry| !entry.as_ref().is_ok_and(is_left_of_the_first)) {
                     let name = other.map(|entry| entry.file_name()).unwrap_or_default();
                     let what = format!("it holds no snapshot, and is not empty: there is {}", name.display());
@@ -84,10 +85,10 @@ impl Store {
         Ok(store)
     }
 
-    /// Whether there is room for another point.
+    /// Checks that another point can be added.
     ///
     /// # Errors
-    /// Where there is none.
+    /// The directory is full.
     pub fn check_room(&self) -> Result<(), Error> {
         if self.manifest.points.len() < MAX_POINTS {
             return Ok(());
@@ -98,25 +99,25 @@ impl Store {
         Err(Error::Unfit { file: self.dir.display().to_string(), what })
     }
 
-    /// What tells it from any other.
+    /// The identity of the directory.
     pub fn chain(&self) -> &str {
         &self.manifest.chain
     }
 
-    /// When the newest point was taken, in nanoseconds since 1970, where there is one.
+    /// When the newest point was taken, in nanoseconds since 1970. None without points.
     pub fn newest(&self) -> Option<u64> {
         self.manifest.points.last().map(|point| point.taken)
     }
 
-    /// The number of the point that comes next.
+    /// The number of the next point.
     pub fn next(&self) -> u32 {
         self.manifest.points.last().map_or(0, |point| point.number + 1)
     }
 
-    /// Files without a name for it, and for so many clones of disks.
+    /// Creates unnamed files for a point, and for `clones` clones of disks.
     ///
     /// # Errors
-    /// Where the file system has none.
+    /// The file system does not support unnamed files.
     pub fn unnamed(&self, clones: usize) -> Result<Files, Error> {
         let [ram, map, state] = [self.nameless()?, self.nameless()?, self.nameless()?];
         let clones = (0..clones).map(|_| self.nameless()).collect::<Result<_, _>>()?;
@@ -128,11 +129,11 @@ impl Store {
         file::unnamed(&self.dir).map_err(Error::io(&self.dir.display().to_string(), what))
     }
 
-    /// Adds `point`, whose files are written and on the disk.
+    /// Adds `point`, whose files are written and on disk.
     ///
     /// # Errors
-    /// Where a file cannot be named, and the directory is as it was before then; or where the point is there, and the disk does not
-    /// promise to keep it.
+    /// If a file cannot be named, the directory is unchanged. If only the final sync of the
+    /// directory fails, the point has been added but may not survive a crash.
     pub fn add(mut self, files: &Files, mut point: Point) -> Result<u32, Error> {
         let number = self.next();
         point.number = number;
@@ -151,13 +152,14 @@ impl Store {
             }
             return Err(error);
         }
-        // The list has the point from here on, and its files stay whatever happens.
+        // From here on the manifest lists the point, and its files stay whatever happens.
         self.created = false;
         self.here.sync_all().map_err(Error::io(manifest::NAME, "the directory"))?;
         Ok(number)
     }
 
-    /// Puts `merged`, whose pages and map are written and on the disk, into the place of the points from `first` on up to it.
+    /// Replaces the points from `first` up to `merged` with `merged`, whose pages and map are
+    /// written and on disk.
     ///
     /// # Errors
     /// As [`Self::add`].
@@ -178,7 +180,8 @@ impl Store {
         Ok(())
     }
 
-    /// Removes what the list does not have: left by a writer that died, or joined into another point. Of no consequence where it fails.
+    /// Removes files that the manifest does not list: those of a writer that died, and those merged
+    /// into another point. Failures are ignored.
     fn sweep(&self) {
         let _ = fs::remove_file(self.dir.join(new_list()));
         let Ok(all) = fs::read_dir(&self.dir) else { return };
@@ -187,7 +190,7 @@ impl Store {
             match kind {
                 "ram" | "map" => points.any(|point| point.label() == label),
                 "state" => points.any(|point| point.number.to_string() == label),
-                // Clones of disks may be some machine's disks by now.
+                // Another machine may use a clone as its disk by now.
                 _ => true,
             }
         };
@@ -217,7 +220,8 @@ impl Store {
         renamed.map_err(said("renaming it"))
     }
 
-    /// Names `file`; what has that name is left of a writer that died, for the list does not have it.
+    /// Names `file`. An existing file of that name is not listed, so a writer that died has left
+    /// it, and it is removed.
     fn name(&self, file: &File, name: &str) -> Result<(), Error> {
         let path = self.dir.join(name);
         match fs::remove_file(&path) {
@@ -232,7 +236,7 @@ impl Store {
 impl Drop for Store {
     fn drop(&mut self) {
         if self.created {
-            // Nothing came into it.
+            // No point was added.
             let _ = fs::remove_dir(&self.dir);
         }
     }
@@ -267,7 +271,7 @@ mod tests {
         fs::create_dir(dir.join("disk0-0")).unwrap();
         assert!(Store::open(&dir).unwrap_err().to_string().contains("there is disk0-0"));
         fs::remove_dir(dir.join("disk0-0")).unwrap();
-        // A clone of a disk may be some machine's by now.
+        // Another machine may use a clone as its disk by now.
         fs::write(dir.join("disk0-0"), "clone").unwrap();
         assert_eq!(Store::open(&dir).unwrap().next(), 0);
         assert_eq!(there(), ["disk0-0"]);

@@ -1,16 +1,17 @@
-//! Which pages a machine wanted first after a restore, in that order: a hint for the next one, which brings these before it brings the rest.
+//! The pages that a machine wanted first after a restore, in that order. The next restore uses this
+//! hint and fetches these pages before all others.
 //!
-//! One file of the directory, `working-set`, of the last restore that was recorded. Of whichever point that was: the points of one machine
-//! want much of the same. Little-endian:
+//! It is one file of the directory, `working-set`, written by the last recorded restore of any
+//! point. Points of one machine want mostly the same pages. All numbers are little-endian:
 //!
 //! ```text
 //! 8 bytes   VELLUMWS
 //! 4         version, 1
-//! 4         pages that each entry stands for: more than one where huge pages of a pool were brought
+//! 4         pages per entry: more than one if huge pages of a pool were fetched
 //! 8         pages of the machine
 //! 8         entries
 //! 8 each    the first page
-//! 4         CRC32C of all that
+//! 4         CRC32C of everything before
 //! ```
 
 use std::fs::File;
@@ -26,24 +27,24 @@ use vellum_sys::file;
 use vellum_sys::guard::Naming;
 use vellum_sys::host::table;
 
-/// Its name.
+/// The name of the file.
 pub const NAME: &str = "working-set";
 const MAGIC: &[u8; 8] = b"VELLUMWS";
 const VERSION: u32 = 1;
 const HEAD: usize = 32;
 const ENTRY: usize = 8;
 const TAIL: usize = 4;
-/// The most pages that an entry stands for: those of 1 GiB.
+/// The maximum number of pages per entry: a huge page of 1 GiB.
 const MAX_UNIT: u32 = 1 << 18;
 
-/// The pages that were wanted.
+/// A working set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkingSet {
-    /// Pages that each entry stands for, a power of two.
+    /// Pages per entry, a power of two.
     pub unit: u32,
-    /// All pages of the machine.
+    /// The number of pages of the machine.
     pub pages: u64,
-    /// The first page of each, in the order in which they were wanted.
+    /// The first page of each entry, in the order in which they were wanted.
     pub firsts: Vec<u64>,
 }
 
@@ -65,10 +66,10 @@ impl WorkingSet {
         bytes
     }
 
-    /// What [`Self::bytes`] was made of, for a machine of so many `pages`.
+    /// Parses the output of [`Self::bytes`] for a machine of `pages` pages.
     ///
     /// # Errors
-    /// Where it is something else, or of another machine.
+    /// The bytes are not a valid working set, or it belongs to another machine.
     pub fn parse(bytes: &[u8], pages: u64) -> Result<Self, Error> {
         let unfit = |what: String| Error::Unfit { file: NAME.into(), what };
         let damaged = |offset: usize, what: String| {
@@ -110,13 +111,13 @@ impl WorkingSet {
         Ok(Self { unit, pages, firsts })
     }
 
-    /// The same of a file.
+    /// Reads and parses a file.
     ///
     /// # Errors
-    /// As [`Self::parse`], and where it cannot be read.
+    /// As [`Self::parse`], and if the file cannot be read.
     pub fn read(file: &File, pages: u64) -> Result<Self, Error> {
         let len = file.metadata().map_err(Error::io(NAME, "its length"))?.len();
-        // No page is wanted for the first time twice.
+        // No page is listed twice.
         let most = (HEAD + TAIL) as u64 + pages.saturating_mul(ENTRY as u64);
         if len > most {
             let what = format!("it has {len} bytes, where a machine of {pages} pages has {most} at most");
@@ -128,7 +129,7 @@ impl WorkingSet {
     }
 }
 
-/// The file of a restore that is recorded, before it has its name.
+/// The unnamed file of a restore that is being recorded.
 #[derive(Debug)]
 pub struct Unnamed {
     file: File,
@@ -136,10 +137,11 @@ pub struct Unnamed {
 }
 
 impl Unnamed {
-    /// One for the directory `dir`, and what its process's guard needs to name it.
+    /// Creates a file for the directory `dir`, and the data with which the process's guard names
+    /// it.
     ///
     /// # Errors
-    /// Where the file system has none, or this user may not write there.
+    /// The file system does not support unnamed files, or this user may not write there.
     pub fn create(dir: &Path) -> Result<(Self, Naming), Error> {
         let place = dir.display().to_string();
         let what = "making the file of the working set";
@@ -151,10 +153,10 @@ impl Unnamed {
         Ok((Self { file, written }, naming))
     }
 
-    /// Has `set` on the disk, and named.
+    /// Writes `set` to disk and has the file named.
     ///
     /// # Errors
-    /// Where a write fails; the one that was there before stays then.
+    /// A write fails. An earlier working set then stays.
     pub fn finish(mut self, set: &WorkingSet) -> io::Result<()> {
         self.file.write_all(&set.bytes())?;
         self.file.sync_all()?;
@@ -178,7 +180,7 @@ mod tests {
         assert_eq!(WorkingSet::parse(&none.bytes(), 64).unwrap(), none);
     }
 
-    /// Bytes of the first version, as they were committed with it.
+    /// The first version's bytes, as committed with it.
     #[test]
     fn the_first_version_is_read() {
         let bytes = include_bytes!("../../../tests/golden/working-set-1");

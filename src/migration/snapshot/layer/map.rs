@@ -1,5 +1,6 @@
-//! The map of a layer as whoever reads it has it: what there is of each page, without its sum, which is read with the page. A machine may
-//! have far more memory than it has touched, and of what it has not there is nothing here either.
+//! The map of a layer for readers: the kind of each page without its checksum, which is read with
+//! the page. A machine may have far more memory than it has touched. Untouched memory takes no
+//! space here either.
 
 use std::fs::File;
 use std::ops::Range;
@@ -14,24 +15,25 @@ use vellum_sys::host::table;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::pagemap;
 
-/// Pages whose entries are one page of the file.
+/// The number of pages whose entries fill one page of the file.
 const PART: u64 = PAGE_SIZE / ENTRY;
-/// Parts that are read at once.
+/// The number of parts read at once.
 const AT_ONCE: u64 = 16;
 
 /// What a layer has of a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Page {
-    /// Nothing: it is as in the point before, and in a full point it was never touched, so that it is as a new machine has it.
+    /// Nothing: the page is as in the point before. In a full point it was never touched and is as
+    /// in a new machine.
     #[default]
     Absent,
-    /// It is zero.
+    /// The page is zero.
     Zero,
-    /// Its content, with this sum.
+    /// Its content, with this checksum.
     Present(u32),
 }
 
-/// What a layer has of a page, but for its sum.
+/// What a layer has of a page, without the checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Absent,
@@ -69,9 +71,9 @@ impl Page {
 /// Pages whose entries are one page of the file.
 #[derive(Clone, Debug)]
 enum Part {
-    /// Of all there is the same.
+    /// All pages are of this kind.
     Alike(Kind),
-    /// Of each.
+    /// The kind of each page.
     Each(Box<[Kind]>),
 }
 
@@ -79,20 +81,21 @@ enum Part {
 #[derive(Debug)]
 pub(super) struct Map {
     parts: Vec<Part>,
-    /// How many pages there are.
+    /// The number of pages.
     pub pages: u64,
 }
 
 impl Map {
-    /// The map of so many `pages` in `file`, which is as long, is called `name` and has this sum.
+    /// Reads the map of `pages` pages from `file`, which has the right size. `name` is its name and
+    /// `crc` its checksum.
     ///
     /// # Errors
-    /// Where it cannot be read, or is not what was written.
+    /// The file cannot be read, or is not what was written.
     pub fn read(file: &File, name: &str, pages: u64, crc: u32) -> Result<Self, Error> {
         let (bytes, parts) = (pages * ENTRY, pages.div_ceil(PART));
         let mut runs = Vec::new();
         if pagemap::data(file, 0, parts, |run| runs.push(run)).is_err() {
-            // Where the file system does not tell, all of it is looked at.
+            // If the file system does not report holes, all of the file is read.
             runs.clear();
             runs.push(0..parts);
         }
@@ -133,7 +136,7 @@ impl Map {
         }
     }
 
-    /// What there is of a page.
+    /// The kind of a page.
     pub fn get(&self, page: u64) -> Kind {
         match &self.parts[(page / PART) as usize] {
             Part::Alike(kind) => *kind,
@@ -141,7 +144,7 @@ impl Map {
         }
     }
 
-    /// Where the pages from `pages.start` on end of which there is the same as of that one: absent, zero, or present.
+    /// The end of the run of pages from `pages.start` on that have the same kind.
     pub fn alike(&self, pages: Range<u64>) -> u64 {
         let kind = self.get(pages.start);
         let mut at = pages.start;
@@ -162,7 +165,8 @@ impl Map {
         pages.end
     }
 
-    /// The first page from `page` on in a part that has something; how many pages there are, where there is none.
+    /// The first page from `page` on in a part that is not empty. The number of pages if there is
+    /// none.
     pub fn skip(&self, page: u64) -> u64 {
         let parts = self.parts.iter().enumerate().skip((page / PART) as usize);
         let has_any = |part: &Part| !matches!(part, Part::Alike(Kind::Absent));
@@ -171,13 +175,14 @@ impl Map {
     }
 }
 
-/// The sum of so many bytes that are zero, none of which is looked at: a hole may be larger than all that there is.
+/// The checksum of this many zero bytes, without reading any: a hole may be larger than all memory.
 fn sum_of_zeroes(bytes: u64) -> u64 {
     let (pages, rest) = (bytes / PAGE_SIZE, (bytes % PAGE_SIZE) as usize);
     let zeroes = [0; PAGE_SIZE as usize];
     let page = checksum(Crc32Iscsi, &zeroes);
     let (mut sum, mut done) = (0, 0);
-    // As many pages as the bits of their number say, from the highest on: what there is twice, and one more.
+    // Builds the number of pages bit by bit from the highest: doubles the length, then appends a
+    // page if the bit is set.
     for bit in (0..u64::BITS - pages.leading_zeros()).rev() {
         (sum, done) = (checksum_combine(Crc32Iscsi, sum, sum, done), 2 * done);
         if pages >> bit & 1 == 1 {
@@ -188,7 +193,7 @@ fn sum_of_zeroes(bytes: u64) -> u64 {
 }
 
 impl Part {
-    /// What the entries say; or the offset of one that is none, and what it is.
+    /// Parses entries. An error has the offset of an invalid entry and its value.
     fn decode(entries: &[u8]) -> Result<Self, (u64, u64)> {
         let mut kinds = [Kind::Absent; PART as usize];
         let mut alike = true;

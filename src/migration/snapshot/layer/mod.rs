@@ -1,11 +1,14 @@
-//! The pages of one point: a file in which each has its place, and a map that says which of them are there.
+//! The pages of one point: a sparse file with each page at its offset, and a map of the pages that
+//! it has.
 //!
-//! The map has 8 bytes for each page of the machine, in the order of its memslots, little-endian: in the upper half what of the page is
-//! here (0 nothing, 1 that it is zero, 2 its content), in the lower half the CRC32C of the content. Pages that are not there or zero
-//! are holes of the other file; of pages that are not there the map may be one, too, and whoever reads it does not look at its holes.
+//! The map has 8 bytes per page of the machine, in the order of its memslots, little-endian. The
+//! upper half says what the file has of the page: 0 for nothing, 1 for a zero page, 2 for its
+//! content. The lower half is the CRC32C of the content. Absent and zero pages are holes in the
+//! page file. The map may have holes for absent pages too, and readers skip these.
 //!
-//! Memory that a guest writes to meanwhile is copied before it is summed and written, as in a migration: a page that changes while it
-//! is copied is written again, for its dirty bit was cleared before.
+//! Memory that a guest writes to meanwhile is copied before it is checksummed and written, as in a
+//! migration. A page that changes during its copy is written again, because its dirty bit was
+//! cleared before.
 
 mod map;
 
@@ -27,26 +30,27 @@ use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{self, Mistake};
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Bytes of the map for a page.
+/// Bytes of the map per page.
 pub(crate) const ENTRY: u64 = 8;
-/// Pages that are written or read by one call.
+/// The number of pages written or read by one call.
 pub const AT_ONCE: u64 = 256;
-/// Pages that the disk is asked to take at once: enough for it to write at its full speed.
+/// The number of pages that are submitted for writeback at once: enough for the disk's full speed.
 const BACK_AT_ONCE: u64 = 2048;
-/// Pages whose entries in the map are written by one call.
+/// The number of pages whose map entries are written by one call.
 const MAP_AT_ONCE: usize = 8192;
-/// Pages between two that are wanted which cost less to read with them than to leave out.
+/// A gap of up to this many pages between wanted pages is cheaper to read than to skip.
 const GAP: u64 = 16;
 
-/// The sum of `bytes` as files have it.
+/// The checksum of `bytes` as stored in files.
 pub fn sum(bytes: &[u8]) -> u32 {
     checksum(Crc32Iscsi, bytes) as u32
 }
 
-/// Whether this host has memory for the maps of a machine of so many pages, a number that a file tells.
+/// Checks that this host has memory for the maps of a machine of `pages` pages. A file states this
+/// number.
 ///
 /// # Errors
-/// Where it has not.
+/// The host does not have it.
 pub fn check_room(name: &str, pages: u64) -> Result<(), Error> {
     let bytes = pages.saturating_mul(size_of::<Page>() as u64);
     host::check_room(bytes).map_err(|error| Error::Unfit {
@@ -62,15 +66,15 @@ pub struct Writer {
     /// The first page of each region.
     firsts: Vec<u64>,
     buffer: Vec<u8>,
-    /// Pages that follow each other and that the disk has not been asked to take.
+    /// Consecutive pages that have not been submitted for writeback.
     behind: Range<u64>,
 }
 
 impl Writer {
-    /// A layer of `memory`, the machine's memslots in their order, into an empty file.
+    /// Starts a layer of `memory`, the machine's memslots in order, in an empty file.
     ///
     /// # Errors
-    /// Where the file cannot be made as long.
+    /// The file cannot be extended to the required size.
     pub fn new(ram: File, memory: &[Slot]) -> io::Result<Self> {
         let mut pages = 0;
         let mut firsts = Vec::with_capacity(memory.len());
@@ -81,7 +85,7 @@ impl Writer {
         Ok(Self { firsts, ..Self::of_pages(ram, pages)? })
     }
 
-    /// A layer of a machine of so many pages, which are no memory: they are [stored](Self::store).
+    /// Starts a layer of `pages` pages without memory. The caller [stores](Self::store) them.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -92,21 +96,23 @@ impl Writer {
         Ok(Self { ram, map, firsts: Vec::new(), buffer, behind: 0..0 })
     }
 
-    /// Where the content of the pages `run` of the machine, [`AT_ONCE`] at most, is put before they are [stored](Self::store).
+    /// The buffer for the content of the machine's pages `run`, at most [`AT_ONCE`], before they
+    /// are [stored](Self::store).
     ///
     /// # Panics
-    /// Where they are more.
+    /// `run` is longer.
     pub fn buffer(&mut self, run: &Range<u64>) -> &mut [u8] {
         &mut self.buffer[..((run.end - run.start) * PAGE_SIZE) as usize]
     }
 
-    /// Writes the pages `run` of region `region`, which is `slot`; gives the bytes that went into the file.
+    /// Writes the pages `run` of region `region`, which is `slot`. Returns how many bytes were
+    /// written to the file.
     ///
     /// # Errors
-    /// Where a write fails, for lack of space above all.
+    /// A write fails, usually for lack of space.
     ///
     /// # Panics
-    /// Where the region has no such pages.
+    /// The region has no such pages.
     pub fn write(&mut self, region: usize, slot: &Slot, run: Range<u64>) -> io::Result<u64> {
         assert!(run.end <= slot.pages(), "pages {run:?} of {slot:?}");
         let (mut written, mut first) = (0, run.start);
@@ -124,8 +130,9 @@ impl Writer {
         Ok(written)
     }
 
-    /// Pages `run` of region `region` were [written](Self::write) and will hardly be again: the disk is to take them while others are read
-    /// and summed, [`BACK_AT_ONCE`] of them at a time.
+    /// Pages `run` of region `region` were [written](Self::write) and will probably not change.
+    /// Submits them for writeback, [`BACK_AT_ONCE`] at a time, while other pages are read and
+    /// checksummed.
     pub(crate) fn write_back(&mut self, region: usize, run: Range<u64>) {
         let first = self.firsts[region];
         let run = first + run.start..first + run.end;
@@ -141,10 +148,11 @@ impl Writer {
         }
     }
 
-    /// Writes what is in the [buffer](Self::buffer), the pages `run` of the machine; gives the bytes that went into the file.
+    /// Writes the contents of the [buffer](Self::buffer), the machine's pages `run`. Returns how
+    /// many bytes were written to the file.
     ///
     /// # Errors
-    /// Where a write fails.
+    /// A write fails.
     pub fn store(&mut self, run: Range<u64>) -> io::Result<u64> {
         let at = run.start;
         let (pages, _) = self.buffer(&run).as_chunks::<PAGE>();
@@ -176,10 +184,11 @@ impl Writer {
         Ok(written)
     }
 
-    /// Has everything on the disk, and writes the map: its sum, and how many pages are present and zero.
+    /// Writes the map and syncs both files. Returns the map's checksum, and how many pages are
+    /// present and zero.
     ///
     /// # Errors
-    /// Where a write fails.
+    /// A write fails.
     pub fn finish(self, map: &File) -> io::Result<Written> {
         let mut written = Written { pages: self.map.len() as u64, ..Written::default() };
         let (mut all, mut bytes) =
@@ -197,7 +206,8 @@ impl Writer {
                 bytes.extend(page.encode().to_le_bytes());
             }
             all.update(&bytes);
-            // A machine may have far more memory than it has touched: of the rest the map is a hole.
+            // A machine may have far more memory than it has touched. Untouched memory is a hole in
+            // the map.
             if written.zero + written.present > before {
                 map.write_all_at(&bytes, part * MAP_AT_ONCE as u64 * ENTRY)?;
             }
@@ -209,16 +219,16 @@ impl Writer {
     }
 }
 
-/// What a layer came to.
+/// The result of writing a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Written {
-    /// All pages of the machine.
+    /// The number of pages of the machine.
     pub pages: u64,
-    /// Those whose content is there.
+    /// The number of pages with content.
     pub present: u64,
-    /// Those that are zero.
+    /// The number of zero pages.
     pub zero: u64,
-    /// The sum of its map.
+    /// The checksum of the map.
     pub map_crc: u32,
 }
 
@@ -227,17 +237,18 @@ pub struct Written {
 pub struct Reader {
     ram: File,
     map: Map,
-    /// The map's file, which has the sums.
+    /// The map's file, which has the checksums.
     sums: File,
-    /// What the names of its files end in.
+    /// The suffix of its files' names.
     label: String,
 }
 
 impl Reader {
-    /// The layer of the point whose files' names end in `label`, of a machine of so many `pages`, whose map has this sum.
+    /// Opens the layer of a point. `label` is the suffix of its files' names. The machine has
+    /// `pages` pages, and `map_crc` is the map's checksum.
     ///
     /// # Errors
-    /// Where a file is shorter or longer than it must be, or the map is not what was written.
+    /// A file has the wrong size, or the map is not what was written.
     pub fn new(ram: File, map: &File, label: &str, pages: u64, map_crc: u32) -> Result<Self, Error> {
         let (ram_name, map_name) = (format!("ram-{label}"), format!("map-{label}"));
         for (file, name, bytes) in
@@ -254,7 +265,7 @@ impl Reader {
         Ok(Self { ram, map, sums, label: label.into() })
     }
 
-    /// Its pages, each at its offset, and what it is called.
+    /// The file of its pages, each at its offset, and the file's name.
     pub fn file(&self) -> (&File, String) {
         (&self.ram, format!("ram-{}", self.label))
     }
@@ -263,13 +274,14 @@ impl Reader {
         will_need(&self.ram, pages.start * PAGE_SIZE, (pages.end - pages.start) * PAGE_SIZE);
     }
 
-    /// Reads the content of `pages`, all of which it has, into `to`, and compares their sums.
+    /// Reads the content of `pages` into `to` and verifies the checksums. The layer must have all
+    /// of them.
     ///
     /// # Errors
-    /// Where a page is not what was written.
+    /// A page is not what was written.
     ///
     /// # Panics
-    /// Where `to` is of another size.
+    /// `to` has another size.
     pub fn read(&self, pages: Range<u64>, to: &mut [u8]) -> Result<(), Error> {
         assert_eq!(to.len() as u64, (pages.end - pages.start) * PAGE_SIZE);
         let ram = || format!("ram-{}", self.label);
@@ -292,7 +304,7 @@ impl Reader {
     }
 }
 
-/// Fills `to` with what `file` has at `offset`, which was as long when it was opened.
+/// Fills `to` with the bytes of `file` at `offset`. The file was long enough when it was opened.
 fn read_exactly(file: &File, name: impl Fn() -> String, to: &mut [u8], offset: u64) -> Result<(), Error> {
     file.read_exact_at(to, offset).map_err(|error| match error.kind() {
         io::ErrorKind::UnexpectedEof => {
@@ -303,7 +315,7 @@ fn read_exactly(file: &File, name: impl Fn() -> String, to: &mut [u8], offset: u
 }
 
 impl Reader {
-    /// Reads all pages that it has; how many those are.
+    /// Reads and verifies all its pages. Returns their number.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -326,12 +338,12 @@ impl Reader {
 pub struct Layers(pub Vec<Reader>);
 
 impl Layers {
-    /// How many pages each has.
+    /// The number of pages of each.
     pub fn pages(&self) -> u64 {
         self.0.first().map_or(0, |layer| layer.map.pages)
     }
 
-    /// The layer that has page `page`, and what it has: `None` where none has.
+    /// The newest layer that has page `page`, and what it has. `None` if no layer has it.
     fn of(&self, page: u64) -> Option<(usize, Kind)> {
         let told = |(at, layer): (usize, &Reader)| {
             Some((at, layer.map.get(page))).filter(|(_, kind)| *kind != Kind::Absent)
@@ -339,7 +351,8 @@ impl Layers {
         self.0.iter().enumerate().rev().find_map(told)
     }
 
-    /// Has the kernel begin to read what the layers have of `runs`, which ascend, and what lies between them where that is little.
+    /// Tells the kernel to read the layers' pages of `runs`, which ascend. Small gaps are read with
+    /// them.
     pub(crate) fn announce(&self, runs: impl Iterator<Item = Range<u64>>) {
         let mut span: Option<(&Reader, Range<u64>)> = None;
         for run in runs {
@@ -361,17 +374,17 @@ impl Layers {
         span.iter().for_each(|(layer, span)| layer.announce(span));
     }
 
-    /// The first pages of `pages` of which something is known, alike and in one layer, up to [`AT_ONCE`]: which, whether they are zero, and
-    /// the layer.
+    /// The first run of pages within `pages` that some layer has, at most [`AT_ONCE`]. All pages of
+    /// the run are of one kind and in one layer. Returns that layer, or None for zero pages.
     pub fn next(&self, pages: Range<u64>) -> Option<(Range<u64>, Option<&Reader>)> {
         self.next_of(pages, AT_ONCE)
     }
 
-    /// The same up to `most`.
+    /// The same with at most `most` pages.
     pub(crate) fn next_of(&self, pages: Range<u64>, most: u64) -> Option<(Range<u64>, Option<&Reader>)> {
         let mut first = pages.start;
         let (layer, kind) = loop {
-            // Where no layer has anything, no page has to be asked for.
+            // Skips parts that are empty in every layer.
             first = self.0.iter().map(|layer| layer.map.skip(first)).min()?;
             if first >= pages.end {
                 return None;

@@ -7,7 +7,7 @@ use vellum_sys::mmap::{Mapping, Source};
 
 const PAGES: u64 = 700;
 
-/// Two memslots of one mapping, as a machine with a hole has them.
+/// Two memslots of one mapping, as in a machine with a hole.
 fn slots() -> [Slot; 2] {
     let mapping = Arc::new(Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
     let cut = 600 * PAGE_SIZE;
@@ -25,7 +25,7 @@ fn put(slot: &Slot, page: u64, byte: u8) {
     slot.mapping().copy_from(slot.offset() + page * PAGE_SIZE, &[byte; PAGE]);
 }
 
-/// Both files of a layer, and what it came to.
+/// Both files of a layer, and the result.
 fn written(slots: &[Slot; 2], runs: &[(usize, Range<u64>)]) -> (File, File, Written) {
     let (ram, map) = (file(), file());
     let mut writer = Writer::new(ram.try_clone().unwrap(), slots).unwrap();
@@ -117,7 +117,7 @@ fn damage_is_named_with_file_and_offset() {
     assert!(reader(&good, 4).unwrap_err().to_string().contains("map-4, byte 5599: it has 5599 bytes"));
     good.0.set_len(PAGES * PAGE_SIZE - 1).unwrap();
     assert!(reader(&good, 4).unwrap_err().to_string().contains("ram-4"));
-    // A sum that is right of entries that are none.
+    // A correct checksum over invalid entries.
     let (ram, map) = (file(), file());
     ram.set_len(PAGES * PAGE_SIZE).unwrap();
     let entries: Vec<u8> =
@@ -127,7 +127,7 @@ fn damage_is_named_with_file_and_offset() {
     assert!(said.starts_with("map-0, byte 24: 0x500000000 is no entry"), "{said}");
 }
 
-/// Sums are read with their pages.
+/// Checksums are read with their pages.
 #[test]
 fn a_map_that_becomes_shorter_is_named() {
     let slots = slots();
@@ -140,7 +140,7 @@ fn a_map_that_becomes_shorter_is_named() {
     layer.read(0..5, &mut vec![0; 5 * PAGE]).unwrap();
 }
 
-/// A manifest may tell any number of pages, and a sparse file is as long as it likes.
+/// A manifest may state any number of pages, and a sparse file may have any size.
 #[test]
 fn a_machine_whose_maps_would_take_all_memory_is_refused() {
     check_room("manifest.json", 1 << 18).unwrap();

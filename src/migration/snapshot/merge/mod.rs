@@ -1,7 +1,9 @@
-//! A chain of points becomes one: what a restore would make of them is written as the pages of a full point, which takes the place of the last.
+//! Merges a chain of points into one. The pages that a restore would produce are written as a full
+//! point, which replaces the last point of the chain.
 //!
-//! The state of that point stays as it is, and so does its number: those that continue it, and a machine that is followed since, find what
-//! they expect. Its new files have names of their own, and until the list is renamed nothing of the old has changed.
+//! That point keeps its state and its number, so later points and a machine with dirty tracking
+//! since then still fit. Its new files have new names. Until the manifest is renamed, the old files
+//! are unchanged.
 
 use std::path::Path;
 
@@ -12,13 +14,16 @@ use super::source::{Chosen, Source};
 use super::store::Store;
 use vellum_sys::file::is_locked;
 
-/// Joins the points that point `to`, or the newest, needs, into that one; the first of them, and what came of it.
+/// Merges the points that point `to`, or the newest, depends on into that point. Returns the number
+/// of the first of them, and the merged point.
 ///
 /// # Errors
-/// Where there is nothing to join, a file is damaged, a machine is being made of it, or there is no room: all is as it was then. Or where
-/// it is done, and the disk does not promise to keep it.
+/// If there is nothing to merge, a file is damaged, a machine uses the point, or there is no room,
+/// the directory is unchanged. If only the final sync of the directory fails, the merge is done but
+/// may not survive a crash.
 pub fn merge(dir: &Path, to: Option<u32>) -> Result<(u32, Point), Error> {
-    // Opened first: nobody else writes from here on, and a directory that is none is not made.
+    // The source is opened before the store: `Store::open` would create a missing directory. The
+    // store's lock keeps other writers out from here on.
     let source = Source::open(dir)?;
     let store = Store::open(dir)?;
     let Chosen { layers, .. } = source.choose(to)?;
@@ -34,7 +39,7 @@ pub fn merge(dir: &Path, to: Option<u32>) -> Result<(u32, Point), Error> {
     layer::check_room(manifest::NAME, pages)?;
     let mut readers = Vec::with_capacity(layers.len());
     for (point, files) in layers {
-        // This process has a lock on it too, by the same open file, which is in nobody's way but others'.
+        // This process's own lock belongs to the same open file, so it does not count.
         if is_locked(&files.ram).map_err(Error::io(&format!("ram-{}", point.label()), "its locks"))? {
             return Err(unfit(
                 "a machine is being made of it, or shows it as memory; merge it when that is over".into(),

@@ -8,7 +8,7 @@ use vellum_sys::mmap::PAGE_SIZE;
 
 const PAGES: u64 = 600;
 
-/// A directory that is gone with this value.
+/// A directory that is removed on drop.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -18,7 +18,7 @@ impl Dir {
         Self(path)
     }
 
-    /// Adds a point that has these pages, each full of a byte.
+    /// Adds a point with these pages, each filled with a byte.
     fn add(&self, full: bool, pages: &[(u64, u8)]) {
         let store = Store::open(&self.0).unwrap();
         let files = store.unnamed(0).unwrap();
@@ -47,7 +47,7 @@ impl Dir {
         store.add(&files, point).unwrap();
     }
 
-    /// What a machine that is restored at `number` has in memory: a byte a page.
+    /// The memory of a machine restored at `number`, a byte per page.
     fn read(&self, number: u32) -> Result<Vec<u8>, String> {
         let chosen = Source::open(&self.0).and_then(|source| source.choose(Some(number)));
         let layers = chosen.map_err(|error| error.to_string())?.layers.into_iter();
@@ -129,20 +129,22 @@ fn a_merged_point_is_what_it_was_and_is_continued() {
     assert!(said.ends_with("point 5 is full, and there is nothing to join it with"), "{said}");
 }
 
-/// Wherever a writer dies, all of the old or all of the new is there; the next writer removes the rest.
+/// Wherever a writer dies, either all of the old or all of the new point is there. The next writer
+/// removes the rest.
 #[test]
 fn what_a_writer_left_that_died_changes_nothing() {
     let (dir, merged) = (Dir::chain("old"), Dir::chain("new"));
     let before = dir.read(3).unwrap();
     merge(&merged.0, Some(3)).unwrap();
     let old = dir.files();
-    // Before the list is renamed: one file or both have their names, and the list has one for a moment.
+    // Before the rename of the manifest: one or both files have their names, and then the new
+    // manifest has its temporary name.
     for name in ["ram-3.1", "map-3.1", "manifest.json"] {
         let to = if name == "manifest.json" { ".manifest.json.new" } else { name };
         fs::copy(merged.0.join(name), dir.0.join(to)).unwrap();
         assert!(dir.read(3).unwrap() == before && dir.read(1).is_ok());
     }
-    // After it was: what was joined has its names still.
+    // After the rename: the merged points' files still have their names.
     fs::rename(dir.0.join(".manifest.json.new"), dir.0.join("manifest.json")).unwrap();
     assert!(old.iter().all(|name| dir.files().contains(name)));
     assert!(dir.read(3).unwrap() == before && dir.read(4).is_ok() && dir.read(1).is_err());
@@ -168,7 +170,7 @@ fn nothing_is_merged_that_is_damaged_or_in_use() {
     let mut planted = ram.clone();
     planted[4 * PAGE_SIZE as usize] ^= 1;
     fs::write(dir.0.join("ram-1"), &planted).unwrap();
-    // Point 2 has page 4 anew.
+    // Point 2 has its own page 4.
     merge(&dir.0, Some(1)).unwrap_err();
     assert_eq!(dir.files(), before.0);
     fs::write(dir.0.join("ram-1"), &ram).unwrap();
