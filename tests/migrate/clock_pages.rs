@@ -1,7 +1,9 @@
-//! Pages of a guest's to which KVM writes by itself: its clocks, and the time that was stolen from it. They are written when the guest has
-//! been handed over, and neither before nor elsewhere; what KVM has written is brought along.
+//! Pages of a guest that KVM itself writes: its clocks, and its steal time. KVM writes them after
+//! the hand-over and on the side that has the guest, and not earlier or elsewhere. What KVM has
+//! written migrates.
 //!
-//! The guests are of a few bytes: they tell KVM of a page of each kind, and count on their serial port from then on, or spin.
+//! The guests have a few bytes. They tell KVM the address of a page of each kind, and then count on
+//! their serial port or spin.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -17,29 +19,31 @@ use crate::commit_flag::cut_at_commit;
 use crate::relay::{held_back, until_fit};
 use crate::{ends_with, succeeds, with};
 
-/// KVM's MSRs (Documentation/virt/kvm/x86/msr.rst), and where the guests have their pages.
+/// KVM's MSRs (Documentation/virt/kvm/x86/msr.rst), and the addresses of the guests' pages.
 const MSR_WALL_CLOCK: u32 = 0x4b56_4d00;
 const MSR_SYSTEM_TIME: u32 = 0x4b56_4d01;
 const MSR_STEAL_TIME: u32 = 0x4b56_4d03;
 const WALL: u32 = 0x18_0000;
 const TIME: u32 = 0x18_1000;
 const STOLEN: u32 = 0x18_2000;
-/// In the first memslot, which begins at address 0.
+/// The file of the first memslot, which begins at address 0.
 const RAM: &str = "ram-0";
-/// What the wall clock's version is before KVM has written it: even, and no number that KVM comes to where it finds zeroes.
+/// The version of the wall clock before KVM has written it. It is even, and KVM would not reach it
+/// from zero.
 const BEFORE: u32 = 1000;
-/// Where `struct pvclock_vcpu_time_info` has its flags, and PVCLOCK_GUEST_STOPPED.
+/// The address of the flags in `struct pvclock_vcpu_time_info`, and PVCLOCK_GUEST_STOPPED.
 const FLAGS: u64 = TIME as u64 + 29;
 const STOPPED: u8 = 1 << 1;
 
-/// Tells KVM the value of an MSR.
+/// Writes an MSR.
 fn wrmsr(code: Code, index: u32, value: u32) -> Code {
     // mov ecx, index; mov eax, value; xor edx, edx; wrmsr
     let code = code.bytes(&[0xb9]).bytes(&index.to_le_bytes()).bytes(&[0xb8]).bytes(&value.to_le_bytes());
     code.bytes(&[0x31, 0xd2, 0x0f, 0x30])
 }
 
-/// A guest whose clocks KVM keeps, and that counts, as `name`, on memory of this backing; where it writes.
+/// Starts a guest called `name` that uses KVM's clocks and counts, on memory of this backing.
+/// Returns also the file of its output.
 fn counts(env: &TestEnv, name: &str, backing: &str) -> Result<(Machine, PathBuf), Failed> {
     let (kernel, out) = (env.path("kernel"), env.path(&format!("{name}.out")));
     // mov dword [WALL], BEFORE
@@ -57,15 +61,16 @@ fn counts(env: &TestEnv, name: &str, backing: &str) -> Result<(Machine, PathBuf)
     Ok((machine, out))
 }
 
-/// That a guest runs, which writes there.
+/// Checks that a guest runs that writes to `out`.
 fn grows(out: &PathBuf) -> Result<(), Failed> {
     let len = || fs::metadata(out).map_or(0, |data| data.len());
     let was = len();
     eventually(LIMIT, "it counts", || Ok((len() > was + 16).then_some(())))
 }
 
-/// The machine `name` ends in a snapshot, paused before, so that nothing of that lets it go on: how often KVM has written the wall clock, and
-/// whether the guest was told that it stood still.
+/// Pauses the machine `name`, so that its guest does not run again, and ends it in a snapshot.
+/// Returns how often KVM has written the wall clock, and whether the guest was told that it was
+/// stopped.
 fn ended(env: &TestEnv, name: &str, machine: Machine) -> Result<(u32, bool), Failed> {
     let dir = env.path(&format!("{name}.snap"));
     succeeds(&env.vellum(&format!("ctl {name} pause"))?)?;
@@ -82,8 +87,9 @@ fn ended(env: &TestEnv, name: &str, machine: Machine) -> Result<(u32, bool), Fai
     Ok((written, flags[0] & STOPPED != 0))
 }
 
-/// Its page is missing when KVM is told of the wall clock, upon which KVM writes there: it is brought, and then written. KVM has two MSRs
-/// of that clock, old and new, and writes for each.
+/// When the target sets the wall clock's MSR, KVM writes to its page, which is still missing. The
+/// page is fetched and then written. KVM has two MSRs of that clock, an old and a new one, and
+/// writes for each.
 #[test(kvm())]
 fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), Failed> {
     for mode in ["postcopy", "hybrid"] {
@@ -100,7 +106,8 @@ fn a_clock_s_page_that_is_still_to_come_is_brought_and_written() -> Result<(), F
     Ok(())
 }
 
-/// How often the wall clock was written of a guest whose target, which has its memory already, dies at COMMIT: it goes on where it was.
+/// The target has the guest's memory and dies at COMMIT, so that the guest stays on the source.
+/// Returns whether its wall clock was written only once.
 fn stays(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let (here, out) = counts(&env, "here", "memfd")?;
@@ -112,7 +119,7 @@ fn stays(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(ended(&env, "here", here)?.0 == 1)
 }
 
-/// The same memory in both processes: KVM writes to it for the one that has the guest.
+/// Both processes have the same memory. KVM writes to it only for the process that has the guest.
 #[test(kvm())]
 fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -127,8 +134,8 @@ fn kvm_writes_to_memory_that_is_handed_over_when_it_has_been() -> Result<(), Fai
     ensure(stays(None)?, || "the target has written to memory of a guest that stayed".into())
 }
 
-/// Whether a guest is told that it stood still: one that was never paused is not; one that moved, one that was restored and one whose
-/// migration was given up while it stood still are.
+/// Whether guests are told that they were stopped: one that was restored, and one whose migration
+/// was cancelled while it was stopped. A guest that was never paused must not be told.
 fn is_told(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let (first, _) = counts(&env, "first", "anonymous")?;
@@ -137,7 +144,7 @@ fn is_told(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let out = env.path("out");
     let from = env.path("first.snap");
     let line = format!("{} --serial file={}", from.display(), out.display());
-    // As paused as it was.
+    // It is restored paused, as it was saved.
     let restored = env.restore("restored", &line)?;
     succeeds(&env.vellum("ctl restored resume")?)?;
     grows(&out)?;
@@ -165,7 +172,7 @@ fn a_guest_that_goes_on_is_told_that_it_stood_still() -> Result<(), Failed> {
     ensure(is_told(None)?, || "nobody told it".into())
 }
 
-/// KVM tells guests how long their vCPUs could not run.
+/// Requires a KVM that tells guests how long their vCPUs could not run.
 fn steal_time() -> Need {
     const KVM_CPUID_FEATURES: u32 = 0x4000_0001;
     const STEAL_TIME: u32 = 1 << 5;
@@ -181,7 +188,8 @@ fn steal_time() -> Need {
     }
 }
 
-/// Whether each page is alike after moves of a guest that writes nothing: KVM does, when its vCPUs are entered and put.
+/// Migrates a guest that writes nothing several times. KVM writes to it when its vCPUs are loaded
+/// and put. Returns whether the pages were always equal.
 fn stolen_moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let kernel = env.path("kernel");
@@ -217,7 +225,7 @@ fn what_kvm_writes_when_a_vcpu_is_put_moves_too() -> Result<(), Failed> {
     ensure(stolen_moves(None)?, || "the target's memory differs".into())
 }
 
-/// What is planted here, and caught.
+/// Planted faults that these tests must notice.
 pub fn add(tests: &mut Tests) {
     type Right = fn(Option<&'static str>) -> Result<bool, Failed>;
     let planted: [(&str, Need, Right); 3] = [

@@ -1,5 +1,5 @@
-//! Two processes of one host share a fence: a link that is lost around COMMIT, with or without one of them, is decided by that, and nobody
-//! connects again or asks.
+//! Two processes of one host share a fence. If the link is lost around COMMIT, with or without one
+//! of the processes, the fence decides where the guest runs, without a new connection.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -20,13 +20,14 @@ use vellum_sys::socket;
 use crate::relay::next_frame;
 use crate::{ends_with, every_page_is_right, succeeds};
 
-/// A relay that carries the fence, too, and cuts the link at COMMIT, which it delivers or not; before that it kills `victim`.
+/// A relay that also passes on the fence. It cuts the link at COMMIT, which it delivers if
+/// `deliver`. Before that it kills `victim`.
 pub fn cut_at_commit(env: &TestEnv, deliver: bool, victim: Option<u32>) -> Result<(), Failed> {
     let listener = UnixListener::bind(env.path("relay.in"))?;
     let to = env.path("there.in");
     std::thread::spawn(move || -> std::io::Result<()> {
         let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
-        // A second one would find nobody.
+        // A second connection is refused.
         drop(listener);
         let (mut back, mut answers) = (source.try_clone()?, target.try_clone()?);
         std::thread::spawn(move || drop(std::io::copy(&mut answers, &mut back)));
@@ -61,7 +62,8 @@ pub fn cut_at_commit(env: &TestEnv, deliver: bool, victim: Option<u32>) -> Resul
     Ok(())
 }
 
-/// COMMIT lost or delivered, and then the link: exactly one has the guest, at once, and no page is wrong.
+/// The link is cut at COMMIT, which is lost or delivered. Exactly one side has the guest at once,
+/// and every page is right.
 #[test(real())]
 fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed> {
     for deliver in [false, true] {
@@ -93,7 +95,7 @@ fn a_link_that_is_lost_at_commit_is_decided_by_the_fence() -> Result<(), Failed>
     Ok(())
 }
 
-/// A source that dies when it has committed, before anybody has heard of it: the target runs the guest.
+/// The source dies after it has committed, and COMMIT is lost: the target runs the guest.
 #[test(real())]
 fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -111,7 +113,7 @@ fn a_source_that_dies_at_commit_leaves_the_guest_to_the_target() -> Result<(), F
     every_page_is_right(&env.path("t"))
 }
 
-/// A target that dies before it has run the guest: the source runs on, although it has committed.
+/// The target dies before it has run the guest: the source runs on, although it has committed.
 #[test(real())]
 fn a_target_that_dies_at_commit_leaves_the_guest_to_the_source() -> Result<(), Failed> {
     let env = TestEnv::new()?;

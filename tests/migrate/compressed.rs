@@ -1,5 +1,5 @@
-//! Pages that are compressed on their way: they come as they were over each kind of connection, and a target that knows nothing of
-//! compression is named as a misfit. Over `ssh:` they go so in `ssh.rs`.
+//! Compressed pages arrive unchanged over each kind of connection. A target that does not support
+//! compression is named as a misfit. `ssh.rs` tests compression over `ssh:`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -13,13 +13,14 @@ use crate::VELLUM;
 use crate::relay::{Part, changed};
 use crate::{ends_with, every_page_is_right, moved, succeeds, with};
 
-/// Under load, by unix socket, TCP, a command, and several connections; every page is compared, and in the end its stamp looked at.
+/// Migrates a busy guest over a unix socket, TCP, a command and several connections. Every page is
+/// compared, and its stamp is checked at the end.
 #[test(real())]
 fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    // A port that nobody has: the kernel's choice, given back.
+    // A free port, chosen by the kernel.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-    // A command is a word here, so it has no blanks.
+    // A command is one word here, so it has no blanks.
     let script = env.path("relay.sh");
     fs::write(&script, format!("exec {VELLUM} receive --relay m3\n"))?;
     let [m1, m4] = ["m1.in", "m4.in"].map(|name| format!("unix:{}", env.path(name).display()));
@@ -43,7 +44,7 @@ fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> 
         succeeds(&output)?;
         let left = &moved(&output)?["left"];
         let (sent, spared) = (left["bytes"].as_u64(), left["spared"].as_u64());
-        // Of a page there is a stamp, and the rest is what it was.
+        // A page has a stamp that changes. Its rest does not.
         ensure(sent.is_some() && spared > sent, || format!("{to}: {spared:?} of {sent:?} bytes"))?;
         ends_with(here, 15)?;
         here = there;
@@ -53,7 +54,7 @@ fn pages_come_as_they_were_over_each_kind_of_connection() -> Result<(), Failed> 
     every_page_is_right(&json)
 }
 
-/// A source that speaks no version but the one before: its guest moves as it did then.
+/// A source that supports only the previous version: its guest migrates without compression.
 #[test(real())]
 fn a_source_of_the_version_before_is_understood() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -75,7 +76,8 @@ fn a_source_of_the_version_before_is_understood() -> Result<(), Failed> {
     every_page_is_right(&json)
 }
 
-/// A target of version 1, and one that has another compression: the guest stays, and hears why.
+/// A target of version 1, and one with another compression: the guest stays, and the reason is
+/// printed.
 #[test(real())]
 fn a_target_without_the_compression_is_a_misfit() -> Result<(), Failed> {
     let old = |part: &mut Part| {

@@ -1,5 +1,5 @@
-//! Several connections of one migration: what they carry comes together right, the cut of any is the cut of all, and nobody joins who
-//! does not belong.
+//! Several connections of one migration: pages from all of them end up right, a cut of one cuts
+//! all, and strangers cannot join.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -16,7 +16,8 @@ use vellum_migration::wire::Encoder;
 use crate::relay::{RelayFault, relay};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
-/// Three times from process to process under load, over two connections and over four; then every page is looked at.
+/// Migrates a busy guest three times, over two connections and over four. Every page is checked at
+/// the end.
 #[test(kvm())]
 fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
     for connections in [2, 4] {
@@ -40,7 +41,8 @@ fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
     Ok(())
 }
 
-/// The test is the migration client: a migration that is slow enough to be caught, over these connections; its session.
+/// The test is the migration client. It starts a slow migration over these connections. Returns its
+/// session.
 fn under_way(env: &TestEnv, sockets: &[UnixStream]) -> Result<(Client, SessionId), Failed> {
     let mut machine = Client::connect(&env.socket("here"))?;
     let asked = Do::Migrate(MigrateRequest {
@@ -60,7 +62,7 @@ fn under_way(env: &TestEnv, sockets: &[UnixStream]) -> Result<(Client, SessionId
 
 fn both(env: &TestEnv) -> Result<(Machine, Machine), Failed> {
     let here = env.run("here", "run --memory 64m --passes 0 --workload write,rate=20000")?;
-    // All of it, so that there is something to send.
+    // All memory is written, so that there is something to send.
     env.has_written("here", 2 * (64 << 20) / 4096)?;
     Ok((here, env.receive("there", "")?))
 }
@@ -91,7 +93,8 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Another session's, a number that is taken, the first's own, and one beyond the last: each is closed, and the migration goes on.
+/// A connection of another session, with a number that is taken, with the first one's number, and
+/// with one beyond the last: each is closed, and the migration goes on.
 #[test(real())]
 fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -110,7 +113,8 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
         }
     };
     join(SessionId([7; 16]), 1)?;
-    // Before it has joined, whoever knows the session may take its place. The first pass begins when all have.
+    // A process that knows the session could join in place of a connection that has not joined yet.
+    // The first pass begins when all have joined.
     let mut events = Client::connect(&env.socket("here"))?;
     events.ask(&Do::Events {})?;
     eventually(LIMIT, "both connections have joined", || {
@@ -127,7 +131,8 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Each connection of `exec:` is a process of its own; one that leads nowhere leaves the guest where it is, and so do too many.
+/// Each connection of `exec:` is a process of its own. Too many connections are refused, and the
+/// guest stays.
 #[test(real())]
 fn a_command_leads_there_once_for_each_connection() -> Result<(), Failed> {
     let env = TestEnv::new()?;

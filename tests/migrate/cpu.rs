@@ -1,4 +1,5 @@
-//! CPU models: a guest is shown what they list, moves with that, and a host that lacks something of it is told by name.
+//! CPU models: a guest has the features of its model and migrates with them. A host that lacks some
+//! names them.
 
 use std::fs;
 
@@ -11,7 +12,7 @@ use vellum_migration::message::Message;
 use crate::relay::{Part, changed};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
-/// The names of features of the model that `vellum doctor` prints with this.
+/// The model that `vellum doctor` prints with these arguments, and the names of its features.
 fn model(env: &TestEnv, arguments: &str) -> Result<(String, Vec<String>), Failed> {
     let output = env.vellum(&format!("doctor {arguments}"))?;
     succeeds(&output)?;
@@ -25,7 +26,7 @@ fn model(env: &TestEnv, arguments: &str) -> Result<(String, Vec<String>), Failed
 fn a_guest_of_a_level_moves_there_and_back() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let doctor = String::from_utf8(env.vellum("doctor")?.stdout)?;
-    // The highest that this KVM offers; some offer little.
+    // The highest level of this KVM. It may be a low one.
     let mut levels = doctor.split_whitespace().filter_map(|word| word.strip_suffix(';'));
     let level = levels.find(|word| word.starts_with("x86-64"));
     let level = level.ok_or_else(|| format!("no CPU model: {doctor}"))?;
@@ -45,12 +46,13 @@ fn a_guest_of_a_level_moves_there_and_back() -> Result<(), Failed> {
     every_page_is_right(&env.path("2.json"))
 }
 
-/// What this host lacks is named, by the flag, with what would work; and a file that is none.
+/// A model with a feature that this host lacks names the feature, the flag and what would work. A
+/// file that is no model is refused.
 #[test(real())]
 fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (text, here) = model(&env, "--cpu-json")?;
-    // Of AMD's Bulldozer, Intel's next, and of no processor that has both.
+    // Features of AMD's Bulldozer and of recent Intel CPUs. No CPU has all of them.
     let lacks = ["fma4", "xop", "tbm", "movdir64b", "waitpkg"];
     let lacks = lacks.into_iter().find(|name| !here.iter().any(|has| has == name));
     let lacks = lacks.ok_or("this host has everything")?;
@@ -74,7 +76,8 @@ fn a_model_that_this_host_lacks_is_refused_by_name() -> Result<(), Failed> {
     ensure(said.contains("--cpu-common") && said.lines().count() == 1, || said.clone())
 }
 
-/// What two hosts share, one of which lacks something of what this one has: a guest of it runs here.
+/// The common model of two hosts, one of which lacks a feature of this host. A guest with it runs
+/// here.
 #[test(real())]
 fn what_hosts_share_is_a_model() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -93,7 +96,8 @@ fn what_hosts_share_is_a_model() -> Result<(), Failed> {
     succeeds(&env.vellum(&format!("run --memory 8m --cpu {}", both.display()))?)
 }
 
-/// A guest that has what its target lacks stays: all of it is named, and the flag that would have avoided that.
+/// A guest with features that the target lacks stays. All of them are named, with the flag that
+/// avoids this.
 #[test(real())]
 fn features_that_a_target_lacks_are_named_with_the_flag() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -105,7 +109,8 @@ fn features_that_a_target_lacks_are_named_with_the_flag() -> Result<(), Failed> 
             && let Some(leaves) = config["cpuid"].as_array_mut()
             && let Some(leaf) = leaves.iter_mut().find(|leaf| leaf[0] == 1 && leaf[3] == 0x80)
         {
-            // Bits 16 and 21 of ECX, the word at 20 of a struct kvm_cpuid_entry2: FMA4 and TBM, which no processor has any more.
+            // Bits 16 and 21 of ECX, the word at 20 of a struct kvm_cpuid_entry2: FMA4 and TBM,
+            // which current CPUs lack.
             leaf[22] = (leaf[22].as_u64().unwrap_or(0) | 1 << 0 | 1 << 5).into();
         }
     })?;

@@ -1,4 +1,4 @@
-//! What becomes of the guest when the link is late or cut, or one side ends, in the hand-over most of all.
+//! A late or cut link, and the end of one side, most of all during the hand-over.
 
 use std::fs;
 use std::io::Write;
@@ -20,7 +20,8 @@ use crate::relay::{
 };
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
-/// READY comes too late: the guest runs on, and the next attempt moves it. Both kinds restore twice then.
+/// READY comes too late: the guest runs on, and the next attempt migrates it. Both kinds of machine
+/// are then restored twice.
 #[test(real())]
 fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(), Failed> {
     for pc in [false, true] {
@@ -38,8 +39,8 @@ fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(
             ),
         };
         let (here, there) = (env.run("here", &here)?, env.receive("there", &there)?);
-        // That it stands still and runs on, and for how short a time, is told by what the source says: between two looks at a slow
-        // host's status both may have come and gone.
+        // The source's messages show that the guest was stopped and resumed. Both may happen
+        // between two looks at the status on a slow host.
         let (client, release, again) = held_back_until_again(&env, until_fit())?;
         again.recv_timeout(LIMIT)?;
         drop(release);
@@ -54,8 +55,8 @@ fn a_final_pass_that_takes_too_long_is_rolled_back_and_tried_again() -> Result<(
     Ok(())
 }
 
-/// A relay that takes nothing more from the source once a page of pass `pass` comes, until what is returned is dropped; and what says
-/// that it has come to that.
+/// A relay that stops reading from the source when a page of pass `pass` arrives, until the
+/// returned sender is dropped. The receiver tells when it has stopped.
 fn full_from_pass(env: &TestEnv, pass: u32) -> Result<(Sender<()>, Receiver<()>), Failed> {
     let listener = UnixListener::bind(env.path("relay.in"))?;
     let to = env.path("there.in");
@@ -80,12 +81,14 @@ fn full_from_pass(env: &TestEnv, pass: u32) -> Result<(Sender<()>, Receiver<()>)
     Ok((release, full))
 }
 
-/// In the middle of the final pass, and of a frame, the target takes nothing any more: the guest runs on after the limit, however long
-/// a target may be silent, and moves when it takes something again.
+/// The target stops reading during the final pass, in the middle of a frame. The guest runs on
+/// after the downtime limit, even if the target may be silent for longer. It migrates when the
+/// target reads again.
 #[test(real())]
 fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    // It writes all of its memory anew in each pass, so that the second is the last; more of it than sockets hold.
+    // The guest writes all of its memory in each pass, so that the second pass is the last. Its
+    // memory is larger than the sockets' buffers.
     let here = env.run("here", "run --memory 6m --passes 0 --workload write,rate=20000")?;
     let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
     let (release, full) = full_from_pass(&env, 2)?;
@@ -97,7 +100,7 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
     let paused = env.vellum("ctl here pause")?;
     let refused = String::from_utf8_lossy(&paused.stderr).contains("is being handed over");
     ensure(refused, || format!("this is not the final pass: {paused:?}"))?;
-    // It stands still. What it had done by then may still be told, and is the same each time.
+    // The guest is stopped. Old progress events may still arrive, all with the same count.
     let mut stood = None;
     eventually(LIMIT, "it runs on", || {
         let line = events.line()?;
@@ -115,7 +118,7 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
     every_page_is_right(&env.path("json"))
 }
 
-/// Memory that nobody has touched is not read: reading a file's hole would fill it.
+/// Untouched memory is not read, because reading a hole of a file fills it.
 #[test(real())]
 fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
     for backing in ["memfd", "anonymous"] {
@@ -126,8 +129,9 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
         let line = format!("run --kernel {kernel} --memory 512m,backing={backing} --serial null");
         let (here, there) = (env.run("here", &line)?, env.receive("there", "--serial null")?);
         let pid = here.child.id();
-        // What there is of the guest's memory, and the page tables over it, in KiB: the program's own pages count as shared memory
-        // too, where the file system that it was started from is one of memory.
+        // The resident part of the guest's memory, and the page tables over it, in KiB. The
+        // program's own pages are not counted: they are shared memory too if its file system is in
+        // memory.
         let resident = || -> Result<[u64; 2], Failed> {
             let tables = fs::read_to_string(format!("/proc/{pid}/status"))?;
             let maps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
@@ -143,7 +147,7 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
         })?;
         let after = resident()?;
         let grown = after.iter().sum::<u64>().saturating_sub(before.iter().sum());
-        // Its page tables alone would be 1 MiB.
+        // The page tables of all the memory would take 1 MiB.
         ensure(grown < 512, || {
             format!("{backing}: KiB of memory and of page tables: {before:?}, then {after:?}")
         })?;
@@ -156,7 +160,8 @@ fn memory_that_was_never_touched_is_not_read() -> Result<(), Failed> {
     Ok(())
 }
 
-/// From COMMIT on the guest may run on the target: a source that is ended then does not let it run, whoever ends it.
+/// After COMMIT the guest may run on the target. A source that is ended then, in any way, does not
+/// run it.
 #[test(real())]
 fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Result<(), Failed> {
     for signal in [false, true] {
@@ -189,7 +194,8 @@ fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Resul
     Ok(())
 }
 
-/// Cut anywhere, in the hand-over most of all: the guest runs on exactly one side, and no page is wrong.
+/// The link is cut anywhere, mostly in the hand-over. The guest runs on exactly one side, and every
+/// page is right.
 #[test(real())]
 fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
     let seed = u64::from(std::process::id());
@@ -208,13 +214,14 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
         let here =
             env.run("here", &format!("run --memory 4m --passes 0 --json {}", env.path("h").display()))?;
         let there = env.receive("there", &format!("--json {}", env.path("t").display()))?;
-        // The first is not cut, and shows how much there is: READY and DONE are the last that come back.
+        // The first round is not cut, and shows how many bytes there are. READY and DONE are the
+        // last to come back.
         let done = bytes(&[Message::Done {}]);
         let cut = match round {
             0 => None,
             _ if round % 4 == 0 => Some((false, random(whole[0]))),
             _ if round % 4 == 1 => Some((false, whole[0].saturating_sub(random(400)))),
-            // Within DONE: the target runs, and the source has to ask.
+            // The cut is within DONE: the target runs the guest, and the source has to ask.
             _ if round % 4 == 2 => Some((true, whole[1] - 1 - random(done - 1))),
             _ => Some((true, whole[1].saturating_sub(random(250)))),
         };
@@ -240,10 +247,10 @@ fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
                 stayed += 1;
                 ensure(env.standing("here").as_deref() == Some("paused"), context)?;
                 if env.standing("there").as_deref() == Some("uncommitted") {
-                    // READY was lost. The target keeps what it has until somebody decides.
+                    // READY was lost. The target keeps its state until an operator decides.
                     succeeds(&env.vellum("ctl there stop")?)?;
                 }
-                // Whether it gives up by itself or is told to: no machine has come.
+                // The target gives up by itself or is stopped. No machine has arrived.
                 ends_with(there, 1)?;
                 succeeds(&env.vellum("ctl here resume")?)?;
                 succeeds(&env.vellum("ctl here stop")?)?;

@@ -1,4 +1,4 @@
-//! The disk of a guest that moves: one side writes at a time, and what was flushed stays.
+//! The disk of a guest that migrates has one writer at a time, and flushed data stays.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,8 +10,9 @@ use support::{Failed, LIMIT, ensure, eventually, test};
 use crate::numbered;
 use crate::relay::unconfirmed;
 
-/// A guest that writes numbers to its disk, flushes and says each. While the source is still there, and the target is killed in the midst
-/// of its writing: no number is left out or said twice, what was flushed is in the image, and nothing older was written over it.
+/// The guest writes numbers to its disk, flushes, and prints each. The target is killed while it
+/// writes, with the source still there. No number is missing or printed twice, flushed data is in
+/// the image, and older data did not overwrite it.
 #[test(real())]
 fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
     const SECTORS: usize = numbered::SECTORS as usize;
@@ -25,7 +26,7 @@ fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
         let line =
             format!("run --kernel {} --memory 32m --irqchip {irqchip} {}", kernel.display(), devices(&out));
         let here = env.run("here", &line)?;
-        // Some laps over the sectors.
+        // Several rounds over the sectors.
         let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 4 * 5 * SECTORS as u64).then_some(()));
         eventually(LIMIT, "it writes", || said(&out))?;
         let mut there = env.receive("there", &devices(&far))?;
@@ -44,7 +45,8 @@ fn a_disk_has_one_writer_and_keeps_what_was_flushed() -> Result<(), Failed> {
         let sectors = image.chunks(512).map(|sector| sector[..4].try_into().map(u32::from_le_bytes));
         let mut written = sectors.collect::<Result<Vec<_>, _>>()?;
         written.sort_unstable();
-        // The last that was said; the next may have been written, and the one after it where that was about to be said.
+        // The last number that was printed. The next one may be written too, and the one after it
+        // if that number was about to be printed.
         let last = numbers.len() as u32;
         let lap = |end: u32| (end + 1 - SECTORS as u32..=end).collect::<Vec<_>>();
         ensure((last..=last + 2).any(|end| written == lap(end)), || {

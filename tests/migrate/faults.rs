@@ -1,7 +1,9 @@
-//! A link that harms what goes over it, at every message and at random places, and processes that are killed or stopped at every
-//! message: whatever becomes of the migration, the guest never runs twice, and it runs once wherever anybody is left to run it.
+//! A link that damages what it carries, at every message and at random bytes, and processes that
+//! are killed or stopped at every message. Whatever happens to the migration, the guest never runs
+//! on both sides. It runs on one if a side is left that can run it.
 //!
-//! `VELLUM_MIGRATION=all` tries every message and 200 places; otherwise it is a random choice of these. `VELLUM_SEED` repeats a run.
+//! `VELLUM_MIGRATION=all` tries every message and 200 bytes. Otherwise a random choice of these is
+//! tried. `VELLUM_SEED` repeats a run.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -19,36 +21,38 @@ use support::hosts::real;
 use support::{Completion, Failed, LIMIT, Random, ensure, eventually, test};
 use vellum_migration::wire::HEADER;
 
-/// What becomes of a frame, or of a byte.
+/// What is done to a frame or a byte.
 #[derive(Clone, Copy, Debug)]
 enum Harm {
     None,
-    /// One bit of the byte at this place is another.
+    /// Flips this bit of the byte at this offset.
     Flip(u64, u8),
-    /// It comes twice.
+    /// Sends the frame twice.
     Twice(u64),
-    /// It comes late, though not so late that its sender counts as gone.
+    /// Delays the frame, by less than the liveness timeout.
     Late(u64),
-    /// Nothing comes any more.
+    /// Cuts the link before the frame.
     Cut(u64),
-    /// Before it goes on, the source (or, where it says so, the target) gets this signal.
+    /// Sends this signal before the frame: to the target if the flag is set, otherwise to the
+    /// source.
     Signal(u64, bool, &'static str),
 }
 
-/// How long whoever is silent is not gone yet; how long a frame is late; how long a stopped process is, which counts as gone.
+/// The liveness timeout, the delay of a late frame, and how long a process is stopped, which is
+/// longer than the timeout.
 const LIVENESS: &str = "--liveness 2s";
 const LATE: Duration = Duration::from_millis(500);
 const STOPPED: Duration = Duration::from_secs(3);
 
-/// Frames and bytes that have gone one way.
+/// The frames and bytes of one direction.
 type Counts = [AtomicU64; 2];
 
 fn kill(pid: u32, signal: &str) {
-    // A process that has ended gets none.
+    // The process may have ended.
     let _ = Command::new("kill").args([&format!("-{signal}"), &pid.to_string()]).output();
 }
 
-/// Carries frames one way until one end is gone.
+/// Carries frames in one direction until an end is gone.
 fn carry(mut from: UnixStream, mut to: UnixStream, harm: Harm, counts: &Counts, pids: [u32; 2]) {
     let mut go_on = |at: u64, bytes: u64| -> std::io::Result<(bool, u64)> {
         let mut frame = vec![0; HEADER];
@@ -88,7 +92,7 @@ fn carry(mut from: UnixStream, mut to: UnixStream, harm: Harm, counts: &Counts, 
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
-/// Harms the first connection in one direction, and no other.
+/// A relay that harms one direction of its first connection.
 fn relay(env: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Arc<[Counts; 2]>, Failed> {
     let listener = UnixListener::bind(env.path("relay.in"))?;
     let there: PathBuf = env.path("there.in");
@@ -110,14 +114,14 @@ fn relay(env: &TestEnv, (back, harm): (bool, Harm), pids: [u32; 2]) -> Result<Ar
     Ok(counts)
 }
 
-/// One migration, and what its guest has counted on each side.
+/// One migration of a guest that counts on both sides.
 struct Attempt {
     env: TestEnv,
     here: Machine,
     there: Machine,
 }
 
-/// Where the guest is.
+/// The side that runs the guest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Runs {
     Here,
@@ -126,11 +130,12 @@ enum Runs {
 }
 
 impl Attempt {
-    /// A guest that counts on its serial port, and a target for it.
+    /// Starts a guest that counts on its serial port, and a target.
     fn new() -> Result<Self, Failed> {
         let env = TestEnv::new()?;
         let kernel = env.path("kernel");
-        // mov dx, 0x3f8; xor eax, eax; next: out dx, al; inc eax; mov ecx, 4096; wait: dec ecx; jnz wait; jmp next
+        // mov dx, 0x3f8; xor eax, eax
+        // next: out dx, al; inc eax; mov ecx, 4096; wait: dec ecx; jnz wait; jmp next
         let counts = [0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0xee, 0xff, 0xc0, 0xb9, 0, 16, 0, 0, 0xff, 0xc9]
             .into_iter()
             .chain([0x75, 0xfc, 0xeb, 0xf2]);
@@ -144,17 +149,18 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// How far the guest has counted on each side.
+    /// The count on each side.
     fn counted(&self) -> [u64; 2] {
         ["out", "far"].map(|name| fs::metadata(self.env.path(name)).map_or(0, |file| file.len()))
     }
 
-    /// Migrates it over a link that does `harm`; where it runs then, and what went over the link.
+    /// Migrates the guest over a link that does `harm`. Returns where it runs afterwards, and what
+    /// the link carried.
     fn migrate(&mut self, harm: (bool, Harm)) -> Result<(Runs, Arc<[Counts; 2]>), Failed> {
         let pids = [self.here.child.id(), self.there.child.id()];
         let counts = relay(&self.env, harm, pids)?;
         let to = self.env.path("relay.in");
-        // Over a link that does no harm nobody is gone who is slow.
+        // Without harm a slow peer must not count as gone.
         let liveness = if matches!(harm.1, Harm::None) { "--liveness 5m" } else { LIVENESS };
         let mut client =
             self.env.migration_client(&format!("migrate here {liveness} --to unix:{}", to.display()))?;
@@ -167,7 +173,8 @@ impl Attempt {
         let ends = [self.is_over(0)?, self.is_over(1)?];
         self.check_client(client)?;
         let before = self.counted();
-        // Whoever can still run it does; a target that waits for COMMIT, and a source that waits for an answer, do not.
+        // A side that can run the guest does. A target that waits for COMMIT and a source that
+        // waits for an answer cannot.
         let can = |side: usize| -> bool {
             let name = ["here", "there"][side];
             !ends[side] && matches!(self.env.standing(name).as_deref(), Some("running" | "migrating"))
@@ -196,10 +203,11 @@ impl Attempt {
         ["here", "there"].map(|name| self.env.standing(name))
     }
 
-    /// One line of why, and one more where the target had to be asked.
+    /// Checks that the client prints one line with the reason, and one more if the target had to be
+    /// asked.
     fn check_client(&self, mut client: Process) -> Result<(), Failed> {
         if client.try_wait()?.is_none() {
-            // It would look for the target for a minute.
+            // The client would try to reach the target for a minute.
             return Ok(());
         }
         let output = client.output()?;
@@ -215,7 +223,8 @@ impl Attempt {
         ensure(good, || format!("{output:?}"))
     }
 
-    /// Ends both, and looks whether the guest's numbers follow one another: one that ran twice would have said some twice.
+    /// Ends both sides, and checks that the guest's numbers are consecutive. A guest that ran on
+    /// both sides would have printed some twice.
     fn check(self, runs: Runs) -> Result<(), Failed> {
         let Self { env, here, there } = self;
         drop((here, there));
@@ -230,7 +239,7 @@ impl Attempt {
     }
 }
 
-/// So many of them, or all where that is asked for.
+/// A random choice of at most `most` elements, or all of them if `VELLUM_MIGRATION=all` is set.
 fn choice<T>(random: &mut Random, mut of: Vec<T>, most: usize) -> Vec<T> {
     while !everything() && of.len() > most {
         let which = random.below(of.len() as u64) as usize;
@@ -243,7 +252,7 @@ fn everything() -> bool {
     std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all")
 }
 
-/// What goes over a link that does no harm: frames and bytes, there and back.
+/// The frames and bytes of a migration without harm, in each direction.
 fn measured() -> Result<[[u64; 2]; 2], Failed> {
     let mut attempt = Attempt::new()?;
     let (runs, counts) = attempt.migrate((false, Harm::None))?;
@@ -266,7 +275,7 @@ fn a_link_that_harms_what_it_carries_leaves_exactly_one_guest() -> Result<(), Fa
     for turn in 0..flips {
         let back = turn % 2 == 1;
         let bytes = whole[usize::from(back)][1];
-        // Half of them in the state and what follows on it.
+        // Half of the flips are in the state and in what follows it.
         let first = if turn % 4 < 2 { bytes.saturating_sub(20_000) } else { 0 };
         harms.push((back, Harm::Flip(first + random.below(bytes - first), random.below(8) as u8)));
     }
@@ -313,12 +322,13 @@ fn a_process_that_is_killed_or_stopped_anywhere_leaves_at_most_one_guest() -> Re
         let (runs, standings, moved) =
             outcome.map_err(|error| Failed::from(format!("{harm:?} of {whole:?}: {error:?}")))?;
         counts[runs as usize] += 1;
-        // Only where one is gone may nobody run it: before the hand-over the source has it, and behind that an answer is missing.
+        // No side may run the guest only if one is gone. Before the hand-over the source has it,
+        // and after it an answer is missing.
         let nobody = match harm.1 {
             Harm::Signal(_, false, "KILL") => {
                 matches!(standings[1].as_deref(), None | Some("uncommitted" | "incoming" | "waiting"))
             }
-            // It is unconfirmed, or had moved before the target was killed.
+            // The hand-over is unconfirmed, or had completed before the target was killed.
             Harm::Signal(_, true, "KILL") => {
                 standings[0].as_deref() == Some("handover-unconfirmed") || moved == Some(15)
             }

@@ -1,4 +1,5 @@
-//! What is decided when a machine comes: whether its TSC fits, and whether all of its memory can be there.
+//! What the target checks when a machine arrives: that its TSC fits, and that all of its memory can
+//! be populated.
 
 use std::fs;
 use std::os::raw::c_ulong;
@@ -17,13 +18,14 @@ use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 /// KVM_CAP_TSC_CONTROL (include/uapi/linux/kvm.h).
 const TSC_CONTROL: c_ulong = 60;
 
-/// The guest's TSC as the planted source has it: a share of what this host's guests have.
+/// The TSC frequency that the relay gives the guest: a percentage of that of this host's guests.
 fn planted(khz: &Value, percent: u64) -> Value {
     khz.as_u64().map(|khz| khz * percent / 100).into()
 }
 
-/// A stream whose guest has a TSC of another frequency, a higher one too, which KVM would take and imitate: refused with both
-/// answers where the host does not scale TSCs, and taken where the target allows it.
+/// The guest has a TSC of another frequency, a higher or a lower one. If the host cannot scale
+/// TSCs, the target refuses it and both frequencies are named. If the target allows it, it arrives.
+/// KVM itself would accept a higher frequency and emulate it.
 #[test(real())]
 fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), Failed> {
     let scales = vellum_kvm::vm::open()?.check_extension_raw(TSC_CONTROL) > 0;
@@ -66,7 +68,8 @@ fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), 
     Ok(())
 }
 
-/// A machine that has a directory of this host's goes nowhere: the flag is named, and it runs on.
+/// A machine with a shared directory of this host can be neither migrated nor saved. The flag is
+/// named, and the machine runs on.
 #[test(real())]
 fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -82,7 +85,7 @@ fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
         let named = said.contains("--share: share0: ") && said.contains("neither saved nor moved");
         ensure(named && said.lines().count() == 1, || said.clone())?;
     }
-    // Nor can it be talked into it by somebody else's client.
+    // Requests of other clients are refused too.
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     let mut client = vellum_control::client::Client::connect(&env.socket("here"))?;
     let asked = r#"{"downtime_ms":1,"timeout_ms":1,"chain":"x","number":0}"#;
@@ -95,7 +98,7 @@ fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
     with(here.end_with(&["vellum-guard", "vellum-share"])?, 0).map(drop)
 }
 
-/// KiB of the mappings of process `pid` that hold at least `least` KiB: pages that are there.
+/// The resident KiB of those mappings of process `pid` that are at least `least` KiB large.
 fn resident(pid: u32, least: u64) -> Result<u64, Failed> {
     let maps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
     let of = |name: &str| -> Vec<u64> { maps.lines().filter_map(|line| kib(line, name)).collect() };
@@ -106,7 +109,8 @@ fn resident(pid: u32, least: u64) -> Result<u64, Failed> {
     Ok(there.filter(|(size, _)| **size >= least).map(|(_, (plain, huge))| plain + huge).sum())
 }
 
-/// A guest that has touched next to nothing: all of its memory is there before the target is ready, on each backing.
+/// With prealloc all memory is populated before the target is ready, on each backing, even if the
+/// guest has barely touched it.
 #[test(real())]
 fn memory_is_there_before_the_target_is_ready_where_that_is_asked_for() -> Result<(), Failed> {
     there_before_ready(&["anonymous", "memfd"])
@@ -148,7 +152,8 @@ fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
     Ok(())
 }
 
-/// More memory than the host has: refused before a page is sent. A target that is ended in the midst of populating ends at once.
+/// More memory than the host has is refused before a page is sent. A target that gets a signal
+/// while it populates memory ends at once.
 #[test(real())]
 fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> Result<(), Failed> {
     let meminfo = fs::read_to_string("/proc/meminfo")?;
@@ -177,7 +182,7 @@ fn memory_that_cannot_all_be_there_is_refused_and_a_signal_ends_populating() -> 
         "migrate here --liveness 1h --to unix:{}",
         env.path("there.in").display()
     ))?;
-    // Some of it is there, and by far not all.
+    // Part of the memory is populated, but far from all.
     eventually(LIMIT, "it populates", || Ok((resident(there.child.id(), 1 << 20)? > 0).then_some(())))?;
     let standing = env.standing("there");
     ensure(standing.as_deref() == Some("incoming"), || format!("it is {standing:?}"))?;

@@ -1,4 +1,5 @@
-//! Live migration between processes: `vellum migrate` and `vellum receive`, whole, and what becomes of the guest when one of them dies.
+//! Live migration between processes: `vellum migrate` and `vellum receive` as a whole, and the
+//! guest's fate when one of them dies.
 
 mod clock_pages;
 mod commit_flag;
@@ -80,7 +81,7 @@ fn figure(result: &Value, name: &str) -> Option<f64> {
     figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
 }
 
-/// The result of a built-in guest that has ended: every page is right, and there were some.
+/// Checks the result of a built-in guest that has ended: there were pages, and all were right.
 fn every_page_is_right(path: &PathBuf) -> Result<(), Failed> {
     let text = fs::read_to_string(path)?;
     let result: Value = serde_json::from_str(&text)?;
@@ -89,12 +90,12 @@ fn every_page_is_right(path: &PathBuf) -> Result<(), Failed> {
     ensure(right, || format!("{checked:?} pages, {wrong:?} wrong: {text}"))
 }
 
-/// The number of a line of /proc that has KiB of `name`.
+/// The KiB of `name` in a line of /proc.
 fn kib(line: &str, name: &str) -> Option<u64> {
     line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok()
 }
 
-/// The event that says that a machine has moved, and what else it says.
+/// The event of a completed migration.
 fn moved(output: &Output) -> Result<Value, Failed> {
     let mut events =
         output.stdout.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
@@ -107,7 +108,7 @@ fn full(moved: &Value) -> u64 {
     moved["dirty_ring"]["full"].as_u64().unwrap_or(0)
 }
 
-/// A kernel that counts on its serial port, and never ends.
+/// A kernel that counts on its serial port for ever.
 fn counting(env: &TestEnv) -> Result<PathBuf, Failed> {
     let kernel = env.path("kernel");
     // mov dx, 0x3f8; xor eax, eax
@@ -119,14 +120,15 @@ fn counting(env: &TestEnv) -> Result<PathBuf, Failed> {
     Ok(kernel)
 }
 
-/// What it has written here and then there: no byte is missing, and none comes twice.
+/// Checks the output on all sides in order: no byte is missing, and none comes twice.
 fn has_counted(outputs: &[PathBuf]) -> Result<(), Failed> {
     let counted = outputs.iter().map(fs::read).collect::<Result<Vec<_>, _>>()?.concat();
     let wrong = counted.iter().enumerate().find(|(at, byte)| **byte != *at as u8);
     ensure(wrong.is_none(), || format!("byte {wrong:?} of {} is not the next", counted.len()))
 }
 
-/// A kernel that counts on its serial port goes on where it was: no byte is lost, and none comes twice.
+/// A kernel that counts on its serial port continues after a migration: no byte is lost, and none
+/// comes twice.
 #[test(kvm())]
 fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
     for irqchip in ["split", "kernel"] {
@@ -154,18 +156,21 @@ fn a_pc_moves_with_its_serial_port_and_its_registers() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A PC that writes to one page after the other, whose rings are full on the way, and which looks whether each page holds what it
-/// wrote there the last time. Its first migration is cancelled: where KVM goes on in the rings is known to the second one.
+/// A kernel writes to one page after the other, fills its rings, and checks that each page holds
+/// what it wrote the last time. Its first migration is cancelled. The second one knows where KVM
+/// continues in the rings.
 #[test(kvm())]
 fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let kernel = env.path("kernel");
     // mov dx, 0x3f8; xor eax, eax; xor ebx, ebx; xor esi, esi
     let mut code = vec![0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0x31, 0xdb, 0x31, 0xf6];
-    // next: out dx, al; inc eax; cmp [rbx + 8 MiB], esi; jne wrong; lea edi, [rsi + 1]; mov [rbx + 8 MiB], edi
+    // next: out dx, al; inc eax; cmp [rbx + 8 MiB], esi; jne wrong; lea edi, [rsi + 1]
+    // mov [rbx + 8 MiB], edi
     code.extend([0xee, 0xff, 0xc0, 0x39, 0xb3, 0, 0, 0x80, 0, 0x75, 0x1b, 0x8d, 0x7e, 1]);
     code.extend([0x89, 0xbb, 0, 0, 0x80, 0]);
-    // add ebx, 4096; and ebx, 16 MiB - 4096; jnz next; inc esi; jmp next; wrong: ud2, which no table handles
+    // add ebx, 4096; and ebx, 16 MiB - 4096; jnz next; inc esi; jmp next
+    // wrong: ud2, which no table handles
     code.extend([
         0x81, 0xc3, 0, 0x10, 0, 0, 0x81, 0xe3, 0, 0xf0, 0xff, 0, 0x75, 0xde, 0xff, 0xc6, 0xeb, 0xda,
     ]);
@@ -207,13 +212,14 @@ fn a_pc_with_a_ring_moves_and_finds_every_page_as_it_left_it() -> Result<(), Fai
     has_counted(&out)
 }
 
-/// Where nothing is asked for, logs are all set at first, unless this kernel is known to lose pages of such with this machine's
-/// memslots, and then the result says why.
+/// The default tracker is initially-set, unless this kernel is known to lose pages with it on this
+/// machine's memslots. The result then tells why.
 #[test(kvm())]
 fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(), Failed> {
     let doctor = String::from_utf8(TestEnv::new()?.vellum("doctor")?.stdout)?;
     let loses = doctor.contains("this kernel loses");
-    // One memslot begins with memory itself, which is safe. Whether others are is a test of `dirty::log`.
+    // A single memslot begins at the start of memory, which is safe. A test of `dirty::log` covers
+    // the others.
     for slots in 1..=5 {
         let env = TestEnv::new()?;
         let here = env.run("here", &format!("run --memory 8m,slots={slots} --passes 0"))?;
@@ -234,7 +240,7 @@ fn the_default_tracker_depends_on_what_the_host_is_known_to_lose() -> Result<(),
     Ok(())
 }
 
-/// A ring is a machine's from its beginning on, and excludes what else there is.
+/// A machine has a dirty ring from its start, and only that or other trackers.
 #[test(real())]
 fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -263,14 +269,15 @@ fn a_tracker_that_the_machine_does_not_have_is_refused() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Each way to a target, the relay of `ssh:` among them; TCP that others could read is refused on both sides.
+/// Each way to a target, including the relay of `ssh:`. Unencrypted TCP beyond loopback is refused
+/// on both sides.
 #[test(real())]
 fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    // A port that nobody has: the kernel's choice, given back.
+    // A free port, chosen by the kernel.
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let tcp = format!("tcp:127.0.0.1:{port}");
-    // A command is a word here, so it has no blanks.
+    // A command is one word here, so it has no blanks.
     let script = env.path("relay.sh");
     fs::write(&script, format!("exec {} receive --relay m2\n", VELLUM))?;
     let mut here = env.run("m0", "run --memory 8m --passes 0 --workload write,rate=1000")?;
@@ -281,7 +288,7 @@ fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Fail
     for (at, (name, receive, to)) in hops.into_iter().enumerate() {
         let json = env.path("json");
         let there = env.run(name, &format!("{receive} --json {}", json.display()))?;
-        // `.` reads the script in the shell that runs the command; a blank goes between by `$IFS`.
+        // `.` runs the script in the shell of the command. `$IFS` stands for a blank.
         let to = to.replace("exec:.", "exec:.$IFS");
         succeeds(&env.vellum(&format!("migrate m{at} --to {to}"))?)?;
         ends_with(here, 15)?;
@@ -301,7 +308,7 @@ fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Fail
     Ok(())
 }
 
-/// What the user has paused arrives paused, and goes on when it is resumed.
+/// A paused guest arrives paused, and runs when it is resumed.
 #[test(kvm())]
 fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -317,9 +324,8 @@ fn a_paused_guest_arrives_paused() -> Result<(), Failed> {
     every_page_is_right(&env.path("json"))
 }
 
-/// More and more of its time is asked for from a guest that writes all of its memory in each pass, until it may stand still for as
-/// long as that takes. That
-/// vCPUs nap for as long as they are asked is a test of `workload`.
+/// A guest writes all of its memory in each pass. It is throttled more and more until the downtime
+/// limit is raised. A test of `workload` checks that vCPUs sleep as long as they are asked to.
 #[test(real())]
 fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), Failed> {
     for (how, ring) in
@@ -329,7 +335,7 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
         let line = format!("run --memory 2m --passes 0 --workload write,rate=20000 {ring}");
         let here = env.run("here", &line)?;
         let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
-        // A guest that has only begun has little to send.
+        // A guest that has only started has little to send.
         let mut events = env.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
         let to = env.path("there.in");
         let limits = "--bandwidth 8m --downtime 10ms";
@@ -351,7 +357,7 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
     Ok(())
 }
 
-/// A migration that is slow enough to be caught in its middle.
+/// Starts a slow migration and waits until it is under way.
 fn under_way(env: &TestEnv) -> Result<(Machine, Machine, Process), Failed> {
     let here = env.run("here", "run --memory 64m --passes 0 --workload write,rate=1000")?;
     let there = env.receive("there", "")?;
@@ -410,7 +416,8 @@ fn a_migration_is_cancelled_by_ctl_and_by_a_signal() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A migration client that is killed stops nothing: the limits can still be changed, and another one hears how it ends.
+/// A migration goes on if its client is killed. Its limits can still be changed, and another client
+/// can follow it.
 #[test(real())]
 fn a_migration_client_that_is_killed_stops_nothing() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -421,7 +428,8 @@ fn a_migration_client_that_is_killed_stops_nothing() -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     ensure(second.status.code() == Some(1) && said.contains("is under way"), || said.clone())?;
     let mut attached = env.migration_client("migrate here --attach --json")?;
-    // It follows once it has said something; with the limit raised before, all could be over by then.
+    // The client follows the migration once it has printed something. The migration could end
+    // before if its limit was raised now.
     let mut said = BufReader::new(attached.stdout.take().ok_or("it has no output")?);
     said.read_line(&mut String::new())?;
     succeeds(&env.vellum("ctl here migrate-set --bandwidth 1g")?)?;
@@ -472,7 +480,8 @@ fn what_does_not_fit_is_named_and_nothing_is_left() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-/// Whoever moves or saves a machine whose time is limited hears that the limit stays behind.
+/// If a machine has a time limit, the client of a migration or snapshot says that the limit is not
+/// carried over.
 #[test(kvm())]
 fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -491,7 +500,7 @@ fn a_time_limit_that_does_not_move_is_told() -> Result<(), Failed> {
     ends_with(there, 0).map(drop)
 }
 
-/// A peer that speaks something else, whatever it says.
+/// A peer that does not speak the protocol.
 #[test(real())]
 fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -502,7 +511,7 @@ fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
         let mut stranger = UnixStream::connect(env.path("there.in"))?;
         stranger.write_all(noise)?;
         if noise.len() >= 48 {
-            // Sent away; what else it had to say may make that a reset.
+            // The peer is sent away. Its unread bytes may make that a reset.
             let _ = stranger.read(&mut [0; 1]);
         }
     }

@@ -1,4 +1,5 @@
-//! Memory that is handed over between two processes of this host: nothing of it is copied, and it is the guest's, whichever of them has it.
+//! Memory that is handed over between two processes of this host. It is not copied, and is used by
+//! the process that has the guest.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,10 +16,10 @@ use crate::{counting, ends_with, every_page_is_right, has_counted, moved, succee
 
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
 
-/// Where a snapshot need not be short.
+/// Options of a snapshot that may take its time.
 pub const SOON: &str = "--downtime 1s --timeout 3s";
 
-/// However loaded this host is.
+/// Options that work even if this host is busy.
 const PATIENT: &str = "--link memfd --downtime 1m";
 
 #[test(kvm())]
@@ -31,8 +32,8 @@ fn huge_pages_are_handed_over_and_their_machine_moves_on_and_is_saved() -> Resul
     goes_on_and_on("shared-hugetlb-2m")
 }
 
-/// From one process to the next and the next, and at once over a stream to a fourth, with a snapshot in between: every page is right in
-/// all that comes of it.
+/// Hands memory over twice, then migrates at once over a stream, with a snapshot in between. Every
+/// page of the guest and of the restored snapshot is right.
 fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let mut here =
@@ -66,7 +67,8 @@ fn goes_on_and_on(backing: &str) -> Result<(), Failed> {
     every_page_is_right(&json("again"))
 }
 
-/// Who is followed for the sake of its snapshots is not any more where it was handed over: the next one has all pages, and says so.
+/// Dirty tracking for snapshots does not continue after a hand-over. The next snapshot has all
+/// pages, and says so.
 #[test(real())]
 fn the_snapshot_after_a_hand_over_is_whole() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -122,7 +124,8 @@ fn a_pc_is_handed_over_with_its_serial_port() -> Result<(), Failed> {
     has_counted(&outputs)
 }
 
-/// In one line, with the flag that would have helped, and before anything has changed: the target waits as before.
+/// Refusals are one line with the flag that would help. They come before anything changes: the
+/// target still waits.
 #[test(real())]
 fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -139,7 +142,7 @@ fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(),
     for backing in ["anonymous", "thp", "shmem"] {
         let _here = env.run("here", &format!("run --memory 8m,backing={backing} --passes 0"))?;
         refused("--link memfd", &["--link memfd", backing, "--memory SIZE,backing=memfd"])?;
-        // Whoever asks without the command line is told the same.
+        // The machine also refuses a request that does not come from the command line.
         let mut here = Client::connect(&env.socket("here"))?;
         let asked = serde_json::json!({
             "do": "migrate", "downtime_ms": 1000, "liveness_ms": 1000, "link": "memfd", "fence": true
@@ -163,7 +166,7 @@ fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(),
     ensure(said.contains("--to unix:PATH") && said.lines().count() == 1, || said.clone())
 }
 
-/// Through somebody who carries bytes alone nothing is handed over, and the guest stays.
+/// Through a relay that carries only bytes nothing is handed over, and the guest stays.
 #[test(real())]
 fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -182,8 +185,8 @@ fn without_its_descriptors_a_guest_stays() -> Result<(), Failed> {
     every_page_is_right(&json)
 }
 
-/// The link is cut when both have the memory and the source says COMMIT, with or without one of them: it runs on one side, on pages that
-/// are all right.
+/// The link is cut when both sides have the memory and the source sends COMMIT, with or without one
+/// side dying. The guest runs on one side, and every page is right.
 #[test(real())]
 fn memory_that_both_have_is_run_by_one_of_them_whatever_is_cut() -> Result<(), Failed> {
     for (deliver, dies) in [(false, None), (true, None), (false, Some("here")), (false, Some("there"))] {

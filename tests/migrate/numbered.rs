@@ -1,5 +1,6 @@
-//! A kernel that writes numbers to its disk: 1, 2, 3, …, each into the next of a few sectors, flushed before it says the number on the
-//! serial port, four bytes with the lowest first. When the disk fails it says all bits and stops.
+//! A kernel that writes the numbers 1, 2, 3, … to its disk, each into the next of a few sectors. It
+//! flushes each one and then prints it on the serial port, as four bytes in little endian. If the
+//! disk fails, it prints four bytes with all bits set and stops.
 
 use support::guests::Code;
 use vellum_kvm::arch::layout::VIRTIO_BASE;
@@ -8,10 +9,11 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_T_FLUSH, VIRTIO
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 
-/// How many sectors it writes to.
+/// The number of sectors that it writes to.
 pub const SECTORS: u64 = 8;
 
-/// Its stack, the rings of its disk's one queue, and its buffers: the headers of both requests, their status, the data.
+/// Its stack, the rings of its disk's queue, and its buffers: the headers of both requests, their
+/// status, and the data.
 const STACK: u64 = 0x18_4000;
 const DESCRIPTORS: u64 = 0x19_0000;
 const AVAILABLE: u64 = 0x19_1000;
@@ -69,7 +71,7 @@ std::arch::global_asm!(
     "    mov eax, ebx",
     "    call 3f",
     "    jmp 2b",
-    // Says a number.
+    // Prints eax.
     "3:  mov edx, {COM1}",
     "    mov ecx, 4",
     "4:  out dx, al",
@@ -77,7 +79,7 @@ std::arch::global_asm!(
     "    dec ecx",
     "    jnz 4b",
     "    ret",
-    // Has the chain that begins with descriptor eax served.
+    // Submits the chain that begins with descriptor eax, and waits for it.
     "5:  mov byte ptr [{STATUS}], 0xff",
     "    movzx ecx, word ptr [{AVAILABLE} + 2]",
     "    mov edx, ecx",

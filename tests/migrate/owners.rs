@@ -1,4 +1,5 @@
-//! What a client has asked for ends with it: the machine is free at once, and other clients' operations are not theirs.
+//! An operation ends with its client. The machine is then free at once, and other clients cannot
+//! act for the one that is gone.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
@@ -14,7 +15,7 @@ use vellum_sys::mmap::memfd;
 
 use crate::{ends_with, every_page_is_right, succeeds};
 
-/// A built-in guest that has written all of its memory, and one who listens to it.
+/// A built-in guest that has written all of its memory, and a client that receives its events.
 fn guest(env: &TestEnv, mib: u64) -> Result<(Machine, Client), Failed> {
     let json = env.path("json");
     let line = format!("run --memory {mib}m,backing=memfd --passes 0 --json {}", json.display());
@@ -23,7 +24,7 @@ fn guest(env: &TestEnv, mib: u64) -> Result<(Machine, Client), Failed> {
     Ok((machine, events))
 }
 
-/// Its guest goes on, and every page is right.
+/// Checks that the guest runs on and that every page is right.
 fn goes_on(env: &TestEnv, machine: Machine) -> Result<(), Failed> {
     eventually(LIMIT, "it is free", || Ok((env.standing("m").as_deref() == Some("running")).then_some(())))?;
     let list = env.vellum("list")?;
@@ -54,7 +55,7 @@ fn snapshot() -> Do {
     })
 }
 
-/// The next event of this name.
+/// The next event called `name`.
 fn next(events: &mut Client, name: &str) -> Result<Value, Failed> {
     eventually(LIMIT, name, || {
         let event = events.line()?;
@@ -62,8 +63,9 @@ fn next(events: &mut Client, name: &str) -> Result<Value, Failed> {
     })
 }
 
-/// Its files are written and nobody names them any more: not the time for that ends it, but the end of the connection. Until then `list`
-/// names the client, and no other one can pass for it.
+/// A snapshot is written, but its client does not name the files. It ends when the client's
+/// connection ends, not by a timeout. Until then `list` names the client, and other clients cannot
+/// act for it.
 #[test(real())]
 fn a_snapshot_ends_with_its_client_although_all_of_it_is_written() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -97,11 +99,11 @@ fn a_snapshot_ends_with_its_client_although_all_of_it_is_written() -> Result<(),
     goes_on(&env, machine)
 }
 
-/// A dump that nobody waits for any more is not gone on with.
+/// A dump ends when its client is gone.
 #[test(real())]
 fn a_dump_ends_with_its_client() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    // It takes several turns of the event loop (`dump::TURN`).
+    // The dump takes several turns of the event loop (`dump::TURN`).
     let (machine, mut events) = guest(&env, 320)?;
     let file = memfd(c"nameless", 0, None)?;
     let stream = std::os::unix::net::UnixStream::connect(env.socket("m"))?;
@@ -112,8 +114,9 @@ fn a_dump_ends_with_its_client() -> Result<(), Failed> {
     goes_on(&env, machine)
 }
 
-/// What a migration client that is stopped does not read is left out, but not how the migration ended: it says so when it goes on. Nor is it hung
-/// up on, which it would take for the machine's end.
+/// Events that a stopped client does not read are dropped, except the last one: when it continues,
+/// it tells how the migration ended. It is not disconnected, which it would take for the end of the
+/// machine.
 #[test(real())]
 fn a_migration_client_that_was_stopped_still_says_how_the_migration_ended() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -128,7 +131,7 @@ fn a_migration_client_that_was_stopped_still_says_how_the_migration_ended() -> R
     let signal = |signal: &str| Command::new("kill").args([signal, &client.id().to_string()]).output();
     succeeds(&signal("-STOP")?)?;
     let mut other = Client::connect(&env.socket("m"))?;
-    // More than a unix socket holds, each accounted for with more than 500 bytes.
+    // More than the buffer of a unix socket, which counts each message with more than 500 bytes.
     for _ in 0..500 {
         other.ask(&Do::Pause {})?;
         other.ask(&Do::Resume { force: false })?;

@@ -1,8 +1,10 @@
-//! Each two operations of a machine by two clients at the same moment, of which one is killed at a random moment, or none. Afterwards
-//! every file is whole or not there, a client that says that it was done has had it done, `vellum list` explains how the machine stands,
-//! and its guest goes on with every page right.
+//! Pairs of operations of a machine, by two clients at the same time. One client, or none, is
+//! killed at a random moment. Afterwards every file is complete or missing, a successful client has
+//! done its work, `vellum list` explains the machine's state, and the guest runs on with every page
+//! right.
 //!
-//! Each pair twice; twenty times with `VELLUM_MIGRATION=all`. `VELLUM_SEED` repeats the choices, but not what the scheduler does.
+//! Each pair runs twice, or twenty times with `VELLUM_MIGRATION=all`. `VELLUM_SEED` repeats the
+//! choices but not the scheduling.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -24,7 +26,7 @@ use crate::{ends_with, every_page_is_right, succeeds};
 
 const KINDS: [Kind; 4] = [Kind::Snapshot, Kind::Dump, Kind::Migration, Kind::Upgrade];
 const MEMORY: u64 = 16 << 20;
-/// Within this time after both clients were started one of them is killed.
+/// The time after the start of both clients in which one is killed.
 const WINDOW_US: u64 = 150_000;
 
 pub fn add(tests: &mut Tests) {
@@ -45,7 +47,7 @@ pub fn add(tests: &mut Tests) {
     }
 }
 
-/// What client `at` is told to do. It names its own files and its own target.
+/// The command line of client `at`, with files and a target of its own.
 fn line(env: &TestEnv, kind: Kind, at: usize) -> String {
     match kind {
         Kind::Snapshot => {
@@ -76,7 +78,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
     let whole = env.path("whole");
     succeeds(&env.vellum(&format!("dump m {}", whole.display()))?)?;
     let whole = pages(&whole)?;
-    // What stands in for another process ends as its last successor does.
+    // A process that took over from another reports the end of its last successor.
     if random.below(2) == 0 {
         upgrade(&env, "m")?;
     }
@@ -106,7 +108,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
     let context = format!("{kinds:?}, killed {victim} after {moment:?}: {ended:?}");
     let wrong = |what: String| Failed::from(format!("{what}; {context}"));
 
-    // Where the guest is in the end.
+    // The name of the machine that runs the guest in the end.
     let place = eventually(LIMIT, &context, || {
         is_explained(&env)?;
         let names = ["m"].into_iter().chain(targets.iter().map(|(name, _)| name.as_str()));
@@ -118,7 +120,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
     while let Ok(event) = events.line() {
         told.push(event.to_string());
     }
-    // The end of a client is noticed as such: nothing waits for what it will not say any more.
+    // The end of a client is noticed at once, and not by a timeout.
     ensure(!told.iter().any(|event| event.contains("nobody named")), || context.clone())?;
     for (at, (kind, output)) in kinds.iter().zip(&ended).enumerate() {
         let done = output.status.success();
@@ -146,14 +148,14 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
     succeeds(&env.vellum(&format!("ctl {place} stop"))?)
         .map_err(|_| wrong(format!("{place} does not obey")))?;
     ends_with(m, if place == "m" { 0 } else { 15 })?;
-    // Its result is there when it has ended.
+    // The target writes its result when it ends.
     if let Some(at) = targets.iter().position(|(name, _)| *name == place) {
         ends_with(targets.swap_remove(at).1, 0)?;
     }
     every_page_is_right(&json(&place))
 }
 
-/// How many pages of a dump are not zero.
+/// The number of pages of a dump that are not zero.
 fn pages(dump: &Path) -> Result<usize, Failed> {
     let mut bytes = Vec::new();
     File::open(dump)?.read_to_end(&mut bytes)?;
@@ -163,7 +165,8 @@ fn pages(dump: &Path) -> Result<usize, Failed> {
     Ok(bytes.chunks(4096).filter(|page| page.iter().any(|byte| *byte != 0)).count())
 }
 
-/// A directory that has points has whole ones, of which machines can be made; one that has been `done` has a point.
+/// Checks that every point in the directory is complete and can be restored. After a successful
+/// snapshot there must be a point.
 fn is_whole(env: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
     let dir = env.path(name);
     let points = fs::read_dir(&dir).is_ok_and(|mut files| {
@@ -181,7 +184,7 @@ fn is_whole(env: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
     every_page_is_right(&json)
 }
 
-/// How a machine stands that does something is said with what that is; one that does nothing says nothing of the kind.
+/// Checks that each machine's state and operation agree.
 fn is_explained(env: &TestEnv) -> Result<(), Failed> {
     let list = env.vellum("list --json")?;
     ensure(list.status.success(), || format!("{list:?}"))?;

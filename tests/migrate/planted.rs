@@ -1,5 +1,5 @@
-//! Mistakes that a migration could make, planted in both processes (`vellum_sys::plant`): each is caught, and without it the same test
-//! passes.
+//! Faults of a migration, planted in both processes (`vellum_sys::plant`). Each is noticed, and
+//! without it the same test passes.
 
 use std::fs;
 
@@ -11,49 +11,50 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::{ends_with, every_page_is_right, numbered, succeeds};
 
-/// A migration that a mistake spoils.
+/// A migration with faults that spoil it.
 #[derive(Clone, Copy)]
 struct Case {
-    /// What may be planted.
+    /// The faults to plant.
     mistakes: &'static [&'static str],
-    /// Which guest, and how it moves.
+    /// The guest, and the options of its migration.
     guest: Guest,
     migrate: &'static str,
-    /// What the source or the target says then.
+    /// The message of the source or the target.
     says: &'static str,
 }
 
 #[derive(Clone, Copy)]
 enum Guest {
-    /// A built-in one, run with this.
+    /// A built-in guest with these options.
     BuiltIn(&'static str),
-    /// A PC that writes to its disk, and whose disk writes to its memory.
+    /// A kernel that writes to its disk, with its disk writing to its memory.
     Disk,
-    /// A PC that fills pages and empties them again.
+    /// A kernel that fills pages and clears them again.
     Empties,
 }
 
 const DIFFERS: &str = "the target's memory differs in";
 
-/// How often a mistake may go by: some are about what is written in a fraction of a millisecond.
+/// How often a fault may go unnoticed. Some concern writes within a fraction of a millisecond.
 const TRIES: usize = 5;
 
 const CASES: [Case; 9] = [
-    // Without a limit all pages are written all the time, and owed.
+    // Without a rate limit all pages are always dirty.
     Case {
         mistakes: &["dropped-bit"],
         guest: Guest::BuiltIn("--cpus 2 --memory 8m,slots=3 --workload write,order=random"),
         migrate: "--verify --downtime 1s --timeout 1s,then=force",
         says: DIFFERS,
     },
-    // Here the last pass owes little, and what is written right before it is news.
+    // The last pass has few dirty pages, and the writes right before it matter.
     Case {
         mistakes: &["no-last-harvest", "harvest-before-save"],
         guest: Guest::BuiltIn("--cpus 2 --memory 64m,slots=3 --workload write,order=random,rate=50000"),
         migrate: "--verify --downtime 1s --timeout 3s,then=force",
         says: DIFFERS,
     },
-    // What is lost in a pass that takes a second is not written again in those that take milliseconds.
+    // A page that is lost in a pass of a second is not written again in the later ones, which take
+    // milliseconds.
     Case {
         mistakes: &["read-before-clear"],
         guest: Guest::BuiltIn("--memory 8m,slots=3 --workload write,order=random,rate=4000"),
@@ -66,7 +67,7 @@ const CASES: [Case; 9] = [
         migrate: "--verify --bandwidth 40m --downtime 10ms --timeout 10s,then=force",
         says: DIFFERS,
     },
-    // It comes to memory that nobody had touched only once it is under way, and stays there.
+    // The guest reaches untouched memory only during the migration, and stays there.
     Case {
         mistakes: &["silence-left-out"],
         guest: Guest::BuiltIn("--memory 1g,slots=3 --workload write,order=sequential,rate=20000"),
@@ -79,8 +80,9 @@ const CASES: [Case; 9] = [
         migrate: "--verify --bandwidth 1m --timeout 10s,then=force",
         says: DIFFERS,
     },
-    // A page that is empty in the end has to have been sent when it was not. One pass finds half of them so, or all in one state: many
-    // passes find each of them full at least once.
+    // A page that is zero in the end must have been sent before with other content. One pass finds
+    // half of the pages full, or all in one state. Many passes find each of them full at least
+    // once.
     Case {
         mistakes: &["zero-skipped"],
         guest: Guest::Empties,
@@ -101,7 +103,7 @@ const CASES: [Case; 9] = [
     },
 ];
 
-/// A test for each mistake, and one for each case without any.
+/// Adds a test for each fault, and one for each case without faults.
 pub fn add(tests: &mut Tests) {
     for case in CASES {
         let name = |mistake: &str| format!("planted_{mistake}_is_caught");
@@ -133,7 +135,7 @@ pub fn add(tests: &mut Tests) {
 }
 
 impl Case {
-    /// Whether the guest moves, and what both sides say.
+    /// Whether the guest migrates, and what both sides print.
     fn run(self, mistake: Option<&'static str>) -> Result<(bool, String), Failed> {
         let env = TestEnv::planted(mistake)?;
         let (here, receive) = self.guest.start(&env)?;
@@ -155,7 +157,7 @@ impl Case {
 }
 
 impl Guest {
-    /// The guest, and the options of its target.
+    /// Starts the guest. Returns also the options of its target.
     fn start(self, env: &TestEnv) -> Result<(Machine, String), Failed> {
         let [kernel, disk] = ["kernel", "disk"].map(|name| env.path(name));
         let pc = |image: Vec<u8>, devices: &str| -> Result<Machine, Failed> {
@@ -165,7 +167,7 @@ impl Guest {
         Ok(match self {
             Self::BuiltIn(line) => {
                 let machine = env.run("here", &format!("run --passes 0 {line}"))?;
-                // A guest that has only begun has little to lose.
+                // A guest that has only started has little to lose.
                 env.has_written("here", 4 * (8 << 20) / 4096)?;
                 (machine, format!("--json {}", env.path("there.json").display()))
             }
@@ -175,7 +177,8 @@ impl Guest {
                 (pc(numbered::kernel(), &devices)?, devices)
             }
             Self::Empties => {
-                // xor ecx, ecx; round: xor ecx, 1; xor ebx, ebx; page: mov [rbx + 8 MiB], ecx; add ebx, 4096
+                // xor ecx, ecx; round: xor ecx, 1; xor ebx, ebx
+                // page: mov [rbx + 8 MiB], ecx; add ebx, 4096
                 let mut code = vec![0x31, 0xc9, 0x83, 0xf1, 1, 0x31, 0xdb, 0x89, 0x8b, 0, 0, 0x80, 0];
                 code.extend([0x81, 0xc3, 0, 0x10, 0, 0]);
                 // cmp ebx, 1 MiB; jb page; jmp round
@@ -189,7 +192,8 @@ impl Guest {
     }
 }
 
-/// A target that cannot have its disk refuses the guest, which goes on where it was, with the lock of its own disk.
+/// The target refuses the guest because its disk is in use. Returns whether the guest runs on with
+/// the lock of its own disk.
 fn refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let [kernel, disk, other] = ["kernel", "disk", "other"].map(|name| env.path(name));

@@ -1,4 +1,5 @@
-//! A guest that runs on the target before all of its memory is there: on every backing, whatever is cut, and whoever dies.
+//! A guest that runs on the target before all of its memory is there: on every backing, with cuts,
+//! and with either side dying.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -21,7 +22,7 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, moved, numbered, succeeds, with};
 
-/// A guest that has written to all of its memory, on `memory`.
+/// Starts a guest with this memory, and waits until it has written all of it.
 fn writes(env: &TestEnv, memory: &str) -> Result<Machine, Failed> {
     let workload = "--passes 0 --workload write,order=random,rate=20000,write=80,warm";
     let here = env.run("here", &format!("run --cpus 2 --memory {memory} {workload}"))?;
@@ -39,7 +40,7 @@ fn receives(env: &TestEnv, name: &str, memory: &str) -> Result<Machine, Failed> 
     env.receive(name, &format!("--memory {memory} --json {}", env.path(&format!("{name}.json")).display()))
 }
 
-/// What the source says of the pages that somebody waited for.
+/// The number of faults that waited for a page, as the source reports it.
 fn waited(output: &Output) -> Result<u64, Failed> {
     let moved = moved(output)?;
     let vcpus = moved["waited"]["vcpus_us"].as_array().map(Vec::len);
@@ -47,7 +48,8 @@ fn waited(output: &Output) -> Result<u64, Failed> {
     Ok(moved["waited"]["faults"].as_u64().ok_or("no faults are told")?)
 }
 
-/// From one backing to another: by each way, after which the guest is at once moved again, with every page compared, and saved.
+/// Migrates from one backing to another in each way. The guest is then migrated again at once with
+/// every page compared, and saved.
 fn is_right(from: &str, to: &str) -> Result<(), Failed> {
     for (mode, limits) in [
         ("--mode postcopy", ""),
@@ -93,7 +95,7 @@ fn huge_pages_follow_their_guest_and_are_put_together_of_small_ones() -> Result<
     is_right("shmem", "shared-hugetlb-2m")
 }
 
-/// On another KVM than this one, too, and over several connections.
+/// Tests postcopy on every KVM, also over several connections.
 #[test(kvm())]
 fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
     for more in ["", "--connections 3"] {
@@ -107,7 +109,7 @@ fn a_guest_runs_ahead_of_its_memory() -> Result<(), Failed> {
     Ok(())
 }
 
-/// What is to be there in full, or locked, is when the last page has come.
+/// Memory is fully populated or locked when the last page has arrived.
 #[test(real())]
 fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
     for memory in ["anonymous,prealloc", "shmem,lock", "memfd,prealloc,lock"] {
@@ -121,7 +123,8 @@ fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A disk's rings are looked at when its device is restored, by the event loop's thread, before the guest runs: pages come by then.
+/// Restoring a disk reads its rings, in the thread of the event loop and before the guest runs.
+/// Pages must already arrive by then.
 #[test(real())]
 fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -145,7 +148,8 @@ fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
     ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))
 }
 
-/// A relay that carries any number of connections, and cuts all of them at once after so many bytes to the target.
+/// A relay for any number of connections. It cuts all of them at once after a number of bytes to
+/// the target.
 pub struct Cutter {
     left: AtomicI64,
     carried: AtomicU64,
@@ -157,7 +161,7 @@ impl Cutter {
         Self::between(&env.path("relay.in"), env.path("there.in"))
     }
 
-    /// Carries what comes at `from` to `to`.
+    /// Carries connections at `from` to `to`.
     pub fn between(from: &Path, to: PathBuf) -> Result<Arc<Self>, Failed> {
         let listener = UnixListener::bind(from)?;
         let cutter = Arc::new(Self {
@@ -191,7 +195,8 @@ impl Cutter {
                         cutter.carried.fetch_add(count as u64, Ordering::Relaxed);
                         let left = cutter.left.fetch_sub(count as i64, Ordering::SeqCst);
                         pass = count.min(left.max(0) as usize);
-                        // Another one may have cut already, and what has come since is not to be cut.
+                        // Another thread may have cut already. Connections that came since are not
+                        // cut.
                         cuts = pass < count && left >= 0;
                     }
                     let sent = to.write_all(&buffer[..pass]);
@@ -207,7 +212,7 @@ impl Cutter {
         }
     }
 
-    /// Cuts every connection that there is, once so many bytes more have gone to the target.
+    /// Cuts all connections when this many more bytes have gone to the target.
     pub fn after(&self, bytes: u64) {
         self.left.store(bytes as i64, Ordering::SeqCst);
     }
@@ -219,8 +224,8 @@ impl Cutter {
     }
 }
 
-/// The source waits to be recovered, and so does the target: or it runs whole, where the last of its memory had come and the cut took
-/// its word for that.
+/// Waits until both sides are paused. The target may also run: if the last of its memory had
+/// arrived, the cut lost only its confirmation.
 fn both_are_paused(env: &TestEnv) -> Result<(), Failed> {
     let standings = || ["here", "there"].map(|name| env.standing(name));
     let paused = eventually(LIMIT, "both sides are paused", || {
@@ -235,7 +240,7 @@ fn recovers(env: &TestEnv) -> Result<Output, Failed> {
     env.vellum(&format!("migrate here --recover --to unix:{}", env.path("relay.in").display()))
 }
 
-/// Cut anywhere, and cut again in the recovery: each page is right in the end.
+/// The link is cut anywhere, and again during the recovery. Every page is right in the end.
 fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
     let mut random = Random::new();
     let (mut whole, mut severed, mut again) = (0, 0, 0);
@@ -244,7 +249,7 @@ fn survives_cuts(memory: &str, rounds: usize) -> Result<(), Failed> {
         let here = writes(&env, "8m")?;
         let there = receives(&env, "there", memory)?;
         let cutter = Cutter::new(&env)?;
-        // The first is not cut, and shows how much there is.
+        // The first round is not cut, and shows how many bytes there are.
         let cuts = [whole, whole / 2].map(|bytes| random.below(bytes));
         if round > 0 {
             cutter.after(cuts[0]);
@@ -300,7 +305,7 @@ fn huge_pages_survive_cuts() -> Result<(), Failed> {
     survives_cuts("hugetlb-2m", 3)
 }
 
-/// A guest that runs on the target, cut off from the rest of its memory.
+/// A guest that runs on the target and is cut off from the rest of its memory.
 fn severed(env: &TestEnv) -> Result<(Machine, Machine), Failed> {
     let here = env.run(
         "here",
@@ -318,7 +323,7 @@ fn severed(env: &TestEnv) -> Result<(Machine, Machine), Failed> {
     Ok((here, there))
 }
 
-/// A source that waits to be recovered sleeps meanwhile.
+/// A source that waits to be recovered sleeps.
 #[test(real())]
 fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -328,7 +333,8 @@ fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
         let fields = stat.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(2);
         Ok(fields.map(str::parse::<u64>).sum::<Result<u64, _>>()?)
     };
-    // Of one that does not sleep this is about as long as it is looked at. Both in hundredths of a second.
+    // A source that does not sleep takes about as much CPU time as passes. Both are in hundredths
+    // of a second.
     let (before, began) = (taken()?, Instant::now());
     std::thread::sleep(Duration::from_secs(1));
     let (took, of) = (taken()? - before, began.elapsed().as_millis() as u64 / 10);
@@ -336,13 +342,13 @@ fn a_source_that_waits_to_be_recovered_takes_no_time() -> Result<(), Failed> {
     ensure(took < of / 4, || format!("{took} of {of} hundredths of a second"))
 }
 
-/// vCPUs that wait for pages cannot be taken out of the guest before Linux 6.2, and nobody tries: the machine answers, says what can be
-/// done, and is recovered as it is.
+/// vCPUs that wait for pages cannot leave the guest before Linux 6.2, so Vellum does not try: a
+/// pause is refused with advice, and the machine is recovered.
 #[test(kvm())]
 fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (here, there) = severed(&env)?;
-    // Each vCPU comes to a page that is missing, and then nothing is written any more.
+    // Each vCPU reaches a missing page, and nothing is written any longer.
     let mut events = Client::connect(&env.socket("there"))?;
     events.ask(&Do::Events {})?;
     let mut alike = (0, 0);
@@ -360,8 +366,8 @@ fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
     stops(&env, "there", there)
 }
 
-/// Where the target dies the source has the guest as it was at the hand-over, for whoever insists; where the source dies the target
-/// says that it cannot go on.
+/// If the target dies, the source has the guest as it was at the hand-over and runs it with
+/// --force. If the source dies, the target says that it cannot go on.
 #[test(real())]
 fn the_death_of_either_side_is_told() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -380,13 +386,13 @@ fn the_death_of_either_side_is_told() -> Result<(), Failed> {
     let (here, there) = severed(&env)?;
     drop(here);
     ensure(env.standing("there").as_deref() == Some("postcopy-paused"), || "it does not wait".into())?;
-    // What it is ended by may find it gone before it answers.
+    // The target may be gone before it answers.
     let _ = env.vellum("ctl there stop")?;
     let said = String::from_utf8_lossy(&ends_with(there, 1)?.stderr).into_owned();
     ensure(said.contains("without the source it cannot go on"), || said.clone())
 }
 
-/// What makes no sense is one line, and nothing has changed.
+/// Invalid combinations are refused, and nothing changes.
 #[test(real())]
 fn what_cannot_follow_is_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -406,7 +412,7 @@ fn what_cannot_follow_is_refused() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-/// A target that may have no userfaultfd is a misfit, which names the remedy, before a page has gone.
+/// A target without userfaultfd is a misfit. The message names the remedy, and no page is sent.
 #[test(real())]
 fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
     let free = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
@@ -415,7 +421,7 @@ fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Faile
     let nothing = env.path("nothing");
     fs::write(&nothing, "")?;
     fs::set_permissions(&nothing, fs::Permissions::from_mode(0o000))?;
-    // What there may be of a device is hidden from it, and so is what root may do.
+    // Hides /dev/userfaultfd and takes root's capabilities.
     let hides = format!("mount --bind {} /dev/userfaultfd", nothing.display());
     let hides = if PathBuf::from("/dev/userfaultfd").exists() { hides } else { "true".into() };
     let may = Command::new("unshare").args(["-m", "sh", "-c", &hides]).output();
@@ -442,7 +448,7 @@ fn a_target_without_userfaultfd_is_told_the_remedy() -> Result<Completion, Faile
     Ok(Completion::Completed)
 }
 
-/// Whether a guest comes by `mode` to a target on `memory` with every page right.
+/// Whether a guest migrates by `mode` to a target on `memory` with every page right.
 fn comes(mistake: Option<&'static str>, mode: &str, memory: &str) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let here = writes(&env, "16m")?;
@@ -457,10 +463,10 @@ fn comes(mistake: Option<&'static str>, mode: &str, memory: &str) -> Result<bool
     Ok(there.end()?.status.success())
 }
 
-/// What is planted here, and caught.
+/// Planted faults that these tests must notice.
 pub fn add(tests: &mut Tests) {
     let planted = [
-        // A page that is sent and then written again is found where it was.
+        // A page that was sent and written again stays in the page cache.
         ("kept-in-cache", kvm(), "--mode hybrid", "memfd"),
         ("small-copy", kvm().and_then(|()| huge_pages(2 << 20, 8)), "--mode postcopy", "hugetlb-2m"),
     ];

@@ -1,4 +1,4 @@
-//! A relay between source and target, which cuts their connection or holds it up.
+//! A relay between source and target that cuts or holds their connection.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -18,30 +18,31 @@ use vellum_sys::mmap::PAGE_SIZE;
 /// What a relay does to the first connection.
 pub enum RelayFault {
     None,
-    /// Cuts it after so many bytes to the target, or so many back.
+    /// Cuts it after this many bytes to the target, or back.
     Cut {
         back: bool,
         after: u64,
     },
-    /// Holds what comes back after so many bytes until something is received, or the sender is gone.
+    /// Holds what comes back after this many bytes, until a message arrives or its sender is
+    /// dropped.
     Hold {
         after: u64,
         until: Receiver<()>,
     },
 }
 
-/// Bytes of these messages on a link.
+/// The bytes of these messages on a link.
 pub fn bytes(messages: &[Message]) -> u64 {
     let mut encoder = Encoder::new(SessionId([0; 16]));
     messages.iter().map(|message| encoder.message(message).len() as u64).sum()
 }
 
-/// What the target says until it waits for COMMIT, READY left out.
+/// The bytes that the target sends before READY.
 pub fn until_fit() -> u64 {
     bytes(&[Message::Welcome { version: 1, fence: false }, Message::Fit {}])
 }
 
-/// Carries bytes from one unix socket to another; how many each way.
+/// Carries bytes from one unix socket to another. Returns the bytes of each direction.
 pub fn relay(from: PathBuf, to: PathBuf, fault: RelayFault) -> Result<Arc<[AtomicU64; 2]>, Failed> {
     let listener = UnixListener::bind(from)?;
     let carried = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
@@ -72,7 +73,7 @@ pub fn relay(from: PathBuf, to: PathBuf, fault: RelayFault) -> Result<Arc<[Atomi
                         {
                             let (first, second) = rest.split_at(after.saturating_sub(before) as usize);
                             sent = to.write_all(first);
-                            // Where the other end is gone nobody holds it any more either.
+                            // An error means that the sender was dropped.
                             let _ = until.recv();
                             rest = second;
                         }
@@ -90,7 +91,8 @@ pub fn relay(from: PathBuf, to: PathBuf, fault: RelayFault) -> Result<Arc<[Atomi
     Ok(carried)
 }
 
-/// A migration client between `here` and `there`, and what it was told by then to hold back until `release` is dropped.
+/// Starts a migration from `here` to `there` whose answers are held after `after` bytes, until the
+/// sender is dropped.
 pub fn held_back(env: &TestEnv, after: u64, more: &str) -> Result<(Process, Sender<()>), Failed> {
     let (release, until) = channel();
     relay(env.path("relay.in"), env.path("there.in"), RelayFault::Hold { after, until })?;
@@ -99,7 +101,7 @@ pub fn held_back(env: &TestEnv, after: u64, more: &str) -> Result<(Process, Send
     Ok((env.migration_client(&line)?, release))
 }
 
-/// The next frame that comes, header and payload as they are; and what the header says.
+/// Reads the next frame. Returns its header, and its raw bytes.
 pub fn next_frame(from: &mut UnixStream, decoder: &mut Decoder) -> std::io::Result<(Header, Vec<u8>)> {
     let mut raw = vec![0; HEADER];
     from.read_exact(&mut raw)?;
@@ -110,7 +112,8 @@ pub fn next_frame(from: &mut UnixStream, decoder: &mut Decoder) -> std::io::Resu
     Ok((header, raw))
 }
 
-/// A migration that the target has taken, while the source does not hear of it: the migration client, and what lets it hear when it is dropped.
+/// Starts a migration that the target has taken while the source does not know it. Returns the
+/// client, and a sender that releases the answers when it is dropped.
 pub fn unconfirmed(env: &TestEnv) -> Result<(Process, Sender<()>), Failed> {
     let after = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
     let held = held_back(env, after, "--liveness 1h")?;
@@ -125,16 +128,16 @@ pub fn unconfirmed(env: &TestEnv) -> Result<(Process, Sender<()>), Failed> {
 /// A part of a stream that can be read and changed.
 pub enum Part {
     Message(Message),
-    /// Its name and its content.
+    /// The name and the content.
     Section(String, Value),
 }
 
-/// Carries what comes back from `to` to whoever connects at `from`, and what goes there as `change` has it. Once.
+/// Carries one connection from `from` to `to`, with `change` applied to what goes to the target.
 pub fn changed(from: &Path, to: PathBuf, change: impl Fn(&mut Part) + Send + 'static) -> Result<(), Failed> {
     changed_one_way(from, to, false, change)
 }
 
-/// Carries what goes to `to` from whoever connects at `from`, and what comes back as `change` has it. Once.
+/// Carries one connection from `from` to `to`, with `change` applied to what comes back.
 pub fn changed_back(
     from: &Path,
     to: PathBuf,
@@ -187,7 +190,7 @@ fn changed_one_way(
     Ok(())
 }
 
-/// As [`held_back`]; and what hears that the source has given up a final pass.
+/// Like [`held_back`]. The receiver tells when the source has given up a final pass.
 pub fn held_back_until_again(
     env: &TestEnv,
     after: u64,
@@ -196,7 +199,7 @@ pub fn held_back_until_again(
     relay(env.path("middle.in"), env.path("there.in"), RelayFault::Hold { after, until })?;
     changed(&env.path("relay.in"), env.path("middle.in"), move |part| {
         if let Part::Message(Message::Again { .. }) = part {
-            // Once is enough for whoever waits.
+            // The caller waits for one message only.
             let _ = said.send(());
         }
     })?;

@@ -1,11 +1,14 @@
-//! Sequences of operations: a built-in guest writes throughout while its machine is upgraded, migrated, saved, restored and dumped, with
-//! each operation's failures in between. The runner follows the machine to where it runs, and checks the guest's stamps at the end.
+//! Sequences of operations. A built-in guest writes while its machine is upgraded, migrated, saved,
+//! restored and dumped, and while such operations fail. The runner follows the machine from process
+//! to process, and checks the guest's stamps at the end.
 //!
-//! A machine that a debugger may attach to cannot be moved or saved: sequences with `gdb` look whether it says so and goes on.
+//! A machine that a debugger may attach to cannot be migrated or saved. Sequences with `gdb` check
+//! that it refuses and runs on.
 //!
-//! A plain run does the sequences that once failed, and ten random ones of three. `VELLUM_SEQUENCES=all` does every ordered pair and 500
-//! random ones of three. `VELLUM_SEQUENCES=upgrade,dump` does this one. `VELLUM_SEED` repeats what is random within a sequence, and
-//! whatever fails prints the command line that repeats it.
+//! A plain run does the sequences that once failed, and ten random ones of three operations.
+//! `VELLUM_SEQUENCES=all` does every ordered pair and 500 random triples.
+//! `VELLUM_SEQUENCES=upgrade,dump` does this sequence. `VELLUM_SEED` repeats the random choices
+//! within a sequence. A failure prints the command line that repeats it.
 
 mod fails;
 mod machine;
@@ -19,7 +22,7 @@ use support::{Failed, Random, Tests, test};
 
 use self::machine::Run;
 
-/// One operation on the machine under test.
+/// An operation on the machine under test.
 type Operation = fn(&mut Run) -> Result<(), Failed>;
 
 const OPERATIONS: [(&str, Operation); 21] = [
@@ -46,7 +49,7 @@ const OPERATIONS: [(&str, Operation); 21] = [
     ("gdb", saves::gdb),
 ];
 
-/// Sequences that lost a guest, or left its machine in a state, before that was fixed.
+/// Sequences that lost a guest, or left its machine in a wrong state, before a fix.
 const KNOWN: [&[&str]; 4] = [
     &["upgrade", "upgrade-cannot-start"],
     &["upgrade", "upgrade-cancelled"],
@@ -54,14 +57,14 @@ const KNOWN: [&[&str]; 4] = [
     &["postcopy-recovered-2", "postcopy-recovered-4"],
 ];
 
-/// Sequences that are done at once: each waits more than it computes.
+/// The number of sequences that run in parallel. Each waits more than it computes.
 const AT_ONCE: usize = 4;
 
 fn asked() -> Option<String> {
     std::env::var("VELLUM_SEQUENCES").ok()
 }
 
-/// Does one sequence. A failure names the operation and the command line that repeats it.
+/// Runs one sequence. A failure names the operation and the command line that repeats it.
 fn sequence(operations: &[&str], seed: u64) -> Result<(), Failed> {
     let has_gdb = operations.contains(&"gdb");
     let mut run = Run::new(seed, has_gdb)?;
@@ -91,7 +94,7 @@ fn sequence(operations: &[&str], seed: u64) -> Result<(), Failed> {
     })
 }
 
-/// Does all of these, several at once, and says what failed.
+/// Runs all of these, several in parallel. Returns the failures.
 fn all(sequences: &[(Vec<&'static str>, u64)]) -> Result<(), Failed> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
@@ -112,7 +115,7 @@ fn all(sequences: &[(Vec<&'static str>, u64)]) -> Result<(), Failed> {
     if failed.is_empty() { Ok(()) } else { Err(failed.join("\n").into()) }
 }
 
-/// So many random sequences of three, each with a seed of its own.
+/// `count` random sequences of three operations, with a seed for each.
 fn triples(random: &mut Random, count: usize) -> Vec<(Vec<&'static str>, u64)> {
     let mut one = |_| {
         let operations = [(); 3].map(|()| OPERATIONS[random.below(OPERATIONS.len() as u64) as usize].0);
@@ -139,7 +142,7 @@ fn sequences_of_operations_lose_no_page() -> Result<(), Failed> {
     }
 }
 
-/// What takes long: the pairs by what comes first, and the triples.
+/// Adds the long tests: the pairs by first operation, and the triples.
 pub fn add_long(tests: &mut Tests) {
     if asked().as_deref() != Some("all") {
         return;

@@ -1,4 +1,5 @@
-//! `vellum snapshot` and `vellum restore`: what is written is what runs again, whole or not at all.
+//! `vellum snapshot` and `vellum restore`: a restored machine is the one that was written,
+//! completely or not at all.
 
 use std::fs::{self, File};
 use std::os::fd::AsFd;
@@ -25,8 +26,8 @@ pub fn files(dir: &Path) -> Result<Vec<String>, Failed> {
     Ok(names)
 }
 
-/// While a guest writes, with each way to collect dirty pages; the machine and what was restored of each point have every page right,
-/// and the one that was restored can be migrated and snapshotted again.
+/// Saves a writing guest with each tracker. The machine and each restored point have every page
+/// right. A restored machine can be migrated and saved again.
 #[test(real())]
 fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed> {
     let ways = [("bitmap", ""), ("manual-protect", ""), ("initially-set", ""), ("ring", "--dirty-ring=1024")];
@@ -77,13 +78,14 @@ fn a_guest_that_writes_is_restored_at_each_of_its_points() -> Result<(), Failed>
     Ok(())
 }
 
-/// A chain of points, each of which but the first has only what has changed; one of them fails on the way, and what it had taken is in the
-/// next. Each is restored, and has every page right. After a migration the next one is whole again.
+/// A chain of points. Each except the first has only the changes. One fails on the way, and its
+/// changes are in the next one. Each point is restored with every page right. After a migration the
+/// next point is full.
 #[test(real())]
 fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
     for (tracker, ring) in [("initially-set", ""), ("ring", "--dirty-ring=1024")] {
         let env = TestEnv::new()?;
-        // Most of memory is not written between two points.
+        // Most of the memory is not written between two points.
         let write = "--workload write,order=random,rate=1000";
         let json = env.path("first.json");
         let line = format!("run --memory 32m,slots=3 --passes 0 {write} {ring} --json {}", json.display());
@@ -96,7 +98,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
         for point in 1..5u64 {
             env.has_written("here", 500 + 500 * point)?;
             if point == 2 {
-                // All is written, and nobody names it.
+                // All files are written, and nothing is named.
                 let asked = vellum_control::Snapshot {
                     downtime_ms: 1000,
                     timeout_ms: 3000,
@@ -173,8 +175,8 @@ fn chain(env: &TestEnv, dir: &Path) -> Result<String, Failed> {
     Ok(list(env, dir)?["chain"].as_str().unwrap_or_default().to_owned())
 }
 
-/// The log of dirty pages is off when a snapshot is over, and on where it is to be followed on who writes: while it is on, a guest that
-/// writes fills its rings.
+/// The dirty log is off after a snapshot, and on with `--follow`. While it is on, a writing guest
+/// fills its rings.
 #[test(kvm())]
 fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -184,7 +186,7 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
         let status = Client::connect(&env.socket("here"))?.ask(&Do::Status {})?;
         Ok(status["dirty_ring"]["full"].as_u64().unwrap_or(0))
     };
-    // Half of its memory, which is four times what a ring takes.
+    // These writes reach most of the memory, which is several times what a ring takes.
     let filled = || -> Result<bool, Failed> {
         let before = full()?;
         let mut events = env.has_written("here", 0)?;
@@ -205,7 +207,8 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-/// A kernel that counts on its serial port goes on where it was stopped: no byte is lost, and none comes twice.
+/// A kernel that counts on its serial port continues where it was stopped: no byte is lost, and
+/// none comes twice.
 #[test(kvm())]
 fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
     for (irqchip, memory) in [("split", "eager"), ("kernel", "map"), ("split", "demand")] {
@@ -223,7 +226,7 @@ fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
         })?;
         succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
         ends_with(here, 0)?;
-        // With other devices it is refused, by their names.
+        // A restore with other devices is refused, and they are named.
         let host = format!("--serial file={} --rng --balloon", far.display());
         let other = env.vellum(&format!("restore {} --serial null --rng", dir.display()))?;
         let said = String::from_utf8(with(other, 2)?.stderr)?;
@@ -240,7 +243,7 @@ fn a_pc_goes_on_where_its_snapshot_stopped_it() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Whichever file is damaged or missing is named in one line, with the place; nothing runs.
+/// A damaged or missing file is named in one line, with the place. Nothing runs.
 #[test(real())]
 fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -276,7 +279,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
         refused(&path, name)?;
         fs::write(dir.join(name), &good)?;
     }
-    // As it was.
+    // The files are restored.
     let json = env.path("end.json");
     let again = env.restore("again", &format!("{path} --json {}", json.display()))?;
     succeeds(&env.vellum("ctl again stop")?)?;
@@ -286,7 +289,7 @@ fn a_damaged_snapshot_is_refused_by_file_and_place() -> Result<(), Failed> {
     refused(&path, "ram-0: there is no such file")
 }
 
-/// A file system that is full leaves the guest as it was and nothing behind.
+/// A full file system does not disturb the guest, and no file is left.
 #[test(real())]
 fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
     let env = TestEnv::new()?;
@@ -311,14 +314,15 @@ fn a_full_disk_leaves_nothing_behind() -> Result<Completion, Failed> {
     Ok(Completion::Completed)
 }
 
-/// A client that is killed, and one that is interrupted leave the guest as it was and nothing behind, and the next snapshot is whole.
+/// A client that is killed or interrupted does not disturb the guest and leaves no file. The next
+/// snapshot is complete.
 #[test(real())]
 fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let here = env.run("here", "run --memory 64m --passes 0")?;
     env.has_written("here", 16384)?;
     ensure(env.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
-    // The guest writes faster than any pass ends, so that there is something to be interrupted.
+    // The guest writes faster than passes finish, so that the snapshot can be interrupted.
     let dir = env.path("snap");
     for signal in ["-KILL", "-INT"] {
         let line = format!("snapshot here {} --downtime 1ms --timeout 1h", dir.display());
@@ -346,8 +350,8 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     every_page_is_right(&end)
 }
 
-/// Two restores of one snapshot, and what it was made of, each have a VM generation ID of their own in guest memory; a machine that moves
-/// keeps it. Read from the pages of snapshots, in which each of them ends.
+/// Two restores of one snapshot and the original machine each have their own VM generation ID in
+/// guest memory. A machine that migrates keeps its ID. The IDs are read from snapshots.
 #[test(real())]
 fn a_restored_machine_is_a_new_generation_and_one_that_moves_is_not() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -358,7 +362,7 @@ fn a_restored_machine_is_a_new_generation_and_one_that_moves_is_not() -> Result<
         succeeds(&env.vellum(&format!("snapshot {name} {} --stop", dir(name).display()))?)?;
         ends_with(machine, 0)?;
         let mut id = [0; 16];
-        // Its first memslot begins at address 0.
+        // The first memslot begins at address 0.
         File::open(dir(name).join("ram-0"))?.read_exact_at(&mut id, layout::VMGENID)?;
         Ok((name, id))
     };

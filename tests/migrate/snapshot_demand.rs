@@ -1,4 +1,5 @@
-//! `vellum restore --memory demand`: memory that comes as somebody wants it. With `--record=1h` it comes so alone, and nothing unasked.
+//! `vellum restore --memory demand`: pages are read on demand. With `--record=1h` no others are
+//! read.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -15,7 +16,7 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 use crate::VELLUM;
 use crate::{ends_with, every_page_is_right, numbered, succeeds, with};
 
-/// A snapshot of a guest that has written to all of its memory, and was stopped with it.
+/// A snapshot of a guest that has written all of its memory. The machine ends with the snapshot.
 fn taken(env: &TestEnv, memory: &str, write: &str) -> Result<PathBuf, Failed> {
     let here =
         env.run("here", &format!("run --cpus 2 --memory {memory} --passes 0 --workload write,{write}"))?;
@@ -26,15 +27,15 @@ fn taken(env: &TestEnv, memory: &str, write: &str) -> Result<PathBuf, Failed> {
     Ok(dir)
 }
 
-/// Whether a machine has a userfaultfd.
+/// Whether the machine has a userfaultfd.
 fn has_userfaultfd(machine: &Machine) -> Result<bool, Failed> {
     let mut links = fs::read_dir(format!("/proc/{}/fd", machine.child.id()))?
         .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
     Ok(links.any(|link| link.to_string_lossy().contains("userfaultfd")))
 }
 
-/// Whether it runs and needs no userfaultfd any more. A process that is just ending has no descriptors either, but it does not answer: so
-/// it is asked last.
+/// Whether the machine runs and has closed its userfaultfd. A process that is ending has no
+/// descriptors either, but does not answer, so it is asked last.
 fn runs_with_all_there(env: &TestEnv, name: &str, machine: &Machine) -> Result<bool, Failed> {
     Ok(!has_userfaultfd(machine)? && env.standing(name).as_deref() == Some("running"))
 }
@@ -43,7 +44,8 @@ fn is_all_there(machine: &Machine) -> Result<(), Failed> {
     eventually(LIMIT, "all of it is there", || Ok((!has_userfaultfd(machine)?).then_some(())))
 }
 
-/// On each backing: by faults alone and stopped at once, when all was there, moved at once, and saved at once.
+/// Restores on this backing and stops at once, stops when all pages are there, migrates at once,
+/// and saves at once.
 fn is_right_on(backing: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let dir = taken(&env, "32m,slots=3", "order=random,rate=20000,write=80,warm")?;
@@ -99,7 +101,8 @@ fn huge_pages_that_come_on_demand_are_right() -> Result<(), Failed> {
     is_right_on("hugetlb-2m")
 }
 
-/// On another KVM than this one, too: a guest, its devices' state and the VMM's own writes find what they want.
+/// Tests demand paging on every KVM: the guest, its devices' state and the VMM's own writes find
+/// their pages.
 #[test(kvm())]
 fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -117,8 +120,8 @@ fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A disk's thread, its rings and the restore of its device wait for pages as vCPUs do: each number that the guest has written and said is
-/// followed by the next.
+/// A disk's thread, its rings and the restore of its device wait for pages as vCPUs do. The guest's
+/// numbers are consecutive.
 #[test(real())]
 fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
     for memory in ["anonymous,lock", "shmem"] {
@@ -148,7 +151,8 @@ fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
     Ok(())
 }
 
-/// What a restore has wanted is written down, and the next one begins with it; each refuses what makes no sense.
+/// A restore records which pages it wanted, and the next one reads them first. Invalid combinations
+/// are refused.
 #[test(real())]
 fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -169,7 +173,7 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
     ends_with(machine, 0)?;
     let bytes = fs::read(&recorded)?;
     ensure(fs::metadata(&recorded)?.permissions().mode() & 0o777 == 0o600, || "others may read it".into())?;
-    // A state of the machine has as many pages as its layers.
+    // The machine has as many pages as a layer.
     let pages = fs::metadata(dir.join("ram-0"))?.len() / PAGE_SIZE;
     let set = WorkingSet::parse(&bytes, pages)?;
     let some = (1..=pages as usize).contains(&set.firsts.len());
@@ -183,7 +187,7 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
         ends_with(machine, 0)?;
         every_page_is_right(&json)?;
     }
-    // It is replaced as a whole, and by what is none nothing is brought.
+    // The record is replaced as a whole, and a damaged one is refused.
     let mut planted = bytes.clone();
     planted[40] ^= 1;
     fs::write(&recorded, &planted)?;
@@ -198,12 +202,13 @@ fn what_is_wanted_is_recorded_and_prefetched() -> Result<(), Failed> {
     ensure(names == ["manifest.json", "map-0", "ram-0", "state-0", "working-set"], || format!("{names:?}"))
 }
 
-/// A damaged page that is found while the guest runs ends it, with the file and the place: whether it does.
+/// Whether a damaged page that is found while the guest runs ends the machine, with the file and
+/// the place.
 fn ends_by_a_damaged_page(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let dir = taken(&env, "16m", "order=random,warm")?;
     let file = fs::File::options().read(true).write(true).open(dir.join("ram-0"))?;
-    // Of a page that stamps do not cover in full.
+    // A byte of the page outside of its stamp.
     let (page, mut byte) = (1000, [0]);
     file.read_exact_at(&mut byte, page * PAGE_SIZE + 4000)?;
     file.write_all_at(&[byte[0] ^ 1], page * PAGE_SIZE + 4000)?;
@@ -228,7 +233,7 @@ fn a_damaged_page_is_given_to_nobody() -> Result<(), Failed> {
     ensure(ends_by_a_damaged_page(None)?, || "it runs on".into())
 }
 
-/// Files that become shorter are named, too.
+/// A file that becomes shorter is named.
 #[test(real())]
 fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -236,14 +241,14 @@ fn a_file_that_becomes_shorter_is_named_on_demand() -> Result<(), Failed> {
     let restore = format!("{} --memory demand --record=1h --paused", dir.display());
     let mut again = env.restore("again", &restore)?;
     fs::File::options().write(true).open(dir.join("ram-0"))?.set_len(0)?;
-    // It may end before it answers.
+    // The machine may end before it answers.
     env.vellum("ctl again resume")?;
     eventually(LIMIT, "it ends", || Ok(again.child.try_wait()?))?;
     let said = String::from_utf8(with(again.end()?, 1)?.stderr)?;
     ensure(said.contains("ram-0, byte ") && said.contains("it has become shorter"), || said.clone())
 }
 
-/// Who may have no userfaultfd is told how to get one, before anything starts.
+/// A user who may not use userfaultfd is told the remedy, before anything starts.
 #[test(real())]
 fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed> {
     let env = TestEnv::new()?;
@@ -254,7 +259,7 @@ fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed
     for entry in fs::read_dir(&dir)? {
         fs::set_permissions(entry?.path(), fs::Permissions::from_mode(0o644))?;
     }
-    // Where everybody may have one, nobody is refused.
+    // If all users may use it, there is nothing to test.
     let free = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let mut nobody = Command::new("setpriv");
     nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", VELLUM, "restore"]).arg(&dir);
@@ -271,7 +276,7 @@ fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed
     Ok(Completion::Completed)
 }
 
-/// Whether a machine of which nothing was brought yet has every page right where it moves to.
+/// Whether a machine with no page read yet migrates with every page right.
 fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let dir = taken(&env, "16m", "rate=20000,warm")?;
@@ -283,7 +288,7 @@ fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(there.end()?.status.success())
 }
 
-/// Whether huge pages come.
+/// Whether a restore on huge pages completes with every page right.
 fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let dir = taken(&env, "16m", "order=random,warm")?;
@@ -302,7 +307,7 @@ fn comes_on_huge_pages(mistake: Option<&'static str>) -> Result<bool, Failed> {
     every_page_is_right(&json).map(|()| true)
 }
 
-/// What is planted here, and caught.
+/// Planted faults that these tests must notice.
 pub fn add(tests: &mut Tests) {
     type Right = fn(Option<&'static str>) -> Result<bool, Failed>;
     let planted: [(&str, _, Right); 3] = [

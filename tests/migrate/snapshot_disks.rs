@@ -1,5 +1,5 @@
-//! The disks of a machine that is saved: flushed and named in the snapshot, refused where they have changed since, cloned where that is
-//! asked for.
+//! The disks of a saved machine. They are flushed and named in the snapshot, refused if they have
+//! changed since, and cloned on request.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -14,7 +14,7 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 use crate::snapshot::{files, points};
 use crate::{ends_with, numbered, succeeds, with};
 
-/// A guest that writes numbers to its disk and says them, at `disk` and in the midst of it.
+/// A guest that writes numbers to its disk `disk` and prints them.
 struct Writer<'a> {
     env: &'a TestEnv,
     disk: PathBuf,
@@ -36,7 +36,7 @@ impl Writer<'_> {
         Ok(machine)
     }
 
-    /// What `vellum restore` says that refuses it.
+    /// Runs `vellum restore`, which must refuse. Returns its message.
     fn refused(&self, dir: &Path) -> Result<String, Failed> {
         let devices = self.devices(&self.env.path("refused"));
         let mut machine = self.env.migration_client(&format!("restore {} {devices}", dir.display()))?;
@@ -46,7 +46,7 @@ impl Writer<'_> {
         Ok(said)
     }
 
-    /// Restored from `dir`, and ended when it has said more.
+    /// Restores from `dir`, and stops the machine when it has printed more.
     fn goes_on(&self, dir: &Path, far: &str, more: &str) -> Result<(), Failed> {
         let far = self.env.path(far);
         let machine =
@@ -57,7 +57,7 @@ impl Writer<'_> {
     }
 }
 
-/// Waits until so much has been said at `serial` that each sector was written more than once.
+/// Waits until so much has been printed to `serial` that each sector was written more than once.
 fn says_more(serial: &Path) -> Result<(), Failed> {
     eventually(LIMIT, "it writes", || {
         Ok((fs::metadata(serial)?.len() > 3 * 4 * numbered::SECTORS).then_some(()))
@@ -84,14 +84,14 @@ fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
     let listed = String::from_utf8(env.vellum(&format!("snapshot list {}", dir.display()))?.stdout)?;
     ensure(listed.contains(&format!("disk0  {path}  4k, last written to at ")), || listed.clone())?;
 
-    // As it was: no number is left out, and none comes twice.
+    // The disk is as it was: no number is missing, and none comes twice.
     guest.goes_on(&dir, "far", "")?;
     let said = [fs::read(env.path("out"))?, fs::read(env.path("far"))?].concat();
     let numbers = said.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
     let wrong = numbers.zip(1..).find(|(number, due)| number != due);
     ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))?;
 
-    // By then it has been written to.
+    // The disk was written since.
     let said = guest.refused(&dir)?;
     let expected = format!("--disk-changed accepts it: disk0 ({path}) has been written to since");
     ensure(said.contains(&expected), || said.clone())?;
@@ -104,7 +104,7 @@ fn a_disk_that_has_changed_since_is_refused() -> Result<(), Failed> {
     ensure(said.contains("disk0"), || said.clone())
 }
 
-/// A restore does not wait for pages before it finds that another machine has its disk.
+/// A restore finds at once that another machine uses its disk. It does not wait for pages.
 #[test(real())]
 fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -119,7 +119,7 @@ fn a_disk_that_is_in_use_is_refused() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
-/// Where blocks cannot be shared no snapshot comes of it, and nothing is left behind.
+/// If the file system cannot share blocks, there is no snapshot, and no file is left.
 #[test(real())]
 fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
     let elsewhere = Path::new("/dev/shm");
@@ -144,11 +144,11 @@ fn a_disk_that_cannot_be_cloned_is_named() -> Result<Completion, Failed> {
     result.map(|()| Completion::Completed)
 }
 
-/// A mount that is gone with this value.
+/// A mount that is unmounted when it is dropped.
 struct Mounted(PathBuf);
 
 impl Mounted {
-    /// A file system at `at` whose files share blocks; `None` where nobody can make one here.
+    /// Mounts a file system at `at` whose files can share blocks. `None` if this host cannot.
     fn xfs(image: &Path, at: PathBuf) -> Result<Option<Self>, Failed> {
         File::create(image)?.set_len(320 << 20)?;
         fs::create_dir(&at)?;
@@ -168,7 +168,8 @@ impl Drop for Mounted {
     }
 }
 
-/// The guest goes on and writes its disk; what is restored has the clone, as it was at the pause, and then is the one that has written it.
+/// The guest runs on and writes its disk after a snapshot. The restored machine has the clone as it
+/// was at the pause, and then writes to it.
 #[test(real())]
 fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
     if tools::find("mkfs.xfs").is_none() {
@@ -193,9 +194,10 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
     ensure(guest.refused(&dir)?.contains("has been written to since"), || "its disk is taken".into())?;
     let clone = Writer { env: &env, disk: dir.join("disk0-1") };
     clone.goes_on(&dir, "far", "")?;
-    // The number that is said after the restore follows those of the clone, and not those that the disk had in the end.
+    // The first number after the restore follows those of the clone, not those of the disk at the
+    // end.
     let far = fs::read(env.path("far"))?;
-    // The pause may have come in the middle of a number, the rest of which is said first.
+    // The pause may have come in the middle of a number. Its rest is printed first.
     let numbers = |from: usize| {
         let (numbers, _) = far.get(from..)?.as_chunks::<4>();
         let [first, next] = [*numbers.first()?, *numbers.get(1)?].map(u32::from_le_bytes);
@@ -208,7 +210,7 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
     Ok(Completion::Completed)
 }
 
-/// With and without the mistake: whether a disk that has changed is refused.
+/// Whether a changed disk is refused, with and without the fault.
 fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let guest = Writer { env: &env, disk: env.path("disk") };
@@ -232,7 +234,7 @@ fn is_refused(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(refused)
 }
 
-/// What is planted here, and caught.
+/// Planted faults that these tests must notice.
 pub fn add(tests: &mut Tests) {
     tests.add("planted_disks-unchecked_is_caught", kvm(), || match POSSIBLE {
         true => {

@@ -1,4 +1,4 @@
-//! `vellum restore --memory map`: memory that shows the files of a snapshot.
+//! `vellum restore --memory map`: memory that maps the files of a snapshot.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,8 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
-/// Each point of a chain, in slots of which none begins where a layer does, is right; the machine is then moved, saved, and restored again.
+/// Each point of a chain is right, with memslots that do not begin where layers do. The machine is
+/// then migrated, saved and restored again.
 #[test(real())]
 fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -35,7 +36,7 @@ fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Faile
         let said = String::from_utf8(with(merged, 2)?.stderr)?;
         ensure(said.contains("shows it as memory"), || said.clone())?;
         if point == 0 {
-            // At once: most of its pages nobody has looked at.
+            // Stopped at once: most of its pages were not touched.
             succeeds(&env.vellum("ctl again stop")?)?;
             ends_with(again, 0)?;
             every_page_is_right(&json)?;
@@ -67,11 +68,11 @@ fn memory_that_shows_files_is_right_and_moves_and_is_saved() -> Result<(), Faile
     Ok(())
 }
 
-/// What the process `pid` has of memory that shows `file`, in KiB: its share of that, and what is its own.
+/// The KiB of mappings of `file` in process `pid`: its proportional share, and its private pages.
 fn shown(pid: u32, file: &Path) -> Result<[u64; 2], Failed> {
     let (mut sum, mut is_of_file) = ([0; 2], false);
     for line in fs::read_to_string(format!("/proc/{pid}/smaps"))?.lines() {
-        // A mapping begins with its addresses, and ends in its file.
+        // A mapping begins with a line that has its addresses and ends with its file.
         if line.split(' ').next().is_some_and(|word| word.contains('-')) {
             is_of_file = line.ends_with(&file.display().to_string());
         }
@@ -81,18 +82,19 @@ fn shown(pid: u32, file: &Path) -> Result<[u64; 2], Failed> {
     Ok(sum)
 }
 
-/// Ten clones of one snapshot, each of which writes to some of its memory: what it adds to the host's is what it has written, and of the
-/// files' pages there is one copy for all. The machine has 64 MiB; 1 GiB with `VELLUM_MIGRATION=all`.
+/// Ten machines restored from one snapshot each write to some of their memory. Each adds only the
+/// pages that it wrote to the host's memory, and all share one copy of the files' pages. The
+/// machine has 64 MiB, or 1 GiB with `VELLUM_MIGRATION=all`.
 #[test(real())]
 fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
     const CLONES: u64 = 10;
-    /// Pages that devices and KVM write to, and such as are written while it is counted.
+    /// Pages that devices and KVM write, or that are written while the others are counted.
     const BESIDE: u64 = 64;
     let mib: u64 =
         if std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") { 1024 } else { 64 };
     let pages = mib << 8;
     let env = TestEnv::new()?;
-    // In order and once: each write is to a page of its own.
+    // In order and once: each write is to a new page.
     let write = "--workload write,order=sequential,rate=2000,warm";
     let here = env.run("here", &format!("run --memory {mib}m --passes 0 {write}"))?;
     env.has_written("here", pages)?;
@@ -138,7 +140,8 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A layer that becomes shorter under a machine ends it with the file's name.
+/// A layer that becomes shorter while a machine maps it ends the machine. The message names the
+/// file.
 #[test(real())]
 fn a_layer_that_becomes_shorter_is_named() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -156,7 +159,7 @@ fn a_layer_that_becomes_shorter_is_named() -> Result<(), Failed> {
     ensure(said.contains(line), || said.clone())
 }
 
-/// A process of this host can have so few mappings that the machine below does not fit.
+/// Requires a limit on mappings that the machine below exceeds.
 fn few_mappings() -> Need {
     real()?;
     let most = fs::read_to_string(MAX_MAP_COUNT).map_err(|error| format!("{MAX_MAP_COUNT}: {error}"))?;
@@ -167,10 +170,11 @@ fn few_mappings() -> Need {
 }
 
 const MAX_MAP_COUNT: &str = "/proc/sys/vm/max_map_count";
-/// So many pages with a gap behind each.
+/// The number of pages with a gap behind each.
 const PIECES: u64 = 33_000;
 
-/// A machine that has written to every second page, and whose snapshot would take more mappings than a process can have.
+/// A machine has written to every second page, so that its snapshot would take more mappings than a
+/// process may have.
 #[test(few_mappings())]
 fn more_pieces_than_mappings_are_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -183,14 +187,14 @@ fn more_pieces_than_mappings_are_refused() -> Result<(), Failed> {
     let refused = with(env.vellum(&format!("restore {} --memory map", dir.display()))?, 2)?;
     let said = String::from_utf8(refused.stderr)?;
     ensure(said.lines().count() == 1 && said.contains("raise vm.max_map_count by "), || said.clone())?;
-    // Read, it comes back.
+    // With eager memory it is restored.
     let again = env.restore("again", &format!("{} --json {}", dir.display(), env.path("json").display()))?;
     succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&env.path("json"))
 }
 
-/// Whether a machine that shows files has every page right where it moves to at once.
+/// Whether a machine that maps files migrates at once with every page right.
 fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     let here = env.run("here", "run --memory 16m --passes 0 --workload write,rate=20000,warm")?;
@@ -206,7 +210,7 @@ fn moves(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(there.end()?.status.success())
 }
 
-/// What is planted here, and caught.
+/// Planted faults that these tests must notice.
 pub fn add(tests: &mut Tests) {
     tests.add("planted_shown-left-out_is_caught", kvm(), || match POSSIBLE {
         true => ensure(!moves(Some("shown-left-out"))? && moves(None)?, || "nobody notices".into())

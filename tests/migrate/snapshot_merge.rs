@@ -1,4 +1,5 @@
-//! `vellum snapshot merge`: a chain becomes one point while its machine goes on, whole or not at all.
+//! `vellum snapshot merge`: a chain becomes one point while its machine runs on, completely or not
+//! at all.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -13,7 +14,7 @@ use support::{Completion, Failed, LIMIT, ensure, eventually, test};
 use crate::snapshot::{files, points};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
-/// A point of `dir` that is restored has every page right.
+/// Checks that a restored point of `dir` has every page right.
 fn is_right_at(env: &TestEnv, dir: &Path, point: u64) -> Result<(), Failed> {
     let json = env.path(&format!("{point}.json"));
     let again = env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
@@ -22,7 +23,7 @@ fn is_right_at(env: &TestEnv, dir: &Path, point: u64) -> Result<(), Failed> {
     every_page_is_right(&json)
 }
 
-/// A guest whose snapshot has a full point and `more` that continue it.
+/// A guest whose snapshot has a full point and `more` points that continue it.
 fn chain(env: &TestEnv, dir: &Path, memory: &str, more: u64) -> Result<support::env::Machine, Failed> {
     let write = "--workload write,order=random,rate=1000";
     let here = env.run("here", &format!("run --memory {memory},slots=3 --passes 0 {write}"))?;
@@ -44,7 +45,7 @@ fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
     succeeds(&merged)?;
     let said = String::from_utf8(merged.stdout)?;
     ensure(said.starts_with("points 0 to 2 are point 2 now: "), || said.clone())?;
-    // The machine does not know of it, and what it has followed since is enough.
+    // The machine does not know of the merge. Its tracking continues the newest point.
     succeeds(&env.vellum(&format!("snapshot here {} --follow --downtime 1s", dir.display()))?)?;
     succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
@@ -62,7 +63,8 @@ fn a_chain_that_was_merged_goes_on_where_it_was() -> Result<(), Failed> {
     is_right_at(&env, &dir, 4)
 }
 
-/// Killed anywhere, it leaves the old chain or the new one, and nothing more once somebody else has written.
+/// A merge that is killed anywhere leaves the old chain or the new one. Its other files are removed
+/// by the next writer.
 #[test(real())]
 fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -85,7 +87,7 @@ fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
         let dir = copy(&format!("part{part}"))?;
         let mut client = env.migration_client(&merge(&dir))?;
         let since = Instant::now();
-        // Anywhere will do: where in it that is depends on the host.
+        // Where in the merge this ends depends on the host. Any place will do.
         while since.elapsed() < took * part / 10 {
             std::thread::sleep(Duration::from_micros(50));
         }
@@ -100,7 +102,7 @@ fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
         if part % 4 == 3 {
             is_right_at(&env, &dir, 2)?;
         }
-        // The one that was killed may hold the directory until the kernel has cleared it away.
+        // The killed process may hold the directory's lock until the kernel has cleaned up.
         eventually(LIMIT, "it can be merged", || {
             let again = env.vellum(&merge(&dir))?;
             let said = String::from_utf8_lossy(&again.stderr).into_owned();
@@ -114,7 +116,7 @@ fn a_merge_that_is_killed_leaves_a_whole_chain() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A file system of its own in memory, of so many pages.
+/// A tmpfs of a limited number of pages.
 struct Small<'a>(&'a Path);
 
 impl Small<'_> {
@@ -128,12 +130,13 @@ impl Small<'_> {
 
 impl Drop for Small<'_> {
     fn drop(&mut self) {
-        // Of no consequence where it was never mounted.
+        // It may not be mounted.
         let _ = Command::new("umount").arg(self.0).stderr(Stdio::null()).status();
     }
 }
 
-/// A file system that is full, wherever in it that is, leaves the old chain and nothing more; with room for all of it, it is merged.
+/// A file system that is full at any point of the merge leaves the old chain and no other file.
+/// With enough room the chain is merged.
 #[test(real())]
 fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Failed> {
     let env = TestEnv::new()?;
@@ -141,7 +144,7 @@ fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Faile
     let here = chain(&env, &first, "8m", 2)?;
     succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
-    // In pages, of which the kernel counts eighths.
+    // In pages. The kernel counts eighths of them.
     let used = |dir: &Path, name: &str| -> Result<u64, Failed> {
         Ok(fs::metadata(dir.join(name))?.blocks().div_ceil(8))
     };
@@ -165,7 +168,7 @@ fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Faile
     for name in &before {
         taken += used(&dir, name)?;
     }
-    // Within the pages, and then wherever else a page is needed: the map, the list, the directory.
+    // Room for part of the pages, and then for part of the rest: the map, the list, the directory.
     let steps = [0, pages / 3, pages - 1].into_iter().chain(pages..pages + map + 4);
     let mut refused = 0;
     for room in steps {
@@ -181,7 +184,7 @@ fn a_merge_without_room_leaves_the_chain_as_it_was() -> Result<Completion, Faile
         succeeds(&env.vellum(&format!("snapshot verify {}", dir.display()))?)?;
         refused += 1;
     }
-    // The pages do not fit thrice, nor does the map.
+    // Three times the pages do not fit, and at least once the map does not.
     ensure(refused > 3, || format!("refused {refused} times"))?;
     ensure(files(&dir)? == ["manifest.json", "map-2.1", "ram-2.1", "state-2"], || {
         format!("{:?}", files(&dir))

@@ -1,5 +1,5 @@
-//! A file system that is full at any write of a snapshot, memory above 4 GiB, and pages that lie where others should: nothing is lost, or it
-//! is noticed.
+//! A file system that is full at any write of a snapshot, memory above 4 GiB, and pages in wrong
+//! places: nothing is lost, or the loss is noticed.
 
 use std::fs;
 use std::path::Path;
@@ -13,14 +13,14 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 use crate::snapshot::points;
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
-/// What a tmpfs is full by: a page.
+/// The granularity of a tmpfs: one page.
 const STEP: u64 = 4096;
 
-/// A tmpfs of its own, whose size can be changed.
+/// A tmpfs whose size can be changed.
 struct Small<'a>(&'a Path);
 
 impl<'a> Small<'a> {
-    /// None where nothing may be mounted.
+    /// `None` if this process may not mount.
     fn mount(at: &'a Path) -> Result<Option<Self>, Failed> {
         fs::create_dir(at)?;
         let mounted =
@@ -45,8 +45,8 @@ impl Drop for Small<'_> {
     }
 }
 
-/// Whether each point of a chain has every page right, of which one was tried again and again while there was room for one page more each
-/// time; none where nothing may be mounted.
+/// Tries to write a point of a chain with room for one page more each time, until it succeeds.
+/// Returns whether every page of each point is right, or `None` if this process may not mount.
 fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
     let env = TestEnv::planted(mistake)?;
     let at = env.path("small");
@@ -63,7 +63,7 @@ fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Fa
     succeeds(&snapshot()?)?;
     written += 50;
     env.has_written("here", written)?;
-    // Each try has the same to write.
+    // Each try has the same pages to write.
     succeeds(&env.vellum("ctl here pause")?)?;
     let (before, mut failed) = (small.used()?, 0);
     loop {
@@ -74,7 +74,7 @@ fn survives_each_write(mistake: Option<&'static str>) -> Result<Option<bool>, Fa
         }
         let said = String::from_utf8(with(output, 1)?.stderr)?;
         ensure(said.contains("No space left on device") && said.lines().count() == 1, || said.clone())?;
-        // The machine closes what it was given in its own time.
+        // The machine closes its files asynchronously.
         eventually(LIMIT, "nothing is left", || Ok((small.used()? == before).then_some(())))?;
         ensure(env.standing("here").as_deref() == Some("paused"), || "it does not stay paused".into())?;
         failed += 1;
@@ -107,7 +107,8 @@ fn a_disk_that_is_full_at_any_write_loses_nothing_of_the_next_point() -> Result<
     }
 }
 
-/// A page in each mebibyte of 6 GiB, in several memslots: two points, each of which comes back in each way, and moves on in each way.
+/// A guest writes one page in each mebibyte of 6 GiB, in several memslots. Each of two points is
+/// restored and migrated in each way.
 #[test(real())]
 fn memory_above_four_gib_is_saved_and_comes_back_in_each_way() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -137,7 +138,7 @@ fn memory_above_four_gib_is_saved_and_comes_back_in_each_way() -> Result<(), Fai
     Ok(())
 }
 
-/// Whether a machine of several memslots comes out of its snapshot with every page right.
+/// Whether a machine with several memslots is restored with every page right.
 fn comes_back(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
     let env = TestEnv::planted(mistake)?;
     let here =
@@ -151,7 +152,7 @@ fn comes_back(mistake: Option<&'static str>) -> Result<Option<bool>, Failed> {
     Ok(Some(again.end()?.status.success()))
 }
 
-/// What is planted here, and caught.
+/// Planted faults that these tests must notice.
 pub fn add(tests: &mut Tests) {
     type Right = fn(Option<&'static str>) -> Result<Option<bool>, Failed>;
     let planted: [(&str, _, Right); 2] =

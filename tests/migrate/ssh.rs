@@ -1,4 +1,5 @@
-//! `ssh:` over a server of the test's own on loopback: a guest moves by it, and a connection that is lost in the hand-over is made anew.
+//! `ssh:` over the test's own server on loopback: a guest migrates, and a connection that is lost
+//! in the hand-over is made again.
 
 use std::fs;
 use std::net::TcpListener;
@@ -19,7 +20,7 @@ fn needs() -> Need {
     ["ssh", "ssh-keygen", "sshd"].into_iter().try_for_each(tools::program)
 }
 
-/// A server on loopback that lets this user in, and an `ssh` that knows the way.
+/// A server on loopback that accepts this user, and an `ssh` that reaches it.
 struct Server {
     _sshd: Process,
     bin: PathBuf,
@@ -42,7 +43,7 @@ impl Server {
             vellum.display()
         );
         fs::write(env.path("sshd_config"), config)?;
-        // Where it confines itself, in a system that has never started one.
+        // sshd's directory for privilege separation, which is missing if it was never started.
         let _ = fs::create_dir("/run/sshd");
         let path = tools::find("sshd").ok_or("no sshd")?;
         let sshd = Process::spawn(
@@ -63,7 +64,7 @@ impl Server {
         Ok(server)
     }
 
-    /// What `ssh` is for those who start it by [`Self::path`].
+    /// Writes the script that is `ssh` on [`Self::path`].
     fn client(&self, env: &TestEnv, last: &str) -> Result<(), Failed> {
         let rest = std::env::var("PATH").unwrap_or_default();
         let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", env.dir().display());
@@ -90,8 +91,8 @@ impl Server {
     }
 }
 
-/// Over one connection, and compressed over three; and one that brings nothing back from DONE on, and is gone then: the second asks what became
-/// of it.
+/// Migrates over one connection, and compressed over three. In the third case the first connection
+/// loses what comes back from DONE on and ends. A second connection asks for the outcome.
 #[test(needs())]
 fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(), Failed> {
     for (more, cut) in [("", false), ("--connections 3 --compress zstd", false), ("--json", true)] {
@@ -101,7 +102,7 @@ fn a_guest_moves_by_ssh_and_a_connection_that_is_lost_is_made_anew() -> Result<(
         let here = env.run("here", "run --memory 8m --passes 0 --workload write,rate=1000")?;
         let there = env.run("there", &format!("receive --json {}", json.display()))?;
         if cut {
-            // The first connection ends behind READY, and with it all that is to come.
+            // The first connection ends after READY, and the rest is lost.
             let most = until_fit() + bytes(&[Message::Ready { attempt: 1 }]);
             let first = format!(
                 "[ -e \"$DIR/tried\" ] && exec /usr/bin/env -i PATH=\"$REST\" ssh -F \"$DIR/ssh_config\" \"$@\"\n: > \"$DIR/tried\"\n\

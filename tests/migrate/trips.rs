@@ -1,7 +1,9 @@
-//! A guest that writes moves from process to process, with each way to collect dirty pages; then every page is looked at.
+//! A writing guest migrates from process to process with each tracker. Every page is checked at the
+//! end.
 //!
-//! `VELLUM_MIGRATION=all` has it go there and back fifty times with 512 MiB and three times with 2 GiB, over a link of 400 MiB/s of which
-//! it writes half anew; each way is a test of its own then, and says how long the guest stood still beside what was allowed.
+//! With `VELLUM_MIGRATION=all` it migrates there and back fifty times with 512 MiB and three times
+//! with 2 GiB, over a link of 400 MiB/s, and writes half of that rate. Each tracker is then a test
+//! of its own, and prints the downtimes beside the limit.
 
 use std::process::Output;
 use std::sync::{Mutex, PoisonError};
@@ -14,10 +16,11 @@ use vellum_host::Facts;
 
 use crate::{ends_with, every_page_is_right, moved, succeeds};
 
-/// A way to collect dirty pages: its tracker, and what the machine is started with for it.
+/// A tracker, and the option that the machine needs for it.
 type Way = (&'static str, &'static str);
 
-/// A ring as small as there are is full many times in a pass, and emptied by its vCPU; a large one is left to the collections.
+/// The smallest ring is full many times in a pass, and its vCPU empties it. A large one is emptied
+/// only by collections.
 const WAYS: [Way; 5] = [
     ("bitmap", ""),
     ("manual-protect", ""),
@@ -26,26 +29,26 @@ const WAYS: [Way; 5] = [
     ("ring", "--dirty-ring"),
 ];
 
-/// How often it goes where, and under which load.
+/// The number of migrations and the load.
 #[derive(Clone, Copy)]
 struct Trips {
     mib: u32,
     hops: usize,
-    /// Pages that each vCPU writes a second.
+    /// Pages that each vCPU writes per second.
     rate: u32,
     limits: &'static str,
-    /// How many bytes its last pass may have: what the link takes in the downtime that it is allowed. Of a link without a cap nobody
-    /// knows.
+    /// The maximum bytes of the last pass: what the link carries in the allowed downtime. Unlimited
+    /// if the link has no cap.
     last: u64,
 }
 
-/// The tests that take long.
+/// Adds the long tests.
 pub fn add_long(tests: &mut Tests) {
     if !std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all") {
         return;
     }
     for way in WAYS {
-        // Two vCPUs: 100 MiB a second each.
+        // Two vCPUs write 100 MiB per second each.
         let half_of_the_link = 100 * 256;
         for (mib, hops) in [(512, 100), (2048, 6)] {
             let limits = "--bandwidth 400m --downtime 300ms --timeout 120s,then=cancel";
@@ -56,7 +59,8 @@ pub fn add_long(tests: &mut Tests) {
                 way.1.replace("--dirty-", "_")
             );
             tests.add(name, kvm(), move || {
-                // One after the other: beside another's vCPUs two CPUs do not carry so much over such a link.
+                // One after the other: two CPUs with the vCPUs of several guests cannot keep such a
+                // link busy.
                 static LINK: Mutex<()> = Mutex::new(());
                 let _link = LINK.lock().unwrap_or_else(PoisonError::into_inner);
                 go(way, trips)
@@ -65,11 +69,12 @@ pub fn add_long(tests: &mut Tests) {
     }
 }
 
-/// Three times there and back under load, with each way.
+/// Three times there and back under load, with each tracker.
 #[test(kvm())]
 fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
     let limits = "--downtime 1s --timeout 3s,then=force";
-    // An emulated processor needs as long for a page as others for a hundred; and once is as good as often for what differs there.
+    // An emulated CPU needs as long for a page as others for a hundred. One migration shows as much
+    // there as many.
     let trips = match Facts::collect(String::new()).emulated {
         true => Trips { mib: 8, hops: 1, rate: 2000, limits, last: u64::MAX },
         false => Trips { mib: 256, hops: 6, rate: 20_000, limits, last: u64::MAX },
@@ -87,7 +92,7 @@ fn go((tracker, ring): Way, Trips { mib, hops, rate, limits, last }: Trips) -> R
         let (from, to) = (format!("m{hop}"), format!("m{}", hop + 1));
         let json = env.path("last.json");
         let there = env.receive(&to, &format!("--json {} {ring}", json.display()))?;
-        // What a machine with a ring has needs no word.
+        // A machine with a ring uses it by default.
         let asked = if hop == 1 && tracker == "ring" { "" } else { &format!("--tracker {tracker}") };
         let output = env.migrate(&from, &to, &format!("{asked} {limits} --json"))?;
         succeeds(&output).map_err(|error| Failed::from(format!("hop {hop}: {error:?}")))?;
@@ -113,7 +118,7 @@ fn go((tracker, ring): Way, Trips { mib, hops, rate, limits, last }: Trips) -> R
     every_page_is_right(&env.path("last.json"))
 }
 
-/// How many bytes the last pass of a migration had.
+/// The bytes of the last pass of a migration.
 fn last_pass(output: &Output) -> Result<u64, Failed> {
     let said = std::str::from_utf8(&output.stdout)?;
     let passes = said.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

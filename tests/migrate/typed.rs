@@ -1,4 +1,4 @@
-//! What is typed while the guest stands still to be handed over: it gets to the guest once, wherever that goes on.
+//! Input that is typed during the hand-over reaches the guest once, on whichever side it continues.
 
 use std::fs;
 use std::io::Write;
@@ -15,8 +15,8 @@ use crate::{ends_with, succeeds, with};
 /// More than the port's FIFO holds.
 const TYPED: &[u8] = &[b't'; 200];
 
-/// A guest that sends back what it receives. What is typed in its final pass comes back on the target; or on the source, where that
-/// pass is given up.
+/// The guest sends back what it receives. What is typed in the final pass comes back on the target,
+/// or on the source if that pass is given up.
 #[test(real())]
 fn what_is_typed_in_the_final_pass_gets_to_the_guest_once() -> Result<(), Failed> {
     for (moves, irqchip) in [(true, "split"), (false, "kernel")] {

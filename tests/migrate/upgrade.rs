@@ -1,4 +1,5 @@
-//! `vellum ctl NAME upgrade`: a machine goes on in another process, and whoever started it notices nothing.
+//! `vellum ctl NAME upgrade`: a machine continues in another process, and the process that was
+//! started first stands for it.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -16,13 +17,13 @@ use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, wit
 
 const WORKLOAD: &str = "--passes 0 --workload write,order=random,rate=20000,write=80";
 
-/// The process that has the machine `name`.
+/// The process ID of the machine `name`.
 pub fn pid(env: &TestEnv, name: &str) -> Result<u32, Failed> {
     let status = Client::connect(&env.socket(name))?.ask(&Do::Status {})?;
     Ok(status["pid"].as_u64().ok_or("no pid")? as u32)
 }
 
-/// Upgrades `name` to a build of its own path; the process that has it then.
+/// Upgrades `name` to a build at another path. Returns the new process ID.
 pub fn upgrade(env: &TestEnv, name: &str) -> Result<u32, Failed> {
     let (before, build) = (pid(env, name)?, env.path("other-build"));
     if !build.exists() {
@@ -39,8 +40,8 @@ fn kill(pid: u32, signal: &str) -> Result<(), Failed> {
     succeeds(&Command::new("kill").args([signal, &pid.to_string()]).output()?)
 }
 
-/// Twice, moved and saved in between as any machine: every page is right, and the process that was started first, which has no memory of
-/// the guest's any more, ends as the last one does.
+/// Upgrades twice, with snapshots in between. Every page is right. The first process, which has no
+/// guest memory any longer, ends with the status of the last one.
 #[test(kvm())]
 fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -50,7 +51,7 @@ fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Resu
     let first = env.run("m", &line)?;
     env.has_written("m", 2 * (32 << 20) / 4096)?;
     let second = upgrade(&env, "m")?;
-    // Its client hears that the guest has gone before the machine that is left has been taken apart.
+    // The client hears of the upgrade before the old process has freed its machine.
     eventually(LIMIT, "the first process has none of its memory", || {
         let maps = fs::read_to_string(format!("/proc/{}/maps", first.child.id()))?;
         Ok((!maps.contains("vellum-guest")).then_some(()))
@@ -62,7 +63,7 @@ fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Resu
     eventually(LIMIT, "the one in between ends", || Ok(process(second).is_none().then_some(())))?;
     let saved = env.vellum(&format!("snapshot m {} --follow {}", dir.display(), crate::memfd::SOON))?;
     succeeds(&saved)?;
-    // Nobody followed the guest across the upgrade.
+    // Dirty tracking does not continue after an upgrade.
     ensure(String::from_utf8_lossy(&saved.stdout).contains("whole"), || format!("{saved:?}"))?;
     ensure(process(third).is_some() && process(first.child.id()).is_some(), || "one has ended".into())?;
     succeeds(&env.vellum("ctl m stop")?)?;
@@ -80,7 +81,8 @@ fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Resu
     Ok(())
 }
 
-/// A disk with its lock, a serial port, a vsock, a console: each goes over, and the guest counts on without a gap.
+/// A disk with its lock, a serial port, a vsock and a console are handed over. The guest counts on
+/// without a gap.
 #[test(kvm())]
 fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -104,7 +106,7 @@ fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
         upgrade(&env, "m")?;
         grows()?;
         ensure(vsock.exists(), || "its vsock is gone".into())?;
-        // The lock went over, too.
+        // The lock of the disk was handed over.
         let second =
             format!("run --kernel {} --memory 32m --serial null --disk {}", kernel.display(), disk.display());
         let refused = with(env.vellum(&second)?, 2)?;
@@ -116,8 +118,8 @@ fn a_pc_goes_on_with_all_that_it_has_open() -> Result<(), Failed> {
     has_counted(&[out])
 }
 
-/// A signal to the first process ends the guest in the second one, which has the result; a first process that is killed takes the second
-/// with it, and a second one that is killed is missed.
+/// A signal to the first process ends the guest in the second one, which writes the result. Killing
+/// the first process ends the second. If the second is killed, the first ends with an error.
 #[test(real())]
 fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
     for (of_first, signal, status) in
@@ -139,7 +141,8 @@ fn signals_and_ends_go_from_one_process_to_the_other() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Memory without a descriptor, a program that is none, or is none of these: the machine runs on where it was.
+/// Memory without a descriptor, a path without a program, and a program that is not Vellum: the
+/// machine runs on where it was.
 #[test(real())]
 fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -166,7 +169,7 @@ fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed
     every_page_is_right(&json)
 }
 
-/// A build that runs `script`, at the end of which `exec vellum "$@"` makes it a Vellum.
+/// A program that runs `script`. `exec vellum "$@"` at its end makes it Vellum.
 fn build(env: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
     let path = env.path(name);
     fs::write(&path, format!("#!/bin/sh\n{}\n", script.replace("exec vellum", &format!("exec {VELLUM}"))))?;
@@ -174,8 +177,9 @@ fn build(env: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
     Ok(path)
 }
 
-/// A process that stands in for another has that one's supervisor, and so has each that is to stand in for it: one that gets no machine takes
-/// none along. Each way in which an upgrade comes to nothing, before one that succeeds and after it.
+/// A process that took over has the supervisor socket of the first one, and its own successors get
+/// it too. A successor that gets no machine must not end the first process. Upgrades fail in each
+/// way, before and after a successful one.
 #[test(real())]
 fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -192,7 +196,8 @@ fn an_upgrade_that_fails_after_one_that_succeeded_leaves_the_guest_where_it_is()
             let said = String::from_utf8_lossy(&refused.stderr).into_owned();
             ensure(said.contains("m stays in the process that it is in"), || format!("{name}: {said}"))?;
         }
-        // One that comes to be a Vellum only when the upgrade was cancelled, or when its client is gone.
+        // The successor becomes Vellum only after the upgrade was cancelled or its client was
+        // killed.
         for how in ["migrate-cancel", "-INT", "-KILL"] {
             let gate = env.path("gate");
             succeeds(&Command::new("mkfifo").arg(&gate).output()?)?;

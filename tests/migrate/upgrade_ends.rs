@@ -1,4 +1,4 @@
-//! What a machine is connected to stays so when it goes on in another build: the terminal that it was started on, and a tap.
+//! A machine keeps its terminal and its tap when it is upgraded.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -14,14 +14,15 @@ use crate::VELLUM;
 use crate::upgrade::{pid, upgrade};
 use crate::{counting, ends_with, has_counted, succeeds};
 
-/// The setsid of util-linux; busybox's knows no long options.
+/// Requires the setsid of util-linux. That of busybox has no long options.
 fn setsid() -> Need {
     let works =
         Command::new("setsid").args(["--wait", "true"]).output().is_ok_and(|out| out.status.success());
     if works { Ok(()) } else { Err(support::tools::lacks("setsid")) }
 }
 
-/// Every key but Ctrl-A x is the guest's, in the other build as in the first; that ends it, and then the terminal is as it was before.
+/// Every key except Ctrl-A x goes to the guest, before and after an upgrade. Ctrl-A x ends it, and
+/// the terminal is restored.
 #[test(real(), setsid())]
 fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -59,7 +60,7 @@ fn a_terminal_is_the_guests_in_another_build_too_and_then_as_it_was() -> Result<
     ensure(sane, || format!("the terminal stays raw: {mode}"))
 }
 
-/// Who may make a network namespace, and a tap in it.
+/// Requires the right to create a network namespace with a tap.
 fn taps() -> Need {
     ["unshare", "ip"].into_iter().try_for_each(support::tools::program)?;
     let make = "ip tuntap add dev probe mode tap";
@@ -70,19 +71,19 @@ fn taps() -> Need {
     }
 }
 
-/// The interfaces of taps that process `of` has open.
+/// The names of the taps that process `of` has open.
 fn taps_of(of: u32) -> Result<Vec<String>, Failed> {
     let mut names = Vec::new();
     for entry in fs::read_dir(format!("/proc/{of}/fdinfo"))? {
-        // A descriptor may have been closed meanwhile.
+        // The descriptor may have been closed meanwhile.
         let text = fs::read_to_string(entry?.path()).unwrap_or_default();
         names.extend(text.lines().filter_map(|line| Some(line.strip_prefix("iff:")?.trim().to_owned())));
     }
     Ok(names)
 }
 
-/// A tap that is in a network namespace in which nobody who starts the other build is: the descriptor goes over, and the
-/// first process has none of it any more.
+/// The tap is in a network namespace that the starter of the other build is not in. Its descriptor
+/// is handed over, and the old process closes it.
 #[test(kvm(), taps())]
 fn a_tap_goes_over_to_another_build() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -104,7 +105,7 @@ fn a_tap_goes_over_to_another_build() -> Result<(), Failed> {
         let now = upgrade(&env, "m")?;
         ensure(taps_of(now)? == queues, || format!("{:?} are open, not {queues:?}", taps_of(now)))?;
         eventually(LIMIT, "the process before has no tap", || {
-            // The one in between may have ended by now.
+            // The process in between may have ended.
             Ok(taps_of(before).unwrap_or_default().is_empty().then_some(()))
         })?;
         grows()?;

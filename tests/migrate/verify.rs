@@ -1,4 +1,4 @@
-//! `--verify`: every page is compared while both sides stand still, and a page that came wrong ends the migration.
+//! `--verify`: every page is compared while both sides are paused. A wrong page ends the migration.
 
 use std::fs;
 use std::io::Write;
@@ -16,7 +16,7 @@ use vellum_sys::mmap::PAGE_SIZE;
 use crate::relay::{Part, changed_back, next_frame};
 use crate::{ends_with, every_page_is_right, succeeds, with};
 
-/// How many pages were compared, as the migration client says it.
+/// The number of compared pages that the migration client prints.
 fn compared(said: &[u8]) -> Option<u64> {
     let said = String::from_utf8_lossy(said);
     let words: Vec<&str> = said.split_whitespace().collect();
@@ -24,7 +24,8 @@ fn compared(said: &[u8]) -> Option<u64> {
     words[at + 1].parse().ok()
 }
 
-/// Of 1 GiB that is hardly touched, what is touched; of a guest that writes all of its memory, what it has written.
+/// Of 1 GiB that is barely touched, only touched pages are compared. Of a guest that writes, those
+/// that it has written are.
 #[test(kvm())]
 fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> {
     for backing in ["anonymous", "memfd"] {
@@ -65,7 +66,7 @@ fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> 
     let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
     let output = env.migrate("here", "there", "--verify --downtime 1s")?;
     succeeds(&output)?;
-    // What it has come to by then.
+    // The pages that the guest has reached by then.
     let all = (16 << 20) / PAGE_SIZE;
     ensure(compared(&output.stdout).is_some_and(|pages| pages > all / 16), || format!("{output:?}"))?;
     ends_with(here, 15)?;
@@ -74,7 +75,8 @@ fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> 
     every_page_is_right(&env.path("json"))
 }
 
-/// Changes one bit in the first page that it carries to the target, and puts all sums right; where that page lies.
+/// A relay that changes one bit of the first page on its way to the target, or zeroes the page if
+/// `lose`. All checksums are right.
 fn tamper(from: PathBuf, to: PathBuf, lose: bool) -> Result<(), Failed> {
     let listener = UnixListener::bind(from)?;
     std::thread::spawn(move || {
@@ -116,8 +118,8 @@ fn carry(mut from: UnixStream, mut to: UnixStream, lose: bool) -> std::io::Resul
     }
 }
 
-/// One bit on the way that no checksum shows, and a page that came as zero: the guest stays where it is, unharmed, and the address of
-/// the page is told.
+/// One bit is flipped without a checksum that shows it, or a page arrives as zero. The guest stays
+/// and runs on, and the page's address is named.
 #[test(kvm())]
 fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> {
     for lose in [false, true] {
@@ -141,7 +143,8 @@ fn a_page_that_comes_wrong_is_named_and_the_guest_stays() -> Result<(), Failed> 
     Ok(())
 }
 
-/// A target that has compared nothing, that names no misfit, or whose reason is text for a terminal: one line, and the guest stays.
+/// A target that has compared nothing, names no misfit, or gives a reason with control characters:
+/// the client prints one line, and the guest stays.
 #[test(kvm())]
 fn what_a_target_says_is_neither_believed_nor_shown_unread() -> Result<(), Failed> {
     type Change = fn(&mut Part);

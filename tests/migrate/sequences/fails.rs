@@ -1,4 +1,5 @@
-//! Operations that fail, are cancelled or are cut: the machine runs on where it was, or is recovered.
+//! Operations that fail, are cancelled or are cut. The machine runs on where it was, or is
+//! recovered.
 
 use std::fs;
 use std::process::Command;
@@ -11,7 +12,7 @@ use crate::postcopy::Cutter;
 use crate::relay::{RelayFault, relay};
 use crate::{ends_with, succeeds, with};
 
-/// An upgrade to `binary` fails, and nothing has changed.
+/// Checks that an upgrade to `binary` fails and changes nothing.
 fn is_not_upgraded(run: &mut Run, binary: &str) -> Result<(), Failed> {
     if !run.has_descriptor {
         return cannot_be_upgraded(run);
@@ -26,20 +27,21 @@ fn is_not_upgraded(run: &mut Run, binary: &str) -> Result<(), Failed> {
     ensure(now == before, || format!("it was in process {before} and is in {now}"))
 }
 
-/// A successor that has too few descriptors to start.
+/// A successor that cannot open enough descriptors to start.
 pub fn upgrade_cannot_start(run: &mut Run) -> Result<(), Failed> {
     let limit = 10 + run.random.below(10);
     let build = script(run, &format!("ulimit -n {limit}"))?;
     is_not_upgraded(run, &build.display().to_string())
 }
 
-/// A successor that ends, or that closes the connection without a word.
+/// A successor that ends, or that closes the connection without a message.
 pub fn upgrade_refused(run: &mut Run) -> Result<(), Failed> {
     let binary = run.choose(&["/bin/false", "/bin/true", "/bin/cat"]);
     is_not_upgraded(run, binary)
 }
 
-/// Before the successor has started, or as it starts; by a client or by a signal.
+/// Cancels an upgrade before the successor has started, or as it starts, by a client or by a
+/// signal.
 pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     if !run.has_descriptor {
         return cannot_be_upgraded(run);
@@ -66,7 +68,7 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     let output = ends(&line, client)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     match output.status.code() {
-        // It was too late; a client that gets a signal takes a while to say so.
+        // The cancellation was too late. A client takes a while to react to a signal.
         Some(0) if !early || by_signal => is_in_another(run, before),
         Some(1) if said.contains("stays in the process that it is in") => {
             run.goes_on()?;
@@ -76,7 +78,7 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     }
 }
 
-/// Cancels what is under way, if anything is by then.
+/// Cancels the operation, which may have ended by then.
 fn cancel(run: &Run, client: &Process, by_signal: bool) -> Result<(), Failed> {
     if by_signal {
         succeeds(&Command::new("kill").args(["-INT", &client.id().to_string()]).output()?)
@@ -88,7 +90,7 @@ fn cancel(run: &Run, client: &Process, by_signal: bool) -> Result<(), Failed> {
     }
 }
 
-/// The migration has failed, and says that the machine stays.
+/// Checks that the migration failed, and that the machine stays.
 fn stays(output: &std::process::Output) -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure(output.status.code() == Some(1) && said.contains("stays where it is"), || format!("{output:?}"))
@@ -113,7 +115,7 @@ pub fn migrate_target_dies(run: &mut Run) -> Result<(), Failed> {
     stays(&ends("the migration", client)?)
 }
 
-/// Within its first pass, where no guest can have been handed over.
+/// Cuts the link in the first pass, before a hand-over is possible.
 pub fn migrate_cut(run: &mut Run) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;
@@ -140,8 +142,9 @@ pub fn migrate_cancelled(run: &mut Run) -> Result<(), Failed> {
     ends_with(there, 1).map(drop)
 }
 
-/// Cut while the guest is on the target ahead of its memory, which comes by a new connection. With one connection the guest runs, and
-/// asks for pages; with several it is paused, so that nothing asks for what the new connection does not bring.
+/// Cuts the link while the guest runs on the target without all of its memory, which then arrives
+/// on a new connection. With one connection the guest runs and asks for pages. With several it is
+/// paused, so that nothing asks for pages before the recovery.
 pub fn postcopy_recovered(run: &mut Run, connections: u32) -> Result<(), Failed> {
     let name = run.next();
     let there = run.receiver(&name)?;

@@ -1,4 +1,4 @@
-//! The machine under test, wherever it runs by now; and the operations that move it.
+//! The machine under test, in whatever process it runs, and the operations that move it.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -16,26 +16,26 @@ use crate::{ends_with, every_page_is_right, succeeds, with};
 
 pub const MIB: u64 = 16;
 
-/// Within this a guest that writes throughout can be moved and saved on a host that is busy.
+/// Limits within which a writing guest can be migrated on a busy host.
 pub const SOON: &str = "--downtime 1s --timeout 5s,then=force";
 
-/// A machine, and what is known of it.
+/// A machine and its state.
 pub struct Run {
     pub env: TestEnv,
     pub random: Random,
-    /// Its name; and the process that whoever started it waits for.
+    /// The name of the machine.
     pub name: String,
     pub machine: Option<Machine>,
-    /// How many names have been given out.
+    /// The number of names that have been given out.
     names: usize,
-    /// Whether its memory has a descriptor, which an upgrade needs.
+    /// The machine's memory has a descriptor, which an upgrade needs.
     pub has_descriptor: bool,
-    /// Snapshots whose newest point is to be restored in the end.
+    /// Snapshots whose newest point is restored at the end.
     pub saved: Vec<PathBuf>,
 }
 
 impl Run {
-    /// One that writes, with a socket for a debugger where one is to attach.
+    /// Starts a machine that writes. It has a socket for a debugger if `has_gdb`.
     pub fn new(seed: u64, has_gdb: bool) -> Result<Self, Failed> {
         let env = TestEnv::new()?;
         let [json, gdb] = ["m0.json", "m0.gdb"].map(|name| env.path(name));
@@ -60,7 +60,7 @@ impl Run {
         })
     }
 
-    /// A name that nothing has yet.
+    /// A new name.
     pub fn next(&mut self) -> String {
         self.names += 1;
         format!("m{}", self.names)
@@ -70,12 +70,12 @@ impl Run {
         self.env.path(&format!("{name}.json"))
     }
 
-    /// One of these.
+    /// A random element.
     pub fn choose<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.random.below(of.len() as u64) as usize]
     }
 
-    /// The command line that `arguments` are, done to its end, which comes.
+    /// Runs a command to its end.
     pub fn does(&self, arguments: &str) -> Result<Output, Failed> {
         ends(arguments, self.env.migration_client(arguments)?)
     }
@@ -88,12 +88,13 @@ impl Run {
         Ok(self.status()?["pid"].as_u64().ok_or("no pid")?)
     }
 
-    /// A receiver for it.
+    /// A target for the machine.
     pub fn receiver(&self, name: &str) -> Result<Machine, Failed> {
         self.env.receive(name, &format!("--memory memfd --json {}", self.json(name).display()))
     }
 
-    /// It runs in `machine` now, which has the name `name`; the one before has ended with `status`.
+    /// Records that the machine now runs in `machine` as `name`. The previous process must end with
+    /// `status`.
     pub fn is_at(&mut self, name: String, machine: Machine, status: i32) -> Result<(), Failed> {
         if let Some(before) = self.machine.replace(machine) {
             ends_with(before, status)?;
@@ -102,7 +103,7 @@ impl Run {
         Ok(())
     }
 
-    /// It runs, and its guest writes on.
+    /// Checks that the machine runs and that its guest writes.
     pub fn goes_on(&self) -> Result<(), Failed> {
         let running = || -> Result<Option<()>, Failed> {
             let state = self.env.standing(&self.name);
@@ -121,7 +122,7 @@ impl Run {
         eventually(LIMIT, "the guest writes on", &mut more)
     }
 
-    /// Ends it, and looks at every page of its guest and of those that were saved on the way.
+    /// Ends the machine. Checks every page of its guest, and of its restored snapshots.
     pub fn end(mut self) -> Result<(), Failed> {
         succeeds(&self.does(&format!("ctl {} stop", self.name))?)?;
         ends_with(self.machine.take().ok_or("it is gone")?, 0)?;
@@ -142,24 +143,24 @@ impl Run {
     }
 }
 
-/// How a command ended.
+/// Waits for the end of a command.
 pub fn ends(what: &str, mut process: Process) -> Result<Output, Failed> {
     let ended = eventually(LIMIT, "the command ends", || Ok(process.try_wait()?.map(drop)));
     ended.map_err(|error| format!("{what}: {error:?}"))?;
     Ok(process.output()?)
 }
 
-/// A script that does `first` and then is the program under test.
+/// A script that runs `first` and then becomes the program under test.
 pub fn script(run: &Run, first: &str) -> Result<PathBuf, Failed> {
     let path = run.env.path("build");
-    // Another name for each: one that runs cannot be written to.
+    // A new file each time, because a running one cannot be written.
     let _ = fs::remove_file(&path);
     fs::write(&path, format!("#!/bin/sh\n{first}\nexec {VELLUM} \"$@\"\n"))?;
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
     Ok(path)
 }
 
-/// Without a descriptor of its memory it cannot be upgraded, and says so.
+/// Checks that an upgrade is refused because the memory has no descriptor.
 pub fn cannot_be_upgraded(run: &Run) -> Result<(), Failed> {
     let refused = with(run.does(&format!("ctl {} upgrade {VELLUM}", run.name))?, 2)?;
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
@@ -179,7 +180,7 @@ pub fn upgrade(run: &mut Run) -> Result<(), Failed> {
     is_in_another(run, before)
 }
 
-/// It answers in another process than `before`.
+/// Waits until the machine answers in another process than `before`.
 pub fn is_in_another(run: &Run, before: u64) -> Result<(), Failed> {
     eventually(LIMIT, "it answers in the new process", || {
         Ok(run.pid().ok().filter(|now| *now != before).map(drop))
@@ -211,7 +212,7 @@ pub fn migrate(run: &mut Run) -> Result<(), Failed> {
     run.is_at(name, there, 15)
 }
 
-/// A migration client that takes its time: the migration is under way.
+/// Starts a slow migration.
 pub fn slowly(run: &Run, to: &Path) -> Result<Process, Failed> {
     let line = format!("migrate {} --liveness 5m --bandwidth 1m --to unix:{}", run.name, to.display());
     run.env.migration_client(&line)

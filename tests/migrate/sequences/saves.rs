@@ -1,4 +1,4 @@
-//! Operations that save the machine, restore it, or look into it.
+//! Operations that save the machine, restore it, or inspect it.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ use crate::{succeeds, with};
 
 const SOON: &str = "--downtime 1s --timeout 5s";
 
-/// Saves it once more in `dir`.
+/// Saves the machine into `dir`.
 fn save(run: &Run, dir: &Path, more: &str) -> Result<(), Failed> {
     succeeds(&run.does(&format!("snapshot {} {} {SOON} {more}", run.name, dir.display()))?)
 }
@@ -35,7 +35,7 @@ pub fn full(run: &mut Run) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Two points, of which the second has what has changed. The machine is followed from then on.
+/// Saves two points. The second has only the changes. Dirty tracking stays on.
 pub fn incremental(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
     save(run, &dir, "--follow")?;
@@ -46,7 +46,7 @@ pub fn incremental(run: &mut Run) -> Result<(), Failed> {
     Ok(())
 }
 
-/// By a signal while it is written: there is a whole one or none.
+/// Cancels a snapshot by a signal while it is written. It is complete or missing.
 pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
     let line = format!("snapshot {} {} {SOON}", run.name, dir.display());
@@ -55,7 +55,7 @@ pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
         let saves = run.env.standing(&run.name).as_deref() == Some("snapshotting");
         Ok((saves || client.try_wait()?.is_some()).then_some(()))
     })?;
-    // It may have ended by now.
+    // The client may have ended by now.
     let _ = Command::new("kill").args(["-INT", &client.id().to_string()]).output()?;
     if ends(&line, client)?.status.success() {
         run.saved.push(dir);
@@ -63,7 +63,8 @@ pub fn cancelled(run: &mut Run) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A client that is killed at any time, and one that goes when all is written and nothing is named.
+/// A client that is killed at any time, and one that leaves when all is written and nothing is
+/// named.
 pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
     let dir = fresh(run);
     let mut client = run.env.migration_client(&format!("snapshot {} {} {SOON}", run.name, dir.display()))?;
@@ -101,13 +102,13 @@ pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
     ensure(!waited, || format!("nobody noticed that its client has gone: {given_up}"))
 }
 
-/// Saves it, ends it, and goes on with what is restored.
+/// Saves the machine, ends it, and continues with the restored one.
 pub fn restore(run: &mut Run, memory: &str) -> Result<(), Failed> {
     let dir = fresh(run);
     save(run, &dir, "--stop")?;
     let name = run.next();
     let json = run.json(&name);
-    // Its name is free once it has ended, and so is what it had.
+    // Its name and files are free once it has ended.
     if let Some(machine) = run.machine.take() {
         with(machine.end()?, 0)?;
     }
@@ -126,7 +127,7 @@ pub fn dump(run: &mut Run) -> Result<(), Failed> {
     ensure(bytes > MIB << 20, || format!("{bytes} bytes"))
 }
 
-/// Attaches and detaches.
+/// Attaches and detaches a debugger.
 pub fn gdb(run: &mut Run) -> Result<(), Failed> {
     let mut stream = UnixStream::connect(run.env.path("m0.gdb"))?;
     stream.set_read_timeout(Some(LIMIT))?;
@@ -145,7 +146,8 @@ pub fn gdb(run: &mut Run) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A machine that a debugger may attach to is not moved or saved, and says why: whatever `operation` is, nothing changes.
+/// Checks that a machine that a debugger may attach to refuses `operation` and tells why, and that
+/// nothing changes.
 pub fn refused(run: &mut Run, operation: &str) -> Result<(), Failed> {
     let (name, before) = (run.name.clone(), run.pid()?);
     let nowhere = fresh(run).display().to_string();
