@@ -60,9 +60,9 @@
 //! # Postcopy
 //!
 //! With postcopy, the guest runs on the target before all of its memory has arrived. FINAL then
-//! says how many pages are missing. Their map has been sent before it. The target unmaps these
-//! pages and every page that shares a huge page with them, and registers for faults on them. It
-//! does so before it restores the state, because that may already access them. After DONE:
+//! says how many pages are missing. Their map has been sent before it. The target registers
+//! for faults on these pages and on every page that shares a huge page with them, and unmaps them.
+//! It does so before it restores the state, because that may already access them. After DONE:
 //!
 //! ```text
 //!              <-------------------------  the map of missing pages, LACKING

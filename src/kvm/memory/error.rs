@@ -1,4 +1,4 @@
-//! Why guest memory cannot be had, and whether this host has as much.
+//! Errors of guest memory, and the check whether this host has enough of it.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,54 +8,54 @@ use vellum_host::{hugepages, topology};
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::mmap::host_page;
 
-/// Why guest memory cannot be had.
+/// Why guest memory cannot be mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Not a multiple of the page size.
     #[error("{size} bytes is no multiple of the {} pages of backing={backing}; the next size up is {}",
         short_size(backing.page_size()), short_size(size.next_multiple_of(backing.page_size())))]
     Unaligned {
-        /// What was asked.
+        /// The requested size in bytes.
         size: u64,
-        /// With which backing.
+        /// The requested backing.
         backing: Backing,
     },
-    /// Zero, or less than a guest can live in.
+    /// Zero, or too small for any guest.
     #[error("{} is too small: the least is {}", short_size(*size), short_size(*least))]
     TooSmall {
-        /// What was asked.
+        /// The requested size in bytes.
         size: u64,
-        /// What would work.
+        /// The minimum in bytes.
         least: u64,
     },
-    /// Beyond the guest-physical address space.
+    /// Larger than the guest physical address space.
     #[error("{} is more than a guest can address: the most is {}", short_size(*size), short_size(*most))]
     TooLarge {
-        /// What was asked.
+        /// The requested size in bytes.
         size: u64,
-        /// What would work.
+        /// The maximum in bytes.
         most: u64,
     },
-    /// More than is left, and all of it is to be there.
+    /// More than is available, although all of it is to be populated or locked.
     #[error("{} is more than the {} that {}; ask for less memory{}, or leave it off",
         short_size(*size), short_size(available >> 20 << 20), whose(limited_by), raise(limited_by))]
     Unavailable {
-        /// What was asked.
+        /// The requested size in bytes.
         size: u64,
         /// Bytes that this process can have.
         available: u64,
-        /// The file of the control group's limit, where that is why.
+        /// The file of the control group's limit, if that is the reason.
         limited_by: Option<PathBuf>,
-        /// What would take all of it: [`Field::Prealloc`] or [`Field::Lock`].
+        /// The argument that requires all of it: [`Field::Prealloc`] or [`Field::Lock`].
         field: Field,
     },
-    /// Memslots with more pages than KVM takes.
+    /// Memslots with more pages than KVM allows.
     #[error("{0} is too few: KVM takes no memslot of 8t, so {1} would work here")]
     LargeSlot(u32, u64),
-    /// More slots than pages, or than KVM has.
+    /// More slots than pages, or none.
     #[error("{0} is out of range: from 1 to {1} would work here")]
     Slots(u32, u64),
-    /// What no memslot can be.
+    /// An invalid memslot.
     #[error("memslot {id}: {what}")]
     Slot {
         /// Its number.
@@ -66,23 +66,23 @@ pub enum Error {
     /// Not enough huge pages.
     #[error("{0}: {1}")]
     Shortage(Backing, #[source] hugepages::Shortage),
-    /// The host has no such huge pages at all, or no memory to map.
+    /// The host has no huge pages of this size, or no memory to map.
     #[error("{} cannot be mapped with backing={backing}: {source}; {}", short_size(*size), remedy(*backing))]
     Map {
-        /// What was asked.
+        /// The requested size in bytes.
         size: u64,
-        /// With which backing.
+        /// The requested backing.
         backing: Backing,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// What another process has handed over is no memory of this machine.
+    /// The file that another process has handed over cannot be this machine's memory.
     #[error("the memory that was handed over {0}")]
     Handed(String),
-    /// Preallocation hit the end of the host's memory.
+    /// The host ran out of memory while it was being populated.
     #[error("{0}; ask for less, free memory on the host, or leave it off")]
     Populate(#[source] io::Error),
-    /// The user has had enough.
+    /// The user interrupted populating.
     #[error("interrupted by signal {0} while memory was populated")]
     Interrupted(i32),
     /// `mlock2` failed.
@@ -98,9 +98,9 @@ impl Diagnose for Error {
             }
             Self::Slots(..) | Self::LargeSlot(..) => ErrorOrigin::user(Field::Slots),
             Self::Unavailable { field, .. } => ErrorOrigin::user(*field),
-            // Whoever asks for such a slot is this program.
+            // This program itself has requested such a slot.
             Self::Slot { .. } | Self::Handed(_) => ErrorOrigin::HOST,
-            // Nothing is wrong, and nothing is to be mended.
+            // Nothing is wrong, and nothing needs to be fixed.
             Self::Interrupted(_) => ErrorOrigin::HOST,
             Self::Shortage(_, shortage) => shortage.origin(),
             Self::Populate(_) => ErrorOrigin::host(Field::Prealloc),
@@ -120,9 +120,10 @@ fn raise(limited_by: &Option<PathBuf>) -> &'static str {
     if limited_by.is_some() { " or raise the group's limit" } else { "" }
 }
 
-/// Whether memory that is there in full from the start can be had: what is not is refused here, for later it would be the OOM
-/// killer's. Memory that is touched page by page may be larger than the host; a guest that touches all of it is then killed, of
-/// which a line warns. Huge pages are counted apart ([`hugepages::check`]).
+/// Checks that memory which is populated or locked from the start is available. If it is not, the
+/// OOM killer would end the process later. Memory that is touched page by page may be larger than
+/// the host's. A guest that touches all of it is killed, so a warning is logged. Huge pages are
+/// counted separately ([`hugepages::check`]).
 pub(super) fn afford(config: MemoryConfig, host: &topology::HostMemory) -> Result<(), Error> {
     let (available, limited_by) = (host.available, host.limited_by.clone());
     let size = config.size;
@@ -180,7 +181,8 @@ mod tests {
             error.to_string().contains("has left (/cg/memory.max); ask for less memory or raise"),
             "{error}"
         );
-        // What fits, what is touched page by page, huge pages, and where the kernel gives no estimate.
+        // Accepted: memory that fits, memory that is touched page by page, huge pages, and hosts
+        // without an estimate.
         let huge = MemoryConfig { backing: Backing::Hugetlb(2 << 20), ..of(2 * GIB, true, true) };
         for config in [of(GIB, true, true), of(2 * GIB, false, false), huge] {
             assert!(afford(config, &host(None)).is_ok(), "{config:?}");

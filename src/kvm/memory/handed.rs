@@ -1,6 +1,8 @@
-//! Memory that another process of this host has made and hands over: a file in memory, which both map. Nothing is copied.
+//! Memory that another process on this host has created and hands over: a memfd that both processes
+//! map. Nothing is copied.
 //!
-//! Whoever maps what somebody else has made looks first: a file that could become shorter would end this process with SIGBUS.
+//! A process checks a foreign file before it maps it. If the file could shrink, an access would end
+//! the process with SIGBUS.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -10,15 +12,15 @@ use super::{Backing, Error, Memory, MemoryConfig, Slot, advise};
 use vellum_sys::mmap::{Mapping, Source, huge_pages_of, seals_hold};
 
 impl Backing {
-    /// Whether memory of it has a file that another process can be handed.
+    /// Whether such memory has a file that can be passed to another process.
     pub fn can_be_handed_over(self) -> bool {
         matches!(self, Self::Memfd | Self::SharedHugetlb(_))
     }
 
-    /// What backs memory that was handed over as `file`.
+    /// The backing of memory that was handed over as `file`.
     ///
     /// # Errors
-    /// Where it is no file in memory, or could become shorter.
+    /// It is not a memfd, or it could shrink.
     pub fn of_handed(file: &File) -> Result<Self, Error> {
         let unfit = |what: String| Error::Handed(what);
         match seals_hold(file) {
@@ -32,11 +34,11 @@ impl Backing {
 }
 
 impl Memory {
-    /// RAM at `space` that is `file`'s: what is in it stays. `config` is as for [`Memory::map`], and its backing as
-    /// [`Backing::of_handed`] says.
+    /// RAM at `space` in `file`, with its current contents. `config` is as for [`Memory::map`],
+    /// except that [`Backing::of_handed`] determines the backing.
     ///
     /// # Errors
-    /// Where the file could become shorter or has another size, and as [`Memory::map`].
+    /// The file could shrink or has another size, and as [`Memory::map`].
     pub fn adopt(space: Space, config: MemoryConfig, file: File) -> Result<Self, Error> {
         let MemoryConfig { size, lock, .. } = config;
         let backing = Backing::of_handed(&file)?;
@@ -61,7 +63,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Whether `slot` is a part of this RAM, and not of other memory of its machine.
+    /// Whether `slot` is a part of this RAM, and not of the machine's other memory.
     pub fn holds(&self, slot: &Slot) -> bool {
         Arc::ptr_eq(slot.mapping(), &self.mapping)
     }
@@ -84,7 +86,7 @@ mod tests {
         let file = made.file.as_ref().unwrap();
         assert!(file.set_len(PAGE_SIZE).is_err() && file.set_len(2 * SIZE).is_err());
         made.mapping.words()[700].store(5, Ordering::Relaxed);
-        // What backs it is the file's to say.
+        // The file determines the backing.
         let handed = Memory::adopt(SPACE, MemoryConfig::new(SIZE), file.try_clone().unwrap()).unwrap();
         assert_eq!((handed.config.backing, handed.slots().len()), (Backing::Memfd, made.slots().len()));
         assert_eq!(handed.mapping.words()[700].load(Ordering::Relaxed), 5);

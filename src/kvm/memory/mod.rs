@@ -1,8 +1,9 @@
-//! Guest memory: what is asked for ([`MemoryConfig`]), and what was mapped ([`Memory`]).
+//! Guest memory: its configuration ([`MemoryConfig`]) and the mapped memory ([`Memory`]).
 //!
-//! One mapping backs all RAM, aligned so that guest-physical and host-virtual addresses are congruent modulo the
-//! backing's page size; without that KVM could map no huge page. Memslots ([`Slot`]) are cut from it, around the gap of
-//! [`plan::Space`]. Telling KVM about them is `vm/memslots.rs`'s work.
+//! One mapping backs all RAM. It is aligned so that guest physical and host virtual addresses are
+//! congruent modulo the backing's page size. Otherwise KVM could not map huge pages. Memslots
+//! ([`Slot`]) are cut from the mapping, around the gap of [`plan::Space`]. `vm/memslots.rs`
+//! registers them with KVM.
 
 use std::fmt;
 use std::io;
@@ -29,7 +30,7 @@ use crate::memory::write_log::WriteLog;
 use vellum_host::{hugepages, topology};
 use vellum_sys::mmap::{self, Mapping, Source, host_page};
 
-/// Guest memory as devices and loaders see it.
+/// Guest memory for devices and loaders.
 pub type GuestMemory = GuestMemoryMmap<WriteLog>;
 
 /// What backs guest memory on the host.
@@ -41,16 +42,16 @@ pub enum Backing {
     Thp,
     /// Pages of this many bytes from the host's pool.
     Hugetlb(u64),
-    /// The same, through a shared memfd.
+    /// Pages of this many bytes from the host's pool, through a shared memfd.
     SharedHugetlb(u64),
     /// Shared anonymous memory.
     Shmem,
-    /// A memfd: shared memory that another process or userfaultfd can be handed.
+    /// A memfd: shared memory that can be passed to another process or to userfaultfd.
     Memfd,
 }
 
 impl Backing {
-    /// The page size that its mapping promises, in bytes.
+    /// The page size that its mapping guarantees, in bytes.
     pub fn page_size(self) -> u64 {
         match self {
             Self::Hugetlb(size) | Self::SharedHugetlb(size) => size,
@@ -58,13 +59,13 @@ impl Backing {
         }
     }
 
-    /// The page size at which KVM can map it at best.
+    /// The largest page size at which KVM may map it.
     pub fn best_mapping(self) -> u64 {
-        // What one table of the last level maps, whose entries have 8 bytes each.
+        // The range that one last-level page table maps: it has entries of 8 bytes.
         if self == Self::Thp { host_page() * (host_page() / 8) } else { self.page_size() }
     }
 
-    /// The alignment in guest-physical and host-virtual space that lets KVM use the best mapping.
+    /// The alignment of guest physical and host virtual addresses that allows the best mapping.
     fn alignment(self) -> u64 {
         self.best_mapping().max(2 << 20)
     }
@@ -83,7 +84,7 @@ impl fmt::Display for Backing {
     }
 }
 
-/// `2m`, `1g`, `64k`: the largest unit that divides.
+/// `2m`, `1g`, `64k`: in the largest unit that divides the number.
 pub fn short_size(bytes: u64) -> String {
     let units = [(40, "t"), (30, "g"), (20, "m"), (10, "k")];
     units
@@ -92,59 +93,62 @@ pub fn short_size(bytes: u64) -> String {
         .map_or_else(|| bytes.to_string(), |(shift, unit)| format!("{}{unit}", bytes >> shift))
 }
 
-/// What the user asked for.
+/// The user's memory configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryConfig {
     /// Bytes of RAM.
     pub size: u64,
     /// What backs it.
     pub backing: Backing,
-    /// Whether every page is there before the guest starts.
+    /// Whether every page is populated before the guest starts.
     pub prealloc: bool,
-    /// Whether it is locked (`mlock2`; what is not preallocated is locked as it is touched).
+    /// Whether it is locked (`mlock2`). Pages that are not preallocated are locked when they are
+    /// touched.
     pub lock: bool,
-    /// Into how many memslots RAM is cut, on each side of the gap evenly by size.
+    /// The number of memslots. RAM is divided evenly by size on each side of the gap.
     pub slots: u32,
-    /// How many bytes of blocks KVM splits at a time as soon as they are logged, where it can be told (Arm).
+    /// The chunk size in bytes in which KVM eagerly splits block mappings for dirty logging, if
+    /// configurable (Arm).
     pub eager_split: Option<u64>,
 }
 
 impl MemoryConfig {
-    /// `size` bytes, all else as on an unadorned command line.
+    /// `size` bytes, with the command line's defaults for everything else.
     pub fn new(size: u64) -> Self {
         Self { size, backing: Backing::Anonymous, prealloc: false, lock: false, slots: 1, eager_split: None }
     }
 }
 
-/// The least RAM of a guest, in bytes.
+/// The minimum RAM of a guest, in bytes.
 pub const MIN_SIZE: u64 = 1 << 20;
 
 /// Mapped guest RAM.
 #[derive(Clone, Debug)]
 pub struct Memory {
-    /// What was asked for.
+    /// Its configuration.
     pub config: MemoryConfig,
-    /// All of it, in one piece.
+    /// All of RAM, in one mapping.
     pub mapping: Arc<Mapping>,
-    /// The file behind a shared backing, for userfaultfd's minor faults and for handing to another process.
+    /// The file of a shared backing, for userfaultfd's minor faults and for passing to another
+    /// process.
     pub file: Option<Arc<std::fs::File>>,
-    /// The same by guest-physical address.
+    /// RAM by guest physical address.
     pub guest: GuestMemory,
-    /// Which bytes of the mapping show files, or are brought out of them when they are wanted.
+    /// The ranges of the mapping that map files, or that are fetched from them on demand.
     pub shown: Arc<OnceLock<Vec<Range<u64>>>>,
     slots: Vec<Slot>,
 }
 
-/// What this process can have of the host's memory, read while the files that tell it can be opened.
+/// How much host memory this process can have. Read while the files that contain it can be opened.
 #[derive(Debug)]
 pub struct Room {
     memory: topology::HostMemory,
-    /// Huge pages of the backing's size, where it has any.
+    /// Free huge pages of the backing's size, if it uses a pool.
     huge: Option<u64>,
 }
 
 impl Room {
-    /// What there is for memory on `backing`.
+    /// The memory available to `backing`.
     pub fn read(backing: Backing) -> Self {
         let huge = match backing {
             Backing::Hugetlb(page) | Backing::SharedHugetlb(page) => Some(hugepages::free(page)),
@@ -155,7 +159,8 @@ impl Room {
 }
 
 impl Memory {
-    /// Checks `config` and maps it, as RAM at `space`. Nothing is left behind on failure, and nothing is populated yet.
+    /// Checks `config` and maps RAM at `space`. Does not populate it. A failure leaves nothing
+    /// behind.
     pub fn map(space: Space, config: MemoryConfig) -> Result<Self, Error> {
         if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = config.backing
             && config.size.is_multiple_of(page)
@@ -166,7 +171,7 @@ impl Memory {
         Self::map_within(&Room { memory: topology::memory(), huge: None }, space, config)
     }
 
-    /// The same where no file can be opened any more: `room` was read before.
+    /// The same when files can no longer be opened. `room` was read before.
     pub fn map_within(room: &Room, space: Space, config: MemoryConfig) -> Result<Self, Error> {
         let MemoryConfig { size, backing, .. } = config;
         let page = backing.page_size();
@@ -190,7 +195,7 @@ impl Memory {
         Self::lay(space, config, mapping, file)
     }
 
-    /// RAM at `space` that `mapping` is.
+    /// RAM at `space` in `mapping`.
     fn lay(
         space: Space,
         config: MemoryConfig,
@@ -220,19 +225,21 @@ impl Memory {
         Ok(Self { config, mapping, file: file.map(Arc::new), guest: regions, shown: Arc::default(), slots })
     }
 
-    /// Faults all of it in, on as many threads as there are CPUs, and tells whether it got to the end. `go_on` hears of bytes
-    /// done, from any thread, and ends it by returning false.
+    /// Faults in all of it, on as many threads as there are CPUs. Calls `go_on` with the bytes
+    /// done, from any thread. If that returns false, populating ends early, and the result is
+    /// false.
     pub fn populate(&self, go_on: impl Fn(u64) -> bool + Sync) -> Result<bool, Error> {
         self.populate_on(std::thread::available_parallelism().map_or(1, NonZeroUsize::get), go_on)
     }
 
-    /// The same on this thread alone.
+    /// The same on this thread only.
     pub fn populate_here(&self, go_on: impl Fn(u64) -> bool + Sync) -> Result<bool, Error> {
         self.populate_on(1, go_on)
     }
 
     fn populate_on(&self, threads: usize, go_on: impl Fn(u64) -> bool + Sync) -> Result<bool, Error> {
-        // Large enough to keep the system call cheap, small enough to share out and to show progress.
+        // Large enough to make the system call cheap, small enough to divide the work and to show
+        // progress.
         let chunk = self.config.backing.page_size().max(32 << 20);
         let chunks = self.mapping.len().div_ceil(chunk);
         let (next, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -264,15 +271,16 @@ impl Memory {
         Ok(!stopped.into_inner())
     }
 
-    /// The memslots that it is cut into, ids from 0.
+    /// Its memslots, with ids from 0.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// Cuts the memslots at these offsets into the mapping as well; ids are counted anew. Before a VM has them.
+    /// Also cuts the memslots at these offsets into the mapping and renumbers them. Call this
+    /// before a VM has them.
     ///
     /// # Errors
-    /// Where an offset is not a multiple of the page size.
+    /// An offset is not a multiple of the page size.
     pub fn cut_at(&mut self, offsets: &[u64]) -> Result<(), Error> {
         let mut slots = Vec::new();
         for slot in &self.slots {
@@ -290,10 +298,11 @@ impl Memory {
         Ok(())
     }
 
-    /// Moves RAM so that it starts at guest-physical `gpa` and has no gap. Before a VM or a device has it.
+    /// Moves RAM to the guest physical address `gpa`, without a gap. Call this before a VM or a
+    /// device has it.
     ///
     /// # Errors
-    /// Where `gpa` is not a multiple of the page size, or RAM would wrap around.
+    /// `gpa` is not a multiple of the page size, or RAM would wrap around.
     pub fn start_at(&mut self, gpa: u64) -> Result<(), Error> {
         let MemoryConfig { size, backing, .. } = self.config;
         let moved = |slot: &Slot| slot.at(slot.id(), gpa.saturating_add(slot.offset()));
@@ -305,7 +314,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The offset into the mapping of a guest-physical address in RAM.
+    /// The offset into the mapping of a guest physical address in RAM.
     pub fn offset_of(&self, gpa: u64) -> Option<u64> {
         let slot = self.slots.iter().find(|slot| gpa >= slot.gpa() && gpa - slot.gpa() < slot.bytes())?;
         Some(slot.offset() + (gpa - slot.gpa()))
@@ -353,28 +362,29 @@ fn map(config: MemoryConfig) -> io::Result<(Mapping, Option<std::fs::File>)> {
     Ok((mapping, file))
 }
 
-/// Tells the kernel how memory of this backing is used.
+/// Advises the kernel on the use of memory with this backing.
 fn advise(mapping: &Mapping, backing: Backing) -> io::Result<()> {
     match backing {
         Backing::Thp => mapping.advise(libc::MADV_HUGEPAGE)?,
-        // A host with THP set to `always` would otherwise give what was not asked for. A kernel without THP
-        // refuses the advice, and needs none.
+        // Prevents huge pages on a host with THP set to `always`. A kernel without THP refuses the
+        // advice, and does not need it.
         Backing::Anonymous | Backing::Shmem | Backing::Memfd => {
             let _ = mapping.advise(libc::MADV_NOHUGEPAGE);
         }
         Backing::Hugetlb(_) | Backing::SharedHugetlb(_) => {}
     }
-    // A core dump of the VMM must not hold the guest's secrets, nor be as large as its memory.
+    // A core dump of the VMM must not contain the guest's secrets, nor be as large as its memory.
     mapping.advise(libc::MADV_DONTDUMP)
 }
 
 fn shared(size: u64, align: u64, huge_log2: Option<u32>) -> io::Result<(Mapping, Option<std::fs::File>)> {
-    // Another process may be handed it, and finds no end of it where there was none.
+    // Another process may receive it. The seals guarantee that process the file's size.
     let file = mmap::sealed_memfd(c"vellum-guest", size, huge_log2)?;
     Ok((Mapping::new(size, align, Source::Shared(&file))?, Some(file)))
 }
 
-/// The `vm-memory` region for `[offset, offset + len)` of `mapping`; its bitmap keeps the mapping alive.
+/// The `vm-memory` region for `[offset, offset + len)` of `mapping`. Its bitmap keeps the mapping
+/// alive.
 fn region(mapping: &Arc<Mapping>, offset: u64, gpa: u64, len: u64) -> io::Result<GuestRegionMmap<WriteLog>> {
     if offset.checked_add(len).is_none_or(|end| end > mapping.len()) {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -383,7 +393,8 @@ fn region(mapping: &Arc<Mapping>, offset: u64, gpa: u64, len: u64) -> io::Result
     let builder = MmapRegionBuilder::new_with_bitmap(len as usize, log)
         .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
         .with_mmap_flags(libc::MAP_NORESERVE);
-    // SAFETY: the range lies inside the mapping (checked above), which the region's bitmap keeps mapped.
+    // SAFETY: the range lies inside the mapping (checked above), which the region's bitmap keeps
+    // mapped.
     let builder = unsafe { builder.with_raw_mmap_pointer(mapping.as_ptr().add(offset as usize)) };
     let region = builder.build().map_err(io::Error::other)?;
     GuestRegionMmap::new(region, GuestAddress(gpa))
@@ -400,7 +411,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const SPACE: Space = Space(&[0..3 * GIB, 4 * GIB..1 << 40]);
 
-    /// Address space alone: nothing is touched.
+    /// Only address space: no page is touched.
     fn memory(size: u64, slots: u32) -> Result<Memory, Error> {
         Memory::map(SPACE, MemoryConfig { slots, ..MemoryConfig::new(size) })
     }
@@ -418,7 +429,7 @@ mod tests {
         for slots in [1, 2, 3, 7, 100] {
             let memory = memory(4 * GIB, slots).unwrap();
             let all = laid(&memory);
-            // The gap adds one at most.
+            // The gap adds at most one.
             assert!(all.len() as u32 >= slots && all.len() as u32 <= slots + 1, "{slots}: {}", all.len());
             assert!(all.iter().zip(0..).all(|((id, ..), nth)| *id == nth));
             assert!(all.windows(2).all(|two| two[0].2.end == two[1].2.start));
@@ -436,12 +447,12 @@ mod tests {
         memory.start_at(8 * GIB).unwrap();
         let gpas: Vec<u64> = memory.slots().iter().map(Slot::gpa).collect();
         assert_eq!(gpas, [8 * GIB, 9 * GIB, 11 * GIB]);
-        // Devices and whoever completes an access see it there too.
+        // Devices and loaders see it there too.
         memory.guest.write_obj(7u64, GuestAddress(11 * GIB + 8)).unwrap();
         assert_eq!(memory.mapping.words()[(3 * GIB + 8) as usize / 8].load(Ordering::Relaxed), 7);
         assert!(memory.guest.write_obj(7u64, GuestAddress(8)).is_err());
         assert!(memory.start_at(u64::MAX - GIB + 1).is_err() && memory.start_at(8).is_err());
-        // What is refused changes nothing.
+        // A failure changes nothing.
         assert_eq!(memory.slots()[0].gpa(), 8 * GIB);
     }
 
@@ -455,7 +466,7 @@ mod tests {
         assert!(cut((8 << 40) - PAGE_SIZE, 1).is_ok());
     }
 
-    /// Chunks are of 32 MiB: of the rest nothing is touched, but what other threads had begun.
+    /// A chunk has 32 MiB. Only chunks that other threads had begun are populated too.
     #[test]
     fn populating_ends_when_it_is_told_to() {
         let memory = memory(4 * GIB, 1).unwrap();

@@ -1,13 +1,14 @@
-//! Where RAM lies in the guest-physical address space. A board says where there is room ([`Space`]); RAM fills it from below.
+//! The location of RAM in the guest physical address space. A board says where there is room
+//! ([`Space`]). RAM fills it from the lowest address up.
 
 use std::ops::Range;
 
-/// The guest-physical ranges that RAM may fill, in order and apart from each other.
+/// The guest physical ranges that RAM may fill, in order and disjoint.
 #[derive(Clone, Copy, Debug)]
 pub struct Space(pub &'static [Range<u64>]);
 
 impl Space {
-    /// The parts `(guest-physical address, bytes)` of `size` bytes of RAM, in order.
+    /// The parts `(guest physical address, bytes)` of `size` bytes of RAM, in order.
     pub fn parts(self, size: u64) -> impl Iterator<Item = (u64, u64)> + Clone {
         let mut left = size;
         self.0.iter().map_while(move |range| {
@@ -17,7 +18,7 @@ impl Space {
         })
     }
 
-    /// How many bytes there is room for.
+    /// The total size in bytes.
     pub fn most(self) -> u64 {
         self.0.iter().map(|range| range.end - range.start).sum()
     }

@@ -1,8 +1,10 @@
-//! A guest's buffers as a sequence of bytes: the readable or the writable half of one descriptor chain.
+//! A guest's buffers as a sequence of bytes: the readable or the writable half of one descriptor
+//! chain.
 //!
-//! Addresses were checked when the slices were taken from guest memory (`queue.rs`), so every call here stays inside
-//! it. What is written is marked in the memory's dirty bitmap, because KVM's dirty log does not see the VMM's own
-//! writes. The vectors are kept from one request to the next: a device in its stride allocates nothing.
+//! Addresses were checked when the slices were taken from guest memory (`queue.rs`), so every call
+//! here stays inside it. Writes are marked in the memory's dirty bitmap, because KVM's dirty log
+//! does not contain the VMM's own writes. The vectors are kept from one request to the next, so a
+//! busy device allocates nothing.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -13,10 +15,10 @@ use vm_memory::volatile_memory::VolatileSlice;
 use super::GuestMemory;
 use vellum_sys::mmap::host_page;
 
-/// A stretch of guest memory.
+/// A contiguous range of guest memory.
 pub type Slice<'m> = VolatileSlice<'m, MS<'m, GuestMemory>>;
 
-/// The most buffers that one readv, writev, preadv or pwritev takes (Linux's UIO_MAXIOV).
+/// The maximum number of buffers in one readv, writev, preadv or pwritev (Linux's UIO_MAXIOV).
 const IOV_MAX: usize = 1024;
 
 /// One half of a chain, consumed from the front.
@@ -31,13 +33,13 @@ pub struct Slices<'m> {
 }
 
 impl<'m> Slices<'m> {
-    /// Takes all slices out; the space for them stays.
+    /// Removes all slices but keeps the allocation.
     pub fn clear(&mut self) {
         self.items.clear();
         (self.first, self.left, self.consumed) = (0, 0, 0);
     }
 
-    /// Puts `slice` behind the others.
+    /// Appends `slice`.
     pub fn push(&mut self, slice: Slice<'m>) {
         self.left += slice.len();
         self.items.push(slice);
@@ -53,18 +55,18 @@ impl<'m> Slices<'m> {
         self.consumed
     }
 
-    /// Copies out as much as fits into `buf`; how much is the result.
+    /// Copies as many bytes as fit into `buf`. Returns their number.
     pub fn read(&mut self, buf: &mut [u8]) -> usize {
         self.each(buf.len(), |slice, at| slice.copy_to(&mut buf[at..at + slice.len()]))
     }
 
-    /// Copies out exactly `N` bytes, or nothing if there are fewer.
+    /// Reads exactly `N` bytes, or none if there are fewer.
     pub fn read_array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         (self.left >= N).then(|| self.read(&mut bytes)).map(|_| bytes)
     }
 
-    /// Copies in as much of `buf` as there is room for; how much is the result.
+    /// Copies as much of `buf` as there is room for. Returns the number of bytes.
     pub fn write(&mut self, buf: &[u8]) -> usize {
         self.each(buf.len(), |slice, at| {
             slice.copy_from(&buf[at..at + slice.len()]);
@@ -72,7 +74,7 @@ impl<'m> Slices<'m> {
         })
     }
 
-    /// Writes up to `count` zeroes; how many is the result.
+    /// Writes up to `count` zeroes. Returns their number.
     pub fn zero(&mut self, count: usize) -> usize {
         static ZEROS: [u8; 4096] = [0; 4096];
         self.each(count, |slice, _| {
@@ -86,7 +88,8 @@ impl<'m> Slices<'m> {
         })
     }
 
-    /// Copies `bytes` in at `offset` from here, as far as there is room, and consumes nothing.
+    /// Copies `bytes` to `offset` from the current position, as far as there is room. Consumes
+    /// nothing.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) {
         let (mut at, end) = (0, offset + bytes.len());
         self.for_each(end, |slice| {
@@ -99,12 +102,12 @@ impl<'m> Slices<'m> {
         });
     }
 
-    /// Passes over `count` bytes, or all that are left.
+    /// Skips `count` bytes, or all that are left.
     pub fn skip(&mut self, count: usize) {
         self.each(count, |slice, _| slice.len());
     }
 
-    /// Hands `f` each whole or partial slice of the next `count` bytes, without consuming them.
+    /// Calls `f` with each whole or partial slice of the next `count` bytes. Consumes nothing.
     pub fn for_each(&self, count: usize, mut f: impl FnMut(&Slice<'m>)) {
         let mut count = count.min(self.left);
         for slice in &self.items[self.first..] {
@@ -126,7 +129,8 @@ impl<'m> Slices<'m> {
         });
     }
 
-    /// Takes the last byte away: block requests end in a status byte, however the driver cut its buffers.
+    /// Removes the last byte and returns it. Block requests end in a status byte, however the
+    /// driver divides its buffers.
     pub fn take_last_byte(&mut self) -> Option<Slice<'m>> {
         while self.items.len() > self.first {
             let last = self.items.pop()?;
@@ -144,7 +148,8 @@ impl<'m> Slices<'m> {
     /// readv(2) into the next `max` bytes at most.
     pub fn readv(&mut self, from: &impl AsRawFd, max: usize) -> io::Result<usize> {
         let (iov, len) = self.iov(max);
-        // SAFETY: the iovecs lie in guest memory, which outlives 'm and which nothing takes Rust references to.
+        // SAFETY: the iovecs lie in guest memory, which outlives 'm and to which there are no Rust
+        // references.
         self.filled(unsafe { libc::readv(from.as_raw_fd(), iov, len) })
     }
 
@@ -195,7 +200,8 @@ impl<'m> Slices<'m> {
         (self.iov.as_ptr(), self.iov.len() as i32)
     }
 
-    /// Consumes up to `count` bytes, slice by slice; `f` gets each with its offset from where the call began.
+    /// Consumes up to `count` bytes, slice by slice. `f` gets each slice and its offset from the
+    /// start of this call.
     fn each(&mut self, count: usize, mut f: impl FnMut(&Slice<'m>, usize) -> usize) -> usize {
         let count = count.min(self.left);
         let mut done = 0;
@@ -216,10 +222,11 @@ impl<'m> Slices<'m> {
     }
 }
 
-/// Gives the whole pages of `slice` back to the host: they read as zeros from now on. On backings that cannot drop
-/// single small pages (hugetlb, locked memory) they stay.
+/// Returns the whole pages of `slice` to the host. They read as zeroes afterwards. Pages stay if
+/// the backing cannot drop single small pages (hugetlb, locked memory).
 pub fn discard(slice: &Slice<'_>) {
-    // What the kernel is told of a part of a page it does to all of it, where that part begins with the page.
+    // Only whole pages: the kernel rounds the length up, so it would discard all of a page whose
+    // first part is in the range.
     let page = host_page() as usize;
     let addr = slice.ptr_guard_mut().as_ptr();
     let skip = addr.align_offset(page);
@@ -227,8 +234,8 @@ pub fn discard(slice: &Slice<'_>) {
     if len == 0 || slice.bitmap().log().keeps() {
         return;
     }
-    // SAFETY: the range is inside a mapping of guest memory, whose contents nothing in this process relies on.
-    // MADV_REMOVE is for shared mappings; private ones refuse it.
+    // SAFETY: the range is inside a mapping of guest memory, whose contents nothing in this process
+    // relies on. MADV_REMOVE is for shared mappings; private ones refuse it.
     let dropped = unsafe {
         libc::madvise(addr.add(skip).cast(), len, libc::MADV_REMOVE) == 0
             || libc::madvise(addr.add(skip).cast(), len, libc::MADV_DONTNEED) == 0
@@ -245,7 +252,7 @@ mod tests {
     use crate::memory::plan::Space;
     use crate::memory::{Memory, MemoryConfig};
 
-    /// A page that is given back while others are still to come would be taken for one of those.
+    /// If a page were discarded while others are still missing, it would count as one of those.
     #[test]
     fn nothing_is_given_back_of_memory_that_is_kept() {
         const BELOW: &[std::ops::Range<u64>] = std::slice::from_ref(&(0..1 << 30));

@@ -1,4 +1,4 @@
-//! Memslots as this program knows them: which part of which mapping the guest sees, and where.
+//! Memslots in this program: a part of a mapping, and where the guest sees it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,8 +8,8 @@ use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
 
 /// One memslot.
 ///
-/// KVM reads and writes the host memory of a slot for as long as it knows the slot. A `Slot` is therefore always a part of a
-/// mapping, which it keeps mapped, and is made by [`Slot::new`] alone:
+/// KVM accesses the host memory of a slot for as long as the slot is registered. A `Slot` is
+/// therefore always a part of a mapping, which it keeps mapped. Only [`Slot::new`] creates one:
 ///
 /// ```compile_fail,E0451
 /// # use vellum::memory::{Memory, MemoryConfig, Slot};
@@ -25,15 +25,15 @@ pub struct Slot {
     mapping: Arc<Mapping>,
 }
 
-/// The largest number of a slot: KVM takes the bits above as the address space.
+/// The maximum number of a slot. KVM interprets the bits above as the address space.
 const MAX_ID: u32 = 0xffff;
 
 impl Slot {
-    /// The bytes `range` of `mapping` as memslot `id` at guest-physical `gpa`.
+    /// The bytes `range` of `mapping` as memslot `id` at the guest physical address `gpa`.
     ///
     /// # Errors
-    /// Where the range is empty or not inside the mapping, anything is not a multiple of the host's page, or the addresses
-    /// wrap around.
+    /// The range is empty or not inside the mapping, `id` is too large, an address or the range is
+    /// not aligned to the host's page size, or the addresses wrap around.
     pub fn new(id: u32, gpa: u64, mapping: &Arc<Mapping>, range: Range<u64>) -> Result<Self, Error> {
         let refused = |what| Err(Error::Slot { id, what });
         let Range { start, end } = range;
@@ -53,7 +53,7 @@ impl Slot {
         Ok(Self { id, gpa, offset: start, len, mapping: mapping.clone() })
     }
 
-    /// The same memory as another slot, at another address, or as this one moved.
+    /// The same memory as another slot at another address, or this slot moved.
     ///
     /// # Errors
     /// As [`Slot::new`].
@@ -61,7 +61,7 @@ impl Slot {
         Self::new(id, gpa, &self.mapping, self.range())
     }
 
-    /// Whether `other` is the same memory at the same place, and has the same number.
+    /// Whether `other` is the same memory at the same address with the same number.
     pub fn is(&self, other: &Self) -> bool {
         let Self { id, gpa, offset, len, mapping } = self;
         (*id, *gpa, *offset, *len) == (other.id, other.gpa, other.offset, other.len)
@@ -73,7 +73,7 @@ impl Slot {
         self.id
     }
 
-    /// Its guest-physical address.
+    /// Its guest physical address.
     pub fn gpa(&self) -> u64 {
         self.gpa
     }
@@ -88,23 +88,24 @@ impl Slot {
         self.len / PAGE_SIZE
     }
 
-    /// How many words a bitmap of it has, a bit a page: as many as KVM's own (`kvm_dirty_bitmap_bytes`, include/linux/kvm_host.h), or more where
-    /// the host's pages are larger.
+    /// The number of words in its bitmap, with a bit per page: as many as in KVM's own
+    /// (`kvm_dirty_bitmap_bytes`, include/linux/kvm_host.h), or more if the host's pages are
+    /// larger.
     pub fn bitmap_words(&self) -> usize {
         self.pages().div_ceil(64) as usize
     }
 
-    /// Where it starts in its mapping.
+    /// The offset of its start in its mapping.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Which bytes of its mapping it shows.
+    /// The bytes of its mapping that it covers.
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len
     }
 
-    /// Its host-virtual address.
+    /// Its host virtual address.
     pub fn hva(&self) -> u64 {
         self.mapping.as_ptr() as u64 + self.offset
     }

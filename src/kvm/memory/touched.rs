@@ -1,7 +1,9 @@
-//! Which pages of a memory that began empty somebody has touched: the others are zero, and nobody needs to read them to know it.
+//! Finds the touched pages of memory that began empty. The others are zero, which is known without
+//! reading them.
 //!
-//! Where content came from elsewhere that is not so: what shows the files of a snapshot counts as touched. Asked after the
-//! log of writes is on, the answer and the log together name every page that is not zero.
+//! Ranges with content from elsewhere are different: those that map a snapshot's files count as
+//! touched. If this is queried after the log of writes is on, the result and the log together
+//! contain every non-zero page.
 
 use std::io;
 use std::ops::Range;
@@ -13,11 +15,12 @@ use vellum_sys::pagemap::{self, Pagemap};
 use vellum_sys::plant::{self, Mistake};
 
 impl Memory {
-    /// Tells `found` which of the pages `pages` of `slot`, which is of this memory or an alias, may be other than zero, as runs; false
-    /// where nobody can tell, as with huge pages and with shared memory that has no descriptor, or where `pagemap` is missing.
+    /// Calls `found` with runs of the pages in `pages` that may be non-zero. `slot` is in this
+    /// memory or an alias of it. Returns false if this is unknown: with huge pages of a pool, for
+    /// shared memory without a descriptor, or without `pagemap`.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// A system call fails.
     pub fn touched(
         &self,
         pagemap: Option<&Pagemap>,
@@ -27,7 +30,7 @@ impl Memory {
     ) -> io::Result<bool> {
         let (first, count) = (pages.start, pages.end - pages.start);
         let offset = slot.offset() + first * PAGE_SIZE;
-        // What shows a file is what that has, whoever has looked at it.
+        // A range that maps a file has its contents even if no page was accessed.
         let shown = self.shown.get().filter(|_| !plant::is(Mistake::ShownLeftOut));
         for shown in shown.into_iter().flatten() {
             let (start, end) = (shown.start.max(offset), shown.end.min(offset + count * PAGE_SIZE));
@@ -46,8 +49,8 @@ impl Memory {
         Ok(true)
     }
 
-    /// Tells `found` which of the pages `pages` of `slot`, of this memory or another, may be other than zero, as runs: all of them
-    /// where nobody can tell.
+    /// Calls `found` with runs of the pages in `pages` that may be non-zero. `slot` may be in other
+    /// memory too. If this is unknown, reports all pages.
     pub fn perhaps_touched(
         &self,
         pagemap: Option<&Pagemap>,
@@ -100,7 +103,7 @@ mod tests {
                         continue;
                     }
                     assert!(told_of.contains(&page), "{backing}: page {page}");
-                    // A huge page is there as a whole.
+                    // A huge page is resident as a whole.
                     let most = if backing == Backing::Thp { 512 } else { 1 };
                     assert!((1..=most).contains(&told_of.len()), "{backing}: {told_of:?}");
                     assert_eq!(told(page..page + 1).1, [page], "{backing}");

@@ -1,7 +1,7 @@
-//! The log of what the VMM itself writes into guest memory.
+//! The log of the VMM's own writes to guest memory.
 //!
-//! KVM logs the guest's writes only. Whatever devices and loaders write through `vm-memory` is marked here, and a
-//! [collection](crate::dirty) merges both.
+//! KVM logs only the guest's writes. Writes of devices and loaders through `vm-memory` are marked
+//! here, and a [collection](crate::dirty) merges both logs.
 
 use std::io;
 use std::sync::Arc;
@@ -11,25 +11,25 @@ use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
-/// One region's log, a bit a page, and the mapping that backs the region.
+/// The log of one region, with a bit per page, and the mapping that backs the region.
 ///
-/// It holds the mapping because `vm-memory` regions over foreign mappings do not: a region, wherever it was cloned
-/// to, keeps its bitmap alive, and the bitmap keeps the memory mapped.
+/// It holds the mapping because `vm-memory` regions over foreign mappings do not. Every clone of a
+/// region keeps its bitmap alive, and the bitmap keeps the memory mapped.
 #[derive(Debug)]
 pub struct WriteLog {
-    /// Mapped rather than allocated: a log that is never used costs address space only.
+    /// Mapped rather than allocated: an unused log costs only address space.
     words: Mapping,
     on: AtomicBool,
-    /// Whether a word may have a bit: most collections find none, and need not look at the words.
+    /// Whether a word may have a bit set. Most collections find none and skip the words.
     marked: AtomicBool,
     mapping: Arc<Mapping>,
 }
 
-/// The log of a part of a region: borrowed, for there is one with each slice of guest memory.
+/// The log of a part of a region. It borrows, because each slice of guest memory has one.
 #[derive(Clone, Copy, Debug)]
 pub struct WriteLogSlice<'a> {
     log: &'a WriteLog,
-    /// Where the part starts, in bytes from the region's start.
+    /// The start of the part, in bytes from the region's start.
     base: usize,
 }
 
@@ -41,11 +41,12 @@ impl WriteLog {
         Ok(Self { words, on: AtomicBool::new(false), marked: AtomicBool::new(false), mapping })
     }
 
-    /// Switches it on, and says whether it was off before.
+    /// Switches the log on. Returns whether it was off before.
     ///
-    /// Nothing in the VMM may write to the region meanwhile. Whoever writes looks afterwards whether the log is on, and may
-    /// find that it is not while the write is not yet seen by the caller's next look at memory (a load may come before an
-    /// earlier store of its CPU): the write would then be in neither.
+    /// Nothing in the VMM may write to the region meanwhile. A writer checks after its write
+    /// whether the log is on. Because a CPU may execute a load before an earlier store, it might
+    /// find the log off although the caller's next read of memory does not see the write yet. The
+    /// write would then be neither in the log nor in what was read.
     #[must_use]
     pub fn start(&self) -> bool {
         let was_off = !self.on.swap(true, Ordering::SeqCst);
@@ -55,14 +56,14 @@ impl WriteLog {
         was_off
     }
 
-    /// Switches it off.
+    /// Switches the log off.
     pub fn stop(&self) {
         self.on.store(false, Ordering::SeqCst);
     }
 
-    /// Hands every marked page, counted from the region's start, to `page`, and clears the log.
+    /// Calls `page` with every marked page, counted from the region's start, and clears the log.
     pub fn drain(&self, mut page: impl FnMut(u64)) {
-        // A mark made later sets this again; one made before is seen, bits and all.
+        // A later mark sets the flag again. An earlier one is visible here together with its bits.
         if !self.marked.swap(false, Ordering::AcqRel) {
             return;
         }
@@ -79,7 +80,7 @@ impl WriteLog {
 }
 
 impl WriteLog {
-    /// Whether pages of the region are not to be given back to the host ([`Mapping::is_kept`]).
+    /// Whether pages of the region must not be discarded ([`Mapping::is_kept`]).
     pub fn keeps(&self) -> bool {
         self.mapping.is_kept()
     }
@@ -94,7 +95,8 @@ impl<'a> WriteLogSlice<'a> {
 
 impl Bitmap for WriteLogSlice<'_> {
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // Relaxed is enough: the log is switched on while nobody writes (`WriteLog::start`).
+        // Relaxed is enough, because the log is switched on while nothing writes
+        // (`WriteLog::start`).
         if len == 0 || !self.log.on.load(Ordering::Relaxed) {
             return;
         }
@@ -105,7 +107,8 @@ impl Bitmap for WriteLogSlice<'_> {
         for page in first..=last.min(words.len() * 64 - 1) {
             words[page / 64].fetch_or(1 << (page % 64), Ordering::Release);
         }
-        // Always stored, never tested first: a test could read what a collection has just taken back.
+        // Always stored without a test: a test could read the value that a collection is about to
+        // clear.
         self.log.marked.store(true, Ordering::Release);
     }
 

@@ -1,4 +1,5 @@
-//! A machine like the one that a source describes, made of what this process has; or every reason why it cannot be.
+//! Assembles a machine like the source's from this process's resources, or returns every reason why
+//! it cannot.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +20,7 @@ use vellum_linux::{self as machine, Origin};
 use vellum_machine::state::{self, cut_like};
 use vellum_sandbox::ThreadKind;
 
-/// Why a machine cannot come here.
+/// Why a machine cannot be assembled here.
 pub(super) enum Refused {
     Misfits(Vec<Misfit>),
     Failed(String),
@@ -35,13 +36,13 @@ fn failed(error: impl std::fmt::Display) -> Refused {
     Refused::Failed(error.to_string())
 }
 
-/// Where memory comes from: as much as the source has is mapped, or what it has handed over.
+/// The source of memory: the host's memory within `room`, or the file that was handed over.
 struct Source {
     room: Room,
     handed: Option<File>,
 }
 
-/// Memory as the source has it, cut as it is there.
+/// Maps memory of the source's size, with the source's memslots.
 fn map(from: Source, config: MemoryConfig, size: u64, places: &[state::Place]) -> Result<Memory, Refused> {
     let config = MemoryConfig { size, slots: 1, ..config };
     let (mapped, remedy) = match from.handed {
@@ -68,7 +69,7 @@ fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
     if misfits.is_empty() { Ok(()) } else { Err(Refused::Misfits(misfits)) }
 }
 
-/// Makes the like of what `config` describes.
+/// Assembles a machine like the one that `config` describes.
 pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Result<Arrived, Refused> {
     let Host { kvm, begun, devices, serial, mut memory, room, pagemap, other_tsc, sandbox, .. } = host;
     if let Some(file) = &handed {
@@ -86,7 +87,8 @@ pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Resul
         }
         let described = guest_state::Description::from_json(config).map_err(failed)?;
         let mut config = described.run(memory).map_err(failed)?;
-        // The host's side, as what backs memory is: whether the source had one says nothing here.
+        // Like the backing, the dirty ring belongs to this host. The source's setting does not
+        // matter.
         config.dirty_ring = devices.dirty_ring();
         let memory = map(from, memory, described.memory, described.ram())?;
         let enter = move |index: usize| {

@@ -1,4 +1,5 @@
-//! The session's view of an arrival: until the machine runs here there is little to say or do, and from then on it answers itself.
+//! The session's interface of an incoming machine. Until the machine runs here, few requests are
+//! possible. From then on the machine answers.
 
 use std::os::fd::OwnedFd;
 
@@ -34,10 +35,10 @@ impl Machine for Incoming {
             Ok(()) => bringer.run(),
             Err(error) => tracing::error!("{error}"),
         };
-        // It ends when this side of its channels is gone, or when the source has understood.
+        // It ends when this side's channels are gone, or when the source has received the outcome.
         let started = std::thread::Builder::new().name("migration".into()).spawn(body);
         started.map_err(|error| Error::Host("the thread of the migration", error))?;
-        // What comes is being read, or waited for.
+        // Meanwhile the thread reads the snapshot or waits for the source.
         if let Some(host) = &mut self.host {
             host.begun = PreparedVm::new(&host.kvm);
         }
@@ -60,7 +61,7 @@ impl Machine for Incoming {
 
     fn pause(&mut self) -> Result<(), Error> {
         if self.lacks == Some(true) {
-            // A vCPU that waits for a page cannot be had out of the guest by every kernel.
+            // Older kernels cannot kick out a vCPU that waits for a page.
             return Err(Error::Severed);
         }
         self.running_mut().map_or(Err(Error::Absent), Machine::pause)
@@ -74,7 +75,8 @@ impl Machine for Incoming {
 
     fn request_end(&mut self) -> bool {
         if self.lacks == Some(true) {
-            // What waits for pages would wait for ever, and so would whoever waits for that.
+            // Threads that wait for pages would wait forever, and so would every thread that waits
+            // for them.
             fetching::end("the machine was ended while the link to the source was cut");
         }
         match self.running_mut() {

@@ -1,9 +1,11 @@
-//! A machine that is to come: what a session runs while it waits for one, and then that machine. Here is the event loop's side
-//! of an arrival, which does what the [`receiver`](super::receiver)'s thread demands; [`assembly`] makes the machine, and [`machine`] is what the
-//! session sees.
+//! An incoming machine: what a session runs while it waits for a machine, and then that machine.
+//! This is the event loop's side of an arrival. It executes the demands of the
+//! [`receiver`](super::receiver)'s thread. [`assembly`] makes the machine, and [`machine`] is the
+//! session's interface.
 //!
-//! What the guest sees comes from the source: how many vCPUs, which interrupt controller, how much memory, which devices. What the
-//! host sees is this process's own: what backs memory, where disks, networks and the serial port lead.
+//! The source determines what the guest sees: the number of vCPUs, the interrupt controller, the
+//! size of memory, the devices. This process determines the host's side: the backing of memory, and
+//! the targets of disks, networks and the serial port.
 
 mod assembly;
 mod machine;
@@ -42,35 +44,35 @@ use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
 use vellum_sys::uffd::Uffd;
 
-/// What this process has for a machine that comes.
+/// This process's resources for an incoming machine.
 pub struct Host {
     /// KVM, opened before the sandbox was entered.
     pub kvm: Kvm,
-    /// What of a machine was made of it, while it was not known which one comes.
+    /// A VM that was prepared before the machine was known.
     pub begun: Option<PreparedVm>,
     /// The host's side of its devices.
     pub devices: Opened,
-    /// Where its serial port leads.
+    /// The target of its serial port.
     pub serial: console::Opened,
-    /// What is to back its memory; the size is the source's.
+    /// The configuration of its memory. The source determines the size.
     pub memory: MemoryConfig,
-    /// How much of that there is.
+    /// How much memory is available.
     pub room: Room,
-    /// Tells which of its memory somebody has touched.
+    /// Tells which pages of its memory were touched.
     pub pagemap: Option<Arc<Pagemap>>,
-    /// What it takes to bring memory as it is wanted, where it is to come so.
+    /// The resources for fetching memory on demand, if requested.
     pub fetching: Option<fetching::Opened>,
-    /// Where faults arrive of a guest that runs before all of its memory has come; or why there is no such thing, and what to do about it.
+    /// The userfaultfd for postcopy, or the reason for its absence and the remedy.
     pub userfault: Option<Result<Uffd, String>>,
-    /// Whether a guest is taken whose TSC has a frequency that this host cannot give it.
+    /// Whether to accept a guest with a TSC frequency that this host cannot provide.
     pub other_tsc: bool,
-    /// What each thread enters.
+    /// The sandbox that each thread enters.
     pub sandbox: Sandbox,
 }
 
-/// A machine that has come, of either kind.
+/// A machine that has arrived, of either kind.
 pub enum Arrived {
-    /// A PC with a kernel.
+    /// A machine with a kernel.
     Pc(Box<MigratableMachine<LinuxMachine>>),
     /// A built-in guest.
     BuiltIn(Box<MigratableMachine<BuiltinMachine>>),
@@ -113,7 +115,7 @@ impl Arrived {
     }
 }
 
-/// A machine that is to come, or has.
+/// A machine that is to arrive, or has arrived.
 pub struct Incoming {
     host: Option<Host>,
     sandbox: Sandbox,
@@ -124,49 +126,49 @@ pub struct Incoming {
     state: MachineState,
     /// Whether it runs here.
     runs: bool,
-    /// Whether some of its memory is missing, and whether what has that is cut off.
+    /// Whether some of its memory is missing, and if so, whether the link to it has dropped.
     lacks: Option<bool>,
-    /// Why it will not come.
+    /// Why it will not arrive.
     gone: Option<Error>,
     over: bool,
-    /// When what of the arrival was done.
+    /// When the steps of the arrival happened.
     came: Came,
     news: Vec<Event>,
-    /// What brings it, until that is started.
+    /// The thread that makes it, until it is started.
     bringer: Option<Bringer>,
-    /// What becomes of the time since it was saved.
+    /// How its clocks treat the time since it was saved.
     meanwhile: ClockPolicy,
-    /// Whether it waits to be resumed, however it was saved.
+    /// Whether it stays paused until it is resumed, even if it was not saved so.
     paused: bool,
-    /// Whether other machines may come out of the same state.
+    /// Whether other machines may be restored from the same state.
     restored: bool,
-    /// Whether its disks need not be as they were.
+    /// Whether changed disks are accepted.
     disk_changed: bool,
 }
 
-/// Where a machine comes from.
+/// The origin of a machine.
 #[derive(Debug)]
 pub enum Arrival {
-    /// A source that may be silent for so long.
+    /// A source. The duration is how long it may be silent.
     Process(Duration),
-    /// A snapshot, of which this point is wanted, or the newest.
+    /// A snapshot's point, or the newest.
     Snapshot {
         /// Its files.
         source: Box<Source>,
-        /// The point.
+        /// The number of the point.
         point: Option<u32>,
-        /// What becomes of the time since.
+        /// How its clocks treat the time since it was saved.
         meanwhile: ClockPolicy,
-        /// Whether it waits to be resumed.
+        /// Whether it stays paused until it is resumed.
         paused: bool,
-        /// Whether its disks need not be as they were.
+        /// Whether changed disks are accepted.
         disk_changed: bool,
-        /// How its memory comes.
+        /// How its memory is restored.
         way: Way,
     },
 }
 
-/// The thread that brings it.
+/// The thread that makes the machine.
 enum Bringer {
     Receiving(Box<Receiving>),
     Loading(Loading),
@@ -182,10 +184,10 @@ impl Bringer {
 }
 
 impl Incoming {
-    /// A machine that is to come to `host`.
+    /// A machine that is to arrive on `host`.
     ///
     /// # Errors
-    /// Where the host refuses a descriptor.
+    /// No descriptor is left.
     pub fn new(host: Host, arrival: Arrival) -> io::Result<Self> {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
@@ -224,18 +226,18 @@ impl Incoming {
         })
     }
 
-    /// Has the thread of the migration let in who connects to this socket: the event loop's may be the one that waits for what a source
-    /// has which connects there anew.
+    /// Lets the migration's thread accept connections on this socket. The event loop's thread
+    /// cannot: it may wait for memory of a source that has yet to reconnect there.
     pub fn listen(&self, socket: OwnedFd) {
         self.thread.tell(ReceiverCommand::Listen(socket));
     }
 
-    /// Somebody has connected already.
+    /// Provides an open connection.
     pub fn connected(&self, socket: OwnedFd) {
         self.thread.tell(ReceiverCommand::Connected(socket));
     }
 
-    /// The machine, if it has come and has run here.
+    /// The machine, if it has arrived and has run here.
     pub fn into_machine(self) -> Option<Arrived> {
         self.machine.filter(|_| self.runs)
     }
@@ -311,7 +313,7 @@ impl Incoming {
             Ok(machine) => {
                 let (memory, ram) = (machine.arriving().memory(), machine.arriving().ram());
                 let populate = || Populating::start(ram.clone(), self.sandbox);
-                // Memory that may follow when the guest runs is made to be there when nothing follows any more.
+                // With postcopy, memory is populated once no page is missing.
                 let early = ram.config.prealloc && !postcopy;
                 let populating = match early.then(populate).transpose() {
                     Ok(populating) => populating,
@@ -332,7 +334,7 @@ impl Incoming {
         }
     }
 
-    /// Looks at the disks once nobody else can write to them.
+    /// Locks the disks and then checks whether they have changed.
     fn claim(&mut self, then: &[control::Disk]) -> Result<(), Done> {
         let machine = self.machine.as_mut().ok_or(Done::Failed("nothing has been assembled".into()))?;
         machine.arriving_mut().retake().map_err(|error| Done::Failed(error.to_string()))?;
@@ -373,12 +375,13 @@ impl Incoming {
         if self.restored {
             machine.arriving_mut().renew().map_err(|error| error.to_string())?;
         }
-        // What a process that only runs a machine does not need is given up before its guest runs.
+        // Before its guest runs, the process gives up the permissions that running a machine does
+        // not need.
         self.sandbox.enter(ThreadKind::Main, "main").map_err(|error| error.to_string())?;
         if gate.is_some_and(|gate| !gate.runs()) {
             return Err("the link to the source was cut".into());
         }
-        // From here on it is this side's, whatever becomes of the other.
+        // From here on this side has the guest, whatever happens to the other.
         if fence.is_some_and(|fence| fence.step(Ownership::Committed, Ownership::Ran) != Ownership::Ran) {
             return refused();
         }
@@ -402,7 +405,7 @@ impl Incoming {
     }
 }
 
-/// A host on which no guest runs before all of its memory has come.
+/// The misfit of a host without postcopy.
 fn why_not(why: String) -> Misfit {
     Misfit {
         what: "postcopy".into(),
@@ -412,7 +415,7 @@ fn why_not(why: String) -> Misfit {
     }
 }
 
-/// A thread for each connection but the first, which waits for it.
+/// Starts a thread for each connection but the first. It waits for its connection.
 fn start_lanes(connections: u32, sandbox: Sandbox) -> Result<Lanes, String> {
     let (lanes, threads) = Lanes::new(connections)?;
     for (number, lane) in (1..).zip(threads) {

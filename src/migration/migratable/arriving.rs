@@ -1,5 +1,6 @@
-//! A machine that arrives, before it runs: it is asked for what takes to restore it, each method by name. There is no `Deref`, by which
-//! a method that is missing here would ask the inner machine, whatever its debugger or an operation has against that.
+//! The methods that restore an arriving machine before it runs, each forwarded by name. There is no
+//! `Deref`: a method that is missing here would reach the inner machine directly and bypass its
+//! debugger and its operation.
 
 use super::{Error, MigratableMachine};
 use vellum_kvm::arch::clocks::ClockPolicy;

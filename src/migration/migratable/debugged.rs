@@ -1,5 +1,6 @@
-//! A machine with a debugger: it stands still while that looks at it, beside whatever else holds it. Such a machine neither moves nor is
-//! saved, for what the debugger planted in its memory would go along, and nobody there would know of it.
+//! A machine with a debugger. The machine is paused while the debugger looks at it, in addition to
+//! other reasons. It can neither move nor be saved: the debugger's breakpoints in its memory would
+//! be copied, and no one could remove them there.
 
 use super::MigratableMachine;
 use vellum_control::MigrationBlocker;
@@ -11,19 +12,19 @@ use vellum_machine::{Inspect, Machine};
 pub(super) const KEY: &str = "gdb";
 
 impl<P: Inspect> MigratableMachine<P> {
-    /// Lets a debugger come in by `door`. Before it runs.
+    /// Lets a debugger connect through `door`. Called before the machine runs.
     pub fn debug(&mut self, door: Door) {
         let (vcpus, ram, slots) =
             (self.machine.debug_handle(), self.machine.ram().guest, self.machine.memory());
         let mut debugger = Debugger::new(door, vcpus, ram, slots, self.wake.clone());
-        // It has not run yet: one that waits for its debugger stands still already.
+        // The machine has not run yet, so one that waits for its debugger is paused already.
         self.held.debugger = debugger.turn(false) == Wish::Stand;
         self.debugger = Some(debugger);
     }
 }
 
 impl<P: Machine> MigratableMachine<P> {
-    /// Does what the debugger wants of the machine.
+    /// Executes the debugger's requests.
     pub(super) fn serve_debugger(&mut self) {
         while let Some(debugger) = &mut self.debugger {
             match debugger.turn(self.held.debugger) {
@@ -32,7 +33,7 @@ impl<P: Machine> MigratableMachine<P> {
                     if !self.stands()
                         && let Err(error) = self.machine.pause()
                     {
-                        // It goes on as before, and is asked again with the next turn.
+                        // The machine continues, and the next turn tries again.
                         tracing::warn!("the debugger: {error}");
                         return;
                     }
@@ -43,7 +44,7 @@ impl<P: Machine> MigratableMachine<P> {
         }
     }
 
-    /// The debugger holds it no more.
+    /// The debugger no longer pauses the machine.
     fn let_go(&mut self) {
         if std::mem::replace(&mut self.held.debugger, false)
             && let Err(error) = self.let_run()
@@ -52,7 +53,7 @@ impl<P: Machine> MigratableMachine<P> {
         }
     }
 
-    /// It is to come to its end: its debugger has no say in that.
+    /// The machine is to end, and its debugger cannot prevent that.
     pub(super) fn dismiss_debugger(&mut self) {
         let Some(mut debugger) = self.debugger.take() else { return };
         let stood = self.stands();
@@ -67,7 +68,7 @@ impl<P: Machine> MigratableMachine<P> {
         }
     }
 
-    /// The guest has ended, which its debugger is told.
+    /// The guest has ended. Tells the debugger.
     pub(super) fn over(&mut self, exit: Exit) -> Option<Exit> {
         if let Some(debugger) = &mut self.debugger {
             debugger.ended(exit.code());
@@ -75,7 +76,8 @@ impl<P: Machine> MigratableMachine<P> {
         Some(exit)
     }
 
-    /// What keeps it from being saved and from moving: its debugger, or what its machine says.
+    /// What prevents it from being saved and from moving: its debugger, or the inner machine's
+    /// reason.
     pub(super) fn stays(&self) -> Option<MigrationBlocker> {
         let debugger = self.debugger.as_ref().map(|_| MigrationBlocker {
             key: KEY.into(),

@@ -1,5 +1,5 @@
-//! A machine that is dumped: it stands still for that, beside whatever else holds it, and each turn of the event loop writes a part.
-//! Where it is to be dumped when its guest panics it has come to its end already, which is told when the dump is written.
+//! Dumps of a machine. The machine is paused for a dump, and each turn of the event loop writes a
+//! part. A dump after a panic delays the report of the guest's end until it is written.
 
 use std::fs::File;
 use std::io;
@@ -14,12 +14,12 @@ use vellum_machine::Inspect;
 use vellum_machine::dump::{Dumped, Dumping};
 
 impl<P: Inspect> MigratableMachine<P> {
-    /// Has a guest that panics be dumped.
+    /// Sets where to dump the guest if it panics.
     pub fn dump_on_panic(&mut self, to: OnPanic) {
         self.on_panic = Some(to);
     }
 
-    /// Begins to dump it into `file`.
+    /// Begins a dump into `file`.
     pub(super) fn dump(&mut self, by: Asker, file: File) -> Result<(), String> {
         if let Some(why) = IMPOSSIBLE {
             return Err(why.into());
@@ -40,7 +40,7 @@ impl<P: Inspect> MigratableMachine<P> {
         let vcpus = self.machine.debug_handle();
         let last = self.machine.last_core();
         let core = |index| match &last {
-            // The one that has ended is asked no more.
+            // The vCPU that has ended cannot be queried.
             Some((ended, core)) if *ended == index => *core,
             _ => vcpus.with(index, Core::read).ok().and_then(Result::ok).unwrap_or_default(),
         };
@@ -53,11 +53,11 @@ impl<P: Inspect> MigratableMachine<P> {
     }
 
     fn come_again(&self) {
-        // It can only fail by overflowing, and then it is signalled anyway.
+        // The write fails only on overflow, and then the eventfd is signalled anyway.
         let _ = self.wake.write(1);
     }
 
-    /// The guest has ended so: whether it is dumped first.
+    /// Begins a dump if the guest ended with a panic. Returns whether it did.
     pub(super) fn dumps(&mut self, exit: Exit) -> bool {
         if !self.machine.has_panicked(exit) {
             return false;
@@ -77,7 +77,7 @@ impl<P: Inspect> MigratableMachine<P> {
         true
     }
 
-    /// Goes on with the dump; how the guest has ended, once it is written where that was why.
+    /// Continues the dump. Returns how the guest has ended once a dump after a panic is written.
     pub(super) fn serve_dump(&mut self) -> Option<Exit> {
         let errand = self.operation.dumping()?;
         let done = match errand.dumping.turn() {
@@ -108,7 +108,8 @@ impl<P: Inspect> MigratableMachine<P> {
         Some(exit)
     }
 
-    /// Tells whoever asked what has come of the dump, and lets the guest go on. Whoever asked has it on the disk.
+    /// Reports the result of the dump to its client and lets the guest resume. The client syncs the
+    /// file.
     pub(super) fn end_dump(&mut self, done: io::Result<Dumped>) {
         self.over_with_dump(done);
         if !self.stands() {
@@ -123,7 +124,7 @@ impl<P: Inspect> MigratableMachine<P> {
         self.held.dump = false;
     }
 
-    /// Whether a client has it dumped.
+    /// Whether a client has requested the current dump.
     pub(super) fn is_dumped_for_a_client(&self) -> bool {
         self.operation.kind() == Some(Kind::Dump) && !self.operation.is_of_panic()
     }
@@ -142,7 +143,7 @@ fn event_of(done: io::Result<Dumped>) -> Event {
     }
 }
 
-/// What is said of a dump without VMCOREINFO.
+/// The log message's suffix for a dump without VMCOREINFO.
 fn without(dumped: &Dumped) -> &'static str {
     match dumped.vmcoreinfo {
         Some(_) => "",

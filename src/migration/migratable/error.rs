@@ -1,4 +1,4 @@
-//! Why a machine that can leave, or that is to come, cannot go on.
+//! Errors of a machine that can leave or that is to arrive.
 
 use std::io;
 
@@ -6,31 +6,31 @@ use vellum_guests::guest;
 use vellum_linux as machine;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// Why a machine that moves cannot go on.
+/// Why a machine that moves cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The PC.
+    /// An error of a Linux machine.
     #[error(transparent)]
     Machine(#[from] machine::Error),
-    /// The built-in guest.
+    /// An error of a built-in guest.
     #[error(transparent)]
     Guest(#[from] guest::Error),
-    /// It has not come, and will not.
+    /// The machine has not arrived and never will.
     #[error("{0}")]
     Gone(String),
-    /// What it was to be made of cannot be one here.
+    /// The source's machine or snapshot cannot run here.
     #[error("{0}")]
     Refused(String),
-    /// The disks of one that is to be restored are not as they were.
+    /// The disks of a machine to be restored have changed.
     #[error("{0}")]
     DiskChanged(String),
-    /// A file that its memory shows has become shorter.
+    /// A file that is mapped as its memory was truncated.
     #[error("{0} became shorter while it was mapped: the guest's memory is gone")]
     Shortened(String),
-    /// It stands still for the hand-over, and what is asked of it now would not reach the target.
+    /// The machine is paused for the hand-over, and this request would not reach the target.
     #[error("the machine is being handed over to another process; ask it there")]
     HandedOver,
-    /// It lacks memory that nobody brings at the moment.
+    /// Memory is missing, and the link to it has dropped.
     #[error(
         "part of its memory is at the source still, and the link to that is cut: it goes on when the migration is recovered there"
     )]

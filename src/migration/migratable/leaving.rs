@@ -1,4 +1,4 @@
-//! A machine that begins to leave, or is saved: what is asked is checked, and the thread that does it is started.
+//! Begins a migration or a snapshot: checks the request and starts the thread.
 
 use std::fs::File;
 use std::io;
@@ -41,7 +41,7 @@ impl<P: SaveState> MigratableMachine<P> {
         if hands_over && asked.postcopies() {
             return Err("memory that is handed over is there at once: none of it can follow".into());
         }
-        // The log of dirty pages is the migration's from here on.
+        // The migration uses the dirty log from here on.
         self.since = None;
         let method = asked.tracker.as_deref().map(method).transpose()?;
         let options = Options {
@@ -89,7 +89,7 @@ impl<P: SaveState> MigratableMachine<P> {
                 Ok(()) => lane.run(),
                 Err(error) => lane.fail(error.to_string()),
             };
-            // They end with the thread of the migration.
+            // They end with the migration's thread.
             std::thread::Builder::new().name(name).spawn(body).map_err(refused)?;
         }
         let kind = if asked.succeeded { Kind::Upgrade } else { Kind::Migration };
@@ -119,7 +119,7 @@ impl<P: SaveState> MigratableMachine<P> {
         let [downtime, timeout] = [asked.downtime_ms, asked.timeout_ms].map(Duration::from_millis);
         let options = saving::Options { downtime, timeout, method, stop: asked.stop, follow: asked.follow };
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
-        // Of another point than the one before, or collected in another way, it is of no use.
+        // Useless for a point other than the next, or with another method.
         let continues = |since: &Since| {
             since.chain == asked.chain
                 && since.point.checked_add(1) == Some(asked.number)
@@ -134,7 +134,7 @@ impl<P: SaveState> MigratableMachine<P> {
         Ok(json!({}))
     }
 
-    /// Whether its RAM can be another process's too.
+    /// Checks that another process can map its RAM too.
     fn can_hand_over(&self, asked: &MigrateRequest) -> Result<(), String> {
         let backing = self.machine.ram().config.backing;
         if !backing.can_be_handed_over() {
@@ -146,7 +146,8 @@ impl<P: SaveState> MigratableMachine<P> {
         Ok(())
     }
 
-    /// Whether it may begin to leave: not every machine can, and none does two things at a time.
+    /// Checks that it may begin to leave. Some machines cannot, and only one operation is possible
+    /// at a time.
     pub(super) fn may_leave(&self) -> Result<(), String> {
         if let Some(MigrationBlocker { name, why, .. }) = self.stays() {
             return Err(format!("{name}: {why}"));
@@ -164,7 +165,7 @@ impl<P: SaveState> MigratableMachine<P> {
         }
     }
 
-    /// Starts the thread that does it.
+    /// Starts the thread of an operation.
     fn begin(
         &mut self,
         kind: Kind,
@@ -183,8 +184,8 @@ impl<P: SaveState> MigratableMachine<P> {
         Ok(())
     }
 
-    /// Why a log that is all set at first is not to be used for this machine, if its host `loses` pages of such and nothing else is asked
-    /// for.
+    /// Why INITIALLY_SET is not used for this machine. None if the host loses no pages of it with
+    /// that method (`loses`), or if another method was requested.
     fn distrust(&self, asked: Option<Method>, loses: Loses) -> Option<&'static str> {
         if asked.is_some() || self.machine.info().dirty_ring.is_some() {
             return None;

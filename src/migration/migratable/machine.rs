@@ -1,4 +1,5 @@
-//! A machine that can leave, as the session sees it: the machine's own answers, but where a migration or a snapshot has a say.
+//! The session's interface of a machine that can leave. The inner machine answers, except where a
+//! migration or a snapshot takes part.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -57,7 +58,8 @@ where
             return Ok(Some(Exit::PowerOff));
         }
         if self.held.migration || self.held.unconfirmed {
-            // What it has come to is the target's to tell, or its own once it goes on.
+            // The target reports how the guest ended. If the guest resumes here, the inner machine
+            // does.
             return Ok(None);
         }
         let ended = self.machine.poll().map_err(|error| match sigbus::shortened() {
@@ -95,12 +97,12 @@ where
 
     fn request_end(&mut self) -> bool {
         if self.held.unconfirmed {
-            // It may run elsewhere: nothing here waits for its guest.
+            // The guest may run elsewhere, so its end is not awaited here.
             return false;
         }
         self.call_off("its machine is being ended");
         if self.is_dumped_for_a_client() {
-            // Only a guest that runs sees that it is to end.
+            // Only a running guest sees that it is to end.
             self.end_dump(Err(io::Error::other("its machine is being ended")));
         }
         self.dismiss_debugger();
@@ -196,7 +198,7 @@ where
                 let file = descriptors.pop().ok_or("it takes a descriptor")?;
                 self.dump(by, file.into())?;
             }
-            // vCPUs are asked while they stand still.
+            // vCPUs can be queried only while they are paused.
             Do::Nmi {} => {
                 let stood = self.stands();
                 if !stood {

@@ -1,9 +1,10 @@
-//! A machine that can leave: a machine, and beside it the migration that takes it to another process. Here is the event loop's
-//! side of a migration, which does what the [`sender`](super::sender)'s thread demands. [`leaving`] begins it.
+//! A machine that can leave: a machine together with the migration that moves it to another
+//! process. This is the event loop's side of a migration. It executes the demands of the
+//! [`sender`](super::sender)'s thread. [`leaving`] begins a migration.
 //!
-//! Why a machine stands still is a set: the user has paused it, a migration is in its final pass, the target may run it, its debugger
-//! looks at it ([`debugged`]), it is dumped ([`dumping`]). It goes on
-//! when none of these is left.
+//! A machine can be paused for several reasons at once: the user paused it, a migration is in its
+//! final pass, the target may run it, its debugger has stopped it ([`debugged`]), or it is being
+//! dumped ([`dumping`]). It resumes when no reason is left.
 
 mod arriving;
 mod debugged;
@@ -37,7 +38,7 @@ use vellum_sys::clock;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::pagemap::Pagemap;
 
-/// Why a machine stands still.
+/// Why a machine is paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct PauseReasons {
     user: bool,
@@ -53,12 +54,12 @@ impl PauseReasons {
     }
 }
 
-/// The section that says whether the user had paused the machine.
+/// The name of the section that says whether the user had paused the machine.
 pub(super) const HELD: &str = "held";
-/// Its version.
+/// The version of that section.
 pub(super) const HELD_VERSION: u16 = 1;
 
-/// What of [`PauseReasons`] moves with the machine.
+/// The part of [`PauseReasons`] that moves with the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct HeldState {
@@ -72,40 +73,43 @@ pub struct MigratableMachine<P> {
     /// The machine.
     pub machine: P,
     held: PauseReasons,
-    /// Whether its vCPUs have been let go for the first time.
+    /// Whether its vCPUs have been started.
     begun: bool,
     wake: Arc<EventFd>,
     served: bool,
     news: Vec<News>,
     sandbox: Sandbox,
-    /// Tells which of its memory, which began empty here, somebody has touched.
+    /// Tells which pages of its memory were touched. The memory was empty when this process mapped
+    /// it.
     pagemap: Option<Arc<Pagemap>>,
-    /// Who has written to memory since its last snapshot, where that is followed.
+    /// Dirty tracking since its last snapshot, if enabled.
     since: Option<Box<Since>>,
     moved: bool,
-    /// What ties this process to the one that its machine has moved to, where that stands in for this one.
+    /// The descriptor that connects this process to the one that replaces it, if its machine has
+    /// moved to such a process.
     successor: Option<OwnedFd>,
-    /// A snapshot was its end.
+    /// The machine ended in a snapshot.
     stopped: bool,
-    /// Its debugger, where one may come.
+    /// Its debugger, if one may connect.
     debugger: Option<Debugger>,
-    /// Where it is dumped to when its guest panics.
+    /// Where to dump it if its guest panics.
     on_panic: Option<OnPanic>,
 }
 
-/// How much is told of a reason, in bytes.
+/// The maximum length of a reported reason, in bytes.
 const MAX_REASON: usize = 2000;
 
-/// What CLOCK_MONOTONIC says, in microseconds.
+/// CLOCK_MONOTONIC in microseconds.
 pub(super) fn now() -> u64 {
     clock::micros(clock::monotonic())
 }
 
 impl<P: SaveState> MigratableMachine<P> {
-    /// A machine whose threads enter `sandbox`, which forbids to open a `pagemap`.
+    /// A machine whose threads enter `sandbox`. The sandbox forbids opening a `pagemap`, so it is
+    /// passed in.
     ///
     /// # Errors
-    /// Where the host refuses a descriptor.
+    /// No descriptor is left.
     pub fn new(machine: P, sandbox: Sandbox, pagemap: Option<Arc<Pagemap>>) -> io::Result<Self> {
         let wake = threads::event()?;
         let (operation, held, news) = (AtMostOne::default(), PauseReasons::default(), Vec::new());
@@ -130,29 +134,29 @@ impl<P: SaveState> MigratableMachine<P> {
         })
     }
 
-    /// Whether its guest runs elsewhere, or may: nothing can be said of it here then.
+    /// Whether its guest runs or may run elsewhere. Its state is then unknown here.
     pub fn is_elsewhere(&self) -> bool {
         self.moved || self.stopped || self.held.unconfirmed
     }
 
-    /// Whether it has ended in a snapshot, in the middle of what it did.
+    /// Whether it has ended in a snapshot, in the middle of its work.
     pub fn is_saved(&self) -> bool {
         self.stopped
     }
 
-    /// Before it runs for the first time: it does not, until it is resumed.
+    /// Keeps the machine paused when it first starts, until it is resumed.
     pub(super) fn arrive_paused(&mut self) {
         self.held.user = true;
     }
 
-    /// Does what the thread demands, and passes on what it says.
+    /// Executes the thread's demands and passes on its events.
     fn serve(&mut self) {
         while let Some(leaving) = self.operation.leaving() {
-            // Asked first: what a thread said before it ended is there then.
+            // Checked before the messages, so that all messages of an ended thread are there.
             let ended = leaving.has_ended();
             let Some(said) = leaving.thread_end.as_ref().and_then(threads::MachineEnd::heard) else {
-                // A thread that is gone without a word could not enter its sandbox, or has panicked. After COMMIT only the
-                // operator knows what that means.
+                // A thread that ends without a message could not enter its sandbox or has panicked.
+                // After COMMIT, only the operator knows what that means.
                 if ended && !self.held.unconfirmed {
                     self.stay("its thread has failed".into());
                 }
@@ -220,8 +224,8 @@ impl<P: SaveState> MigratableMachine<P> {
                 Done::Done
             }
             Demand::Release => {
-                // COMMIT is sent next. From here on the guest may run on the target, and nothing but the target's word or the
-                // operator's lets it run here.
+                // COMMIT is sent next. From here on the guest may run on the target. Only the
+                // target or the operator can allow it to run here.
                 self.held.unconfirmed = true;
                 self.machine.release();
                 Done::Done
@@ -234,7 +238,7 @@ impl<P: SaveState> MigratableMachine<P> {
         }
     }
 
-    /// The migration holds it no more.
+    /// The migration no longer pauses the machine.
     fn go_on(&mut self) {
         if self.held.migration || self.held.unconfirmed {
             (self.held.migration, self.held.unconfirmed) = (false, false);
@@ -244,8 +248,8 @@ impl<P: SaveState> MigratableMachine<P> {
         }
     }
 
-    /// The best tracker that the machine has, unless one is asked for. Logs that are all set at first cost the guest least, but some
-    /// kernels lose pages of them (kernel-patches/FAULTS.md).
+    /// The requested tracker, or the best that the machine has. INITIALLY_SET costs the guest
+    /// least, but some kernels lose pages with it (kernel-patches/FAULTS.md).
     fn follow(
         &mut self,
         method: Option<Method>,
@@ -349,7 +353,7 @@ impl<P: SaveState> MigratableMachine<P> {
         }
     }
 
-    /// Nothing has come of it.
+    /// The operation has failed.
     fn stay(&mut self, why: String) {
         let why = brief(why);
         let event = match self.operation.kind() {
@@ -367,7 +371,7 @@ impl<P: SaveState> MigratableMachine<P> {
         self.go_on();
     }
 
-    /// Where one is under way that a thread does, ends it for this reason.
+    /// Ends an operation that has a thread, for this reason.
     fn call_off(&mut self, why: &str) {
         if self.operation.leaving().is_some() {
             self.stay(why.into());
@@ -376,12 +380,12 @@ impl<P: SaveState> MigratableMachine<P> {
 }
 
 impl<P: Machine> MigratableMachine<P> {
-    /// Whether nothing of it runs: held, or not begun.
+    /// Whether it does not run: paused, or not started.
     fn stands(&self) -> bool {
         self.held.any() || !self.begun
     }
 
-    /// Lets it run, for the first time or again, unless something holds it still.
+    /// Starts or resumes it, unless there is a reason to pause.
     fn let_run(&mut self) -> Result<(), P::Error> {
         if self.held.any() {
             return Ok(());
@@ -394,7 +398,7 @@ impl<P: Machine> MigratableMachine<P> {
     }
 }
 
-/// What is said of a reason: a target may give one of a megabyte.
+/// Shortens a reason: a target may send one of a megabyte.
 fn brief(mut why: String) -> String {
     let len = why.len();
     if len > MAX_REASON {
@@ -411,7 +415,7 @@ mod tests {
     #[test]
     fn a_reason_of_a_megabyte_is_told_in_a_line_that_any_client_takes() {
         assert_eq!(brief("it was cancelled".into()), "it was cancelled");
-        // Characters of three bytes, of which none is cut.
+        // Characters of three bytes. None is split.
         let told = brief("\u{20ac}".repeat(1 << 19));
         assert!(told.len() < 2 * MAX_REASON && told.ends_with("\u{20ac}… (1572864 bytes in all)"), "{told}");
     }

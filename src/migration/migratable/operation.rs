@@ -1,5 +1,7 @@
-//! The operation that a machine has under way, as its event loop's thread sees it: at most one, and whose it is. One by which memory and
-//! state leave it has a thread of its own; [`SaveOperation`] is the end that speaks to that, and what has been measured and decided so far.
+//! The current operation of a machine and its owner, as seen by the event loop's thread. There is
+//! at most one. An operation that moves memory and state out of the machine has a thread.
+//! [`SaveOperation`] communicates with the thread and holds what has been measured and decided so
+//! far.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -19,17 +21,17 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::Inspect;
 use vellum_machine::dump::Dumping;
 
-/// What is under way.
+/// The current operation.
 pub(super) struct Operation {
     kind: Kind,
-    /// The number of the request, which events carry.
+    /// The number of the request, which its events carry.
     id: Option<u64>,
-    /// Who asked, while that client is there.
+    /// The client that requested it, while it is connected.
     owner: Option<Asker>,
     work: Work,
 }
 
-/// How it is done.
+/// How the operation is executed.
 pub(super) enum Work {
     /// By a thread.
     SaveOperation(Box<SaveOperation>),
@@ -37,26 +39,26 @@ pub(super) enum Work {
     Dumping(Box<DumpJob>),
 }
 
-/// Where a guest that panics is dumped to.
+/// The destination of a dump if the guest panics.
 #[derive(Debug)]
 pub struct OnPanic {
     /// The file, without a name.
     pub file: File,
-    /// What it will be called.
+    /// Its future name.
     pub name: String,
-    /// Has it named, by the process's guard.
+    /// Signals the process's guard to name it.
     pub written: EventFd,
 }
 
-/// A dump that is under way.
+/// A dump in progress.
 pub(super) struct DumpJob {
     pub(super) dumping: Dumping,
-    /// How the guest has ended, where that is why.
+    /// How the guest has ended, if that is the reason for the dump.
     pub(super) ended: Option<(Exit, OnPanic)>,
 }
 
 impl Operation {
-    /// An operation that `by` has asked for.
+    /// An operation that `by` has requested.
     pub(super) fn new(kind: Kind, by: Option<Asker>, work: Work) -> Self {
         Self { kind, id: by.map(|by| by.id), owner: by, work }
     }
@@ -67,13 +69,13 @@ impl Operation {
 pub(super) struct AtMostOne(Option<Operation>);
 
 impl AtMostOne {
-    /// Begins one, where none is under way.
+    /// Begins an operation. None may be in progress.
     pub(super) fn begin(&mut self, operation: Operation) {
         debug_assert!(self.0.is_none(), "an operation is under way");
         self.0 = Some(operation);
     }
 
-    /// Ends it. Its thread, if it has one, is gone then.
+    /// Ends the operation. If it has a thread, the thread is gone afterwards.
     pub(super) fn end(&mut self) {
         self.0 = None;
     }
@@ -87,7 +89,7 @@ impl AtMostOne {
         self.0.as_ref()?.id
     }
 
-    /// Whether the client of this connection has asked for it.
+    /// Whether the client of this connection requested it.
     pub(super) fn is_of(&self, connection: u64) -> bool {
         let owner = self.0.as_ref().and_then(|operation| operation.owner);
         owner.is_some_and(|owner| owner.connection == connection)
@@ -124,7 +126,7 @@ impl AtMostOne {
         self.0.as_ref().is_some_and(|operation| operation.kind == Kind::Dump && operation.id.is_none())
     }
 
-    /// Takes a dump that is over, or is to be.
+    /// Takes the dump, to end it.
     pub(super) fn take_dump(&mut self) -> Option<DumpJob> {
         match self.0.take() {
             Some(Operation { work: Work::Dumping(errand), .. }) => Some(*errand),
@@ -135,7 +137,7 @@ impl AtMostOne {
         }
     }
 
-    /// Its client has gone.
+    /// Its client has disconnected.
     fn disown(&mut self) {
         if let Some(operation) = &mut self.0 {
             operation.owner = None;
@@ -144,12 +146,13 @@ impl AtMostOne {
 }
 
 impl<P: Inspect> MigratableMachine<P> {
-    /// Tells who listens what happens in the operation that is under way.
+    /// Reports an event of the current operation to subscribers.
     pub(super) fn tell(&mut self, event: Event) {
         self.news.push(News { id: self.operation.id(), event });
     }
 
-    /// One operation is under way at a time: the log of dirty pages is one user's, and a dump is of one moment.
+    /// Fails if an operation is in progress. Only one is possible at a time: the dirty log has one
+    /// user, and a dump shows one moment.
     pub(super) fn is_idle(&self) -> Result<(), String> {
         match self.operation.under_way() {
             None => Ok(()),
@@ -157,7 +160,8 @@ impl<P: Inspect> MigratableMachine<P> {
         }
     }
 
-    /// The client of this connection has gone: what it has asked for ends, unless that goes on without it.
+    /// The client of this connection has disconnected. Ends its operation unless that continues
+    /// without a client.
     pub(super) fn end_of_client(&mut self, connection: u64) {
         let Some(kind) = self.operation.kind().filter(|_| self.operation.is_of(connection)) else { return };
         self.operation.disown();
@@ -168,10 +172,10 @@ impl<P: Inspect> MigratableMachine<P> {
         }
     }
 
-    /// Has the thread of a migration, an upgrade or a snapshot give up.
+    /// Cancels the thread of a migration, an upgrade or a snapshot.
     pub(super) fn cancel(&self, why: &str) {
         let Some(leaving) = self.operation.leaving() else { return };
-        // A link that takes nothing holds up nobody who has had enough. After COMMIT the target is asked first.
+        // A blocked link must not delay a cancellation. After COMMIT the target is asked first.
         if !self.held.unconfirmed {
             leaving.give_up.now();
         }
@@ -183,30 +187,33 @@ impl<P: Inspect> MigratableMachine<P> {
 pub(super) struct SaveOperation {
     /// Whether the machine ends once it is saved.
     pub(super) stop: bool,
-    /// What ties this process to the one that it moves to, where that stands in for this one.
+    /// The descriptor that connects this process to the one that replaces it.
     pub(super) successor: Option<OwnedFd>,
-    /// None once it is to find nobody there.
+    /// None once the thread is to find its channel disconnected.
     pub(super) thread_end: Option<threads::MachineEnd<Said, SenderCommand>>,
     pub(super) give_up: GiveUp,
     pub(super) thread: Option<JoinHandle<()>>,
     /// When the machine was paused for the final pass.
     pub(super) paused: Option<Instant>,
-    /// How long it stood still, once it goes on.
+    /// How long it was paused, once it has resumed.
     pub(super) stood: Option<Duration>,
-    /// When it was to stand still for that, when it did, and when its state had been saved.
+    /// When the pause was requested, when the machine was paused, and when its state was saved, in
+    /// microseconds of CLOCK_MONOTONIC.
     pub(super) steps: [u64; 3],
-    /// How its dirty pages are collected, once they are.
+    /// How its dirty pages are collected, once tracking is on.
     pub(super) tracker: Option<Method>,
-    /// Why they are not collected in the way that costs the guest least.
+    /// Why the method with the lowest cost for the guest is not used.
     pub(super) distrust: Option<&'static str>,
-    /// For how long the guest had stood still, in microseconds, when it ran on the target, which lacks some of its memory.
+    /// With postcopy, how long the guest had been paused when it started on the target, in
+    /// microseconds.
     pub(super) ahead: Option<u64>,
-    /// Whether the link to that is cut.
+    /// Whether the link to the target has dropped.
     pub(super) severed: bool,
 }
 
 impl SaveOperation {
-    /// One whose thread is to be started, and is spoken to by `thread_end`.
+    /// An operation whose thread is still to be started. `thread_end` is this side's end of the
+    /// channel.
     pub(super) fn new(
         thread_end: threads::MachineEnd<Said, SenderCommand>,
         distrust: Option<&'static str>,
@@ -242,7 +249,7 @@ impl Drop for SaveOperation {
     fn drop(&mut self) {
         self.give_up.now();
         self.tell(SenderCommand::Cancel("its machine is being ended".into()));
-        // Then it finds nobody there, whatever it is at.
+        // The thread then finds its channel disconnected, whatever it is doing.
         self.thread_end = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

@@ -68,12 +68,13 @@ const PAYS: f64 = 0.8;
 /// A final pass is never given up before this time, even if the limit is lower: times of
 /// milliseconds vary by milliseconds.
 const MIN_OVERRUN: Duration = Duration::from_secs(1);
-/// The minimum time between passes that leave as much as they had and too much for the limit.
+/// The minimum time from the start of a pass to the next, if the pass does not pay and leaves too
+/// much for the limit.
 const REST: Duration = Duration::from_millis(50);
 /// The longest that the sender waits before it checks for events.
 const LOOK: Duration = Duration::from_millis(20);
-/// After this many passes the rest is sent even if each pass still pays a little. Long runs of
-/// small passes gain nothing.
+/// After this many passes the rest is sent, if it fits, even if each pass still pays a little. Long
+/// runs of small passes gain nothing.
 const MAX_SMALL_PASSES: u32 = 20;
 
 /// The percentage of time that throttling takes from a guest at first, and what each step adds. The
