@@ -1,7 +1,8 @@
-//! What a process lends of itself to another of its host that is to take its machine over: descriptors, and what they are of.
+//! The descriptors that a process lends to another process of its host that takes over its machine,
+//! and a list of what they are.
 //!
-//! The one that lends goes on as before until the hand-over is decided; then it lets go of all of it. Memory is not among it: that goes
-//! with the migration, as its state does.
+//! The lender continues as before until the hand-over is decided. Then it releases all of them.
+//! Memory and state are not among them: the migration transfers both.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,10 +11,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The version of the list that is written here, and the only one that is read.
+/// The version of the list. It is the only version written and read.
 pub const VERSION: u32 = 1;
 
-/// The list. Numbers of descriptors count from the first one that is lent.
+/// The list. Descriptor numbers count from the first one that is lent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct List {
@@ -23,48 +24,48 @@ pub struct List {
     pub standard: Vec<usize>,
     /// The control socket.
     pub control: Option<Socket>,
-    /// What ties this process to the one that was started first, where it is not that itself.
+    /// The socket to the process that was started first, if this is not that process itself.
     #[serde(rename = "tether")]
     pub supervisor: Option<usize>,
-    /// The sandbox, as its flag says it.
+    /// The sandbox, as in its flag.
     pub sandbox: String,
-    /// For whom root is given up.
+    /// The user and group that root is dropped for.
     pub user: Option<(u32, u32)>,
-    /// How long the machine may run on, in milliseconds.
+    /// The remaining time limit of the machine, in milliseconds.
     pub limit_ms: Option<u64>,
-    /// Where its result goes.
+    /// The file for its result.
     pub result: Option<PathBuf>,
     /// Whether memory is locked.
     pub lock: bool,
-    /// Entries of each vCPU's dirty ring.
+    /// The number of entries of each vCPU's dirty ring.
     pub dirty_ring: Option<u32>,
     /// The serial port.
     pub serial: Option<Serial>,
-    /// Virtio devices, in their order.
+    /// Virtio devices, in order.
     pub devices: Vec<Device>,
 }
 
-/// A socket that somebody listens at.
+/// A listening socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Socket {
     /// Its absolute path.
     pub path: PathBuf,
-    /// The socket.
+    /// The socket's descriptor.
     pub descriptor: usize,
 }
 
-/// Where a serial port leads.
+/// The targets of a serial port.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Serial {
-    /// What the guest writes goes there.
+    /// Where the guest's output goes.
     pub output: Option<usize>,
-    /// What it reads comes from there.
+    /// Where the guest's input comes from.
     pub input: Option<usize>,
-    /// What keeps a pseudo-terminal from hanging up.
+    /// The slave of a pseudo-terminal, which keeps it from hanging up.
     pub slave: Option<usize>,
-    /// Whether the input is a terminal that is raw.
+    /// Whether the input is a terminal in raw mode.
     pub raw: bool,
 }
 
@@ -74,13 +75,13 @@ pub struct Serial {
 pub struct Device {
     /// The key of its kind.
     pub kind: String,
-    /// What was asked for, in that kind's own form.
+    /// Its configuration, in the kind's own form.
     pub written: Value,
-    /// What it has open.
+    /// Its open descriptors.
     pub descriptors: Vec<usize>,
 }
 
-/// The list as it grows, and its descriptors.
+/// A list in preparation, and its descriptors.
 #[derive(Debug, Default)]
 pub struct HandoffFds {
     /// The list.
@@ -90,29 +91,30 @@ pub struct HandoffFds {
 }
 
 impl HandoffFds {
-    /// Adds a descriptor; its number.
+    /// Adds a descriptor. Returns its number.
     pub fn add(&mut self, descriptor: impl Into<OwnedFd>) -> usize {
         self.descriptors.push(descriptor.into());
         self.descriptors.len() - 1
     }
 
-    /// Adds another descriptor of what this one is of.
+    /// Adds a copy of a descriptor. Returns its number.
     ///
     /// # Errors
-    /// Where there is none left.
+    /// No descriptor is left.
     pub fn add_copy(&mut self, of: impl AsFd) -> io::Result<usize> {
         Ok(self.add(of.as_fd().try_clone_to_owned()?))
     }
 }
 
-/// The longest list that is read, in bytes.
+/// The maximum length of a list that is read, in bytes.
 const MAX_LIST: usize = 1 << 20;
 
 impl List {
-    /// Reads one that comes with so many descriptors.
+    /// Parses a list that arrived with this number of descriptors.
     ///
     /// # Errors
-    /// In words: where it is none, of another version, or names a descriptor that there is not.
+    /// In words: it is not a list, it has another version, or it names a descriptor that did not
+    /// arrive.
     pub fn parse(bytes: &[u8], descriptors: usize) -> Result<Self, String> {
         if bytes.len() > MAX_LIST {
             return Err(format!("the list of what is handed over has more than {MAX_LIST} bytes"));

@@ -1,4 +1,5 @@
-//! A machine's state in parts, as it leaves one process and comes into another: names, versions, and JSON that is read strictly.
+//! The sections of a machine's state, which one process writes and another reads: names, versions,
+//! and JSON that is parsed strictly.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +9,7 @@ use serde::de::DeserializeOwned;
 /// A part of a machine's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Section {
-    /// What it is of: `vcpu0`, `clock`, `irqchip`, `serial`, `rtc`, `disk0`.
+    /// Its name: `vcpu0`, `clock`, `irqchip`, `serial`, `rtc`, `disk0`.
     pub name: String,
     /// The version of its fields.
     pub version: u16,
@@ -16,42 +17,42 @@ pub struct Section {
     pub body: Vec<u8>,
 }
 
-/// Sections that are not this machine's state.
+/// Why sections are not this machine's state.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// One of them is not there.
+    /// A section is missing.
     #[error("the saved state has no section {0}; it is damaged or of another machine")]
     Missing(String),
-    /// Two are of one name.
+    /// Two sections have the same name.
     #[error("the saved state has two sections {0:?}; it is damaged")]
     Twice(String),
-    /// Nobody here has such a state.
+    /// No component has a section of this name.
     #[error(
         "the saved state has a section {0:?}, of which this machine knows nothing; give it the same devices"
     )]
     Unknown(String),
-    /// Its fields are others.
+    /// The section has another version.
     #[error("section {name} of the saved state has version {found}, and this program knows {known}")]
     Version {
-        /// Which.
+        /// The section's name.
         name: String,
-        /// The version that it has.
+        /// Its version.
         found: u16,
-        /// The version that is understood.
+        /// The supported version.
         known: u16,
     },
-    /// Its fields are not what its version has.
+    /// The fields do not match the version.
     #[error("section {name} of the saved state: {error}; it is damaged or from another version")]
     Body {
-        /// Which.
+        /// The section's name.
         name: String,
         /// What is wrong.
         error: serde_json::Error,
     },
-    /// Its fields hold what no save writes.
+    /// The fields have values that are never saved.
     #[error("section {name} of the saved state has {what}; it is damaged or of another machine")]
     Implausible {
-        /// Which.
+        /// The section's name.
         name: String,
         /// What is wrong.
         what: &'static str,
@@ -59,22 +60,22 @@ pub enum Error {
 }
 
 impl Section {
-    /// The section of this name that holds `fields`.
+    /// A section of this name with `fields`.
     pub fn new(name: impl Into<String>, version: u16, fields: &impl Serialize) -> Self {
         let body = serde_json::to_vec(fields).expect("states are plain data");
         Self { name: name.into(), version, body }
     }
 }
 
-/// Sections that have come, each of which is taken once.
+/// Sections to restore. Each is taken once.
 #[derive(Debug)]
 pub struct Sections(BTreeMap<String, Section>);
 
 impl Sections {
-    /// All of `sections`.
+    /// Collects `sections`.
     ///
     /// # Errors
-    /// Where two are of one name.
+    /// Two have the same name.
     pub fn new(sections: Vec<Section>) -> Result<Self, Error> {
         let mut all = BTreeMap::new();
         for section in sections {
@@ -85,10 +86,10 @@ impl Sections {
         Ok(Self(all))
     }
 
-    /// The fields of section `name`, which must have this version.
+    /// The fields of section `name`, which must have version `known`.
     ///
     /// # Errors
-    /// Where it is missing, or its fields are not of this version.
+    /// The section is missing, has another version, or its fields do not match.
     pub fn take<T: DeserializeOwned>(&mut self, name: &str, known: u16) -> Result<T, Error> {
         let section = self.0.remove(name).ok_or_else(|| Error::Missing(name.into()))?;
         if section.version != known {
@@ -102,10 +103,10 @@ impl Sections {
         self.0.contains_key(name)
     }
 
-    /// All that came has been taken.
+    /// Checks that all sections have been taken.
     ///
     /// # Errors
-    /// Where something is left.
+    /// A section is left.
     pub fn end(self) -> Result<(), Error> {
         self.0.into_keys().next().map_or(Ok(()), |name| Err(Error::Unknown(name)))
     }

@@ -1,11 +1,13 @@
-//! The orders in which a machine of either kind is saved and restored, and what both kinds have: vCPUs and a clock.
+//! The orders in which a machine of either kind is saved and restored, and the state that both
+//! kinds have: vCPUs and a clock.
 //!
-//! Saved, while everything stands still: the vCPUs side by side, each on its own thread; then the clock, the interrupt controller and
-//! the devices. No vCPU is asked anything afterwards: asking makes KVM write to guest memory (stolen time).
+//! Saving happens while the machine is paused. The vCPUs come first, in parallel, each on its own
+//! thread; then the clock, the interrupt controller and the devices. No vCPU is queried afterwards,
+//! because a query makes KVM write to guest memory (stolen time).
 //!
-//! Restored: the vCPUs with their local APICs, then the interrupt controller, then the devices, which raise again what they have
-//! raised and nobody has acknowledged: a local APIC that is set later would forget it. The clock comes last, for KVM compares it with
-//! the TSCs of all vCPUs.
+//! Restoring begins with the vCPUs and their local APICs, then the interrupt controller, then the
+//! devices. Devices raise their unacknowledged interrupts again; a local APIC that is restored
+//! later would lose them. The clock comes last, because KVM compares it with the TSCs of all vCPUs.
 
 use std::sync::Arc;
 
@@ -31,13 +33,13 @@ const CPUID: u16 = 1;
 /// Why a machine cannot be saved or restored.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A vCPU's state.
+    /// A vCPU's state, with its index.
     #[error("vCPU {0}: {1}")]
     State(usize, #[source] state::Error),
-    /// The clock's.
+    /// The clock's state.
     #[error(transparent)]
     Clock(state::Error),
-    /// The interrupt controller's.
+    /// The interrupt controller's state.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
     /// A vCPU's thread.
@@ -46,16 +48,16 @@ pub enum Error {
     /// The sections are not this machine's.
     #[error(transparent)]
     Section(#[from] section::Error),
-    /// A device's state.
+    /// A device's state, with its name.
     #[error("{0}: {1}")]
     Device(String, #[source] Box<dyn std::error::Error + Send + Sync>),
-    /// A description that is not of a machine of this kind.
+    /// The description is not one of a machine of this kind.
     #[error("the description of the machine: {0}; it is damaged or from another version")]
     Description(#[source] serde_json::Error),
-    /// Memory that cannot be cut as it is described.
+    /// Memory cannot be divided into the described slots.
     #[error("the machine has memory that cannot be here: {0}")]
     Memory(String),
-    /// Memory cannot be cut.
+    /// Dividing memory failed.
     #[error(transparent)]
     Slots(#[from] memory::Error),
     /// Nothing has been restored.
@@ -74,7 +76,7 @@ impl Diagnose for Error {
     }
 }
 
-/// A memslot as a description has it.
+/// A memslot in a description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Place {
@@ -90,10 +92,11 @@ impl From<&Slot> for Place {
     }
 }
 
-/// Cuts the slots of `memory`, which has been mapped for it, as they were elsewhere, whatever backs it here.
+/// Divides `memory`, which has been mapped for it, into the same slots as on the source. The
+/// backing may differ.
 ///
 /// # Errors
-/// Where it cannot be cut so.
+/// It cannot be divided so.
 pub fn cut_like(memory: &mut Memory, places: &[Place]) -> Result<(), Error> {
     let mut cuts = Vec::with_capacity(places.len());
     let mut end = 0u64;
@@ -111,31 +114,32 @@ pub fn cut_like(memory: &mut Memory, places: &[Place]) -> Result<(), Error> {
     }
 }
 
-/// What every machine has: vCPUs and a clock.
+/// The state that every machine has: vCPUs and a clock.
 #[derive(Clone, Debug)]
 pub struct Processors {
     vcpus: Arc<Vec<state::State>>,
     clock: Clock,
-    /// What the machine's description says of CPUID. A KVM may tell of a vCPU more than it was given.
+    /// CPUID from the machine's description. A KVM may report more for a vCPU than it was given.
     pub cpuid: Vec<Leaf>,
 }
 
-/// `vcpu0` and so on.
+/// The name of a vCPU's section: `vcpu0` and so on.
 fn vcpu_name(index: usize) -> String {
     format!("vcpu{index}")
 }
 
-/// The first error that a vCPU has met.
+/// All results, or the error of the first vCPU that has one.
 fn first<T>(results: Vec<Result<T, state::Error>>) -> Result<Vec<T>, Error> {
     let named = |(index, result): (usize, Result<T, _>)| result.map_err(|e| Error::State(index, e));
     results.into_iter().enumerate().map(named).collect()
 }
 
 impl Processors {
-    /// Reads them from KVM: the vCPUs side by side, then the clock. `cpuid` is what the machine's description says.
+    /// Reads the state from KVM: the vCPUs in parallel, then the clock. `cpuid` comes from the
+    /// machine's description.
     ///
     /// # Errors
-    /// Where KVM refuses, or a guest has what cannot be saved.
+    /// KVM refuses, or a guest has state that cannot be saved.
     pub fn save(
         quiesced: &Quiesced<'_>,
         vm: &VmFd,
@@ -156,10 +160,10 @@ impl Processors {
         sections
     }
 
-    /// Those of `cpus` vCPUs out of `sections`.
+    /// Takes the sections of `cpus` vCPUs and the clock out of `sections`.
     ///
     /// # Errors
-    /// Where one is missing or damaged.
+    /// A section is missing or damaged.
     pub fn take(sections: &mut Sections, cpus: usize) -> Result<Self, section::Error> {
         let vcpu = |index| sections.take(&vcpu_name(index), VCPU);
         let vcpus = (0..cpus).map(vcpu).collect::<Result<_, _>>()?;
@@ -167,16 +171,16 @@ impl Processors {
         Ok(Self { vcpus: Arc::new(vcpus), clock, cpuid })
     }
 
-    /// What they hold of interrupts.
+    /// The interrupts that the vCPUs hold.
     pub fn held(&self) -> HeldVectors {
         state::held(&self.vcpus)
     }
 
-    /// Restores a machine in the order that the module's head gives. `devices` restores what this knows nothing of. Returns the
-    /// frequency in kHz that TSCs have from now on.
+    /// Restores a machine in the order that the module's head gives. `devices` restores the
+    /// devices. Returns the TSC frequency in kHz from now on.
     ///
     /// # Errors
-    /// Where KVM refuses, or the state is not this machine's.
+    /// KVM refuses, or the state is not this machine's.
     pub fn restore<E: From<Error>>(
         &self,
         quiesced: &Quiesced<'_>,
@@ -212,8 +216,8 @@ impl Processors {
         meanwhile: ClockPolicy,
     ) -> Result<Option<u32>, Error> {
         let (states, asked) = (self.vcpus.clone(), context.clone());
-        // By the first one's TSC the others know how long it has been. Its thread does all that it has to do at once: to wake it, and to be
-        // woken by it, takes longer than that.
+        // The first vCPU's TSC tells the others how much time has passed. Its thread does all of
+        // its work at once, because waking it twice takes longer than that.
         let first = quiesced.first(move |fd| {
             let onward = states[0].onward(fd, &asked, meanwhile)?;
             states[0].restore(fd, &asked, onward, meanwhile)?;
@@ -229,10 +233,10 @@ impl Processors {
         Ok(khz)
     }
 
-    /// Restores what makes KVM write to guest memory.
+    /// Restores the state that makes KVM write to guest memory.
     ///
     /// # Errors
-    /// Where KVM refuses.
+    /// KVM refuses.
     pub fn commit(&self, quiesced: &Quiesced<'_>, context: &Context) -> Result<(), Error> {
         let results = quiesced.each_its_own(|index| {
             let (states, context) = (self.vcpus.clone(), context.clone());

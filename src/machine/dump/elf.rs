@@ -1,5 +1,6 @@
-//! The file as crash(8), makedumpfile(8), drgn and GDB read it: an ELF core of 64 bits (elf(5)) with a segment of notes and one for each
-//! stretch of RAM, as the kernel's own /proc/vmcore is.
+//! The file format for crash(8), makedumpfile(8), drgn and GDB: a 64-bit ELF core (elf(5)) with a
+//! segment of notes and a segment for each range of RAM. The kernel's own /proc/vmcore has the same
+//! form.
 
 use vellum_kvm::arch::core::MACHINE;
 use vellum_sys::mmap::PAGE_SIZE;
@@ -9,10 +10,10 @@ const SEGMENT: u64 = 56;
 const PT_LOAD: u32 = 1;
 const PT_NOTE: u32 = 4;
 const READ_WRITE_EXECUTE: u32 = 7;
-/// NT_PRSTATUS, of `CORE`.
+/// NT_PRSTATUS, in notes named `CORE`.
 const PRSTATUS: u32 = 1;
 
-/// A stretch of RAM.
+/// A contiguous range of RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
     /// Its guest-physical address.
@@ -21,18 +22,18 @@ pub struct Stretch {
     pub bytes: u64,
 }
 
-/// How the file is laid out.
+/// The layout of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// All before the first byte of memory.
+    /// Everything before the first byte of memory.
     pub head: Vec<u8>,
-    /// Where each stretch begins in the file.
+    /// The file offset of each range.
     pub offsets: Vec<u64>,
-    /// How long the file is.
+    /// The length of the file in bytes.
     pub bytes: u64,
 }
 
-/// The notes: NT_PRSTATUS of each vCPU, and `vmcoreinfo`, a note itself.
+/// The notes: an NT_PRSTATUS for each vCPU, and `vmcoreinfo`, which is a complete note.
 pub fn notes(statuses: &[Vec<u8>], vmcoreinfo: Option<&[u8]>) -> Vec<u8> {
     let mut notes = Vec::new();
     for status in statuses {
@@ -46,18 +47,19 @@ pub fn notes(statuses: &[Vec<u8>], vmcoreinfo: Option<&[u8]>) -> Vec<u8> {
     notes
 }
 
-/// The file of `stretches`, which the kernel sees from address `direct` on, where that is known.
+/// Lays out a file with `stretches`. `direct` is the kernel's virtual address of physical address
+/// 0, if known.
 pub fn layout(notes: &[u8], stretches: &[Stretch], direct: Option<u64>) -> Layout {
     let segments = stretches.len() as u64 + 1;
     let at = HEADER + SEGMENT * segments;
     let mut offset = (at + notes.len() as u64).next_multiple_of(PAGE_SIZE);
     let mut head = Vec::new();
-    // e_ident: 64 bits, little-endian, version 1; then ET_CORE.
+    // e_ident: 64 bits, little-endian, version 1. Then ET_CORE.
     head.extend(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
     head.extend(4u16.to_le_bytes());
     head.extend(MACHINE.to_le_bytes());
     head.extend(1u32.to_le_bytes());
-    // Entry, segments, sections; flags; sizes and counts.
+    // Offsets of entry, segments and sections; flags; sizes and counts.
     [0, HEADER, 0].iter().for_each(|word: &u64| head.extend(word.to_le_bytes()));
     head.extend(0u32.to_le_bytes());
     [HEADER as u16, SEGMENT as u16, segments as u16, 0, 0, 0]
@@ -66,7 +68,8 @@ pub fn layout(notes: &[u8], stretches: &[Stretch], direct: Option<u64>) -> Layou
     let mut segment = |kind: u32, flags: u32, words: [u64; 5]| {
         head.extend(kind.to_le_bytes());
         head.extend(flags.to_le_bytes());
-        // Offset, address, physical address, size in the file and in memory; and no alignment, by which crash knows such a dump.
+        // Offset, virtual address, physical address, size in the file and in memory. The alignment
+        // is 0: crash recognizes this kind of dump by it.
         words.iter().for_each(|word| head.extend(word.to_le_bytes()));
         head.extend(0u64.to_le_bytes());
     };
@@ -99,7 +102,7 @@ mod tests {
             (0x1a1000, HEADER + 3 * SEGMENT + notes.len() as u64)
         );
         let word = |at: usize| u64::from_le_bytes(layout.head[at..at + 8].try_into().unwrap());
-        // The second stretch: its address, and its physical address.
+        // The second range's virtual and physical address.
         let third = (HEADER + 2 * SEGMENT) as usize;
         assert_eq!((word(third + 16), word(third + 24)), (0xffff_8881_0000_0000, 1 << 32));
     }

@@ -1,8 +1,9 @@
-//! A machine's memory as a core dump that crash, makedumpfile, drgn and GDB open.
+//! Writes a machine's memory as a core dump that crash, makedumpfile, drgn and GDB open.
 //!
-//! [`vmcoreinfo`] finds what a Linux kernel says of itself, [`elf`] is the file. A dump goes in [turns](Dumping::turn) of the event loop, a part of
-//! memory each, so that a machine that is large answers meanwhile; it stands still from the first turn to the last. What nobody has
-//! touched, and what is zero, is a hole in the file.
+//! [`vmcoreinfo`] finds the Linux kernel's description of itself, and [`elf`] is the file format. A
+//! dump runs in [turns](Dumping::turn) of the event loop, each for a part of memory, so that a
+//! large machine still answers requests. The machine is paused from the first turn to the last.
+//! Untouched pages and zero pages are holes in the file.
 
 pub mod elf;
 pub mod vmcoreinfo;
@@ -22,19 +23,19 @@ use vellum_kvm::memory::{Memory, Slot};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::pagemap::Pagemap;
 
-/// How much of memory a turn goes over, in pages: 64 MiB.
+/// The number of pages that a turn processes: 64 MiB.
 const TURN: u64 = 16 << 10;
-/// How much is read and written at a time, in pages.
+/// The number of pages read and written at a time.
 const BATCH: u64 = 64;
 
-/// What has been written.
+/// The result of a dump.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dumped {
-    /// How long the file is.
+    /// The length of the file in bytes.
     pub bytes: u64,
-    /// How much of it is no hole.
+    /// How many of these bytes are not holes.
     pub content: u64,
-    /// What the kernel says of itself, where it says so.
+    /// The kernel's description of itself, if it has one.
     pub vmcoreinfo: Option<Vmcoreinfo>,
 }
 
@@ -60,7 +61,7 @@ impl Ram {
         slot.mapping().copy_to(slot.offset() + pages.start * PAGE_SIZE, to);
     }
 
-    /// Those of the pages `pages` of `slot` that may be other than zero.
+    /// The runs among the pages `pages` of `slot` that may not be zero.
     fn touched(&self, slot: &Slot, pages: Range<u64>) -> Vec<Range<u64>> {
         let mut runs = Vec::new();
         self.memory.perhaps_touched(self.pagemap.as_deref(), slot, pages, |run| runs.push(run));
@@ -68,22 +69,23 @@ impl Ram {
     }
 }
 
-/// A dump that is being written.
+/// A dump in progress.
 pub struct Dumping {
     file: File,
     ram: Ram,
     cores: Vec<Core>,
     current: Vec<Tables>,
     vmcoreinfo: Option<Vmcoreinfo>,
-    /// The file, once it is known what the kernel says of itself.
+    /// The file's layout. It is known after the search for the kernel's description.
     layout: Option<Layout>,
-    /// The slot and the page in it that are next.
+    /// The next slot and the next page in it.
     at: (usize, u64),
     content: u64,
 }
 
 impl Dumping {
-    /// One of a machine that stands still, with these vCPUs and RAM in `slots` of `memory`, into `file`.
+    /// A dump to `file` of a paused machine with these vCPUs, and with its RAM in `slots` of
+    /// `memory`.
     pub fn new(
         file: File,
         cores: Vec<Core>,
@@ -96,10 +98,10 @@ impl Dumping {
         Self { file, ram, cores, current, vmcoreinfo: None, layout: None, at: (0, 0), content: 0 }
     }
 
-    /// Goes on by a part of memory; what was written, when all of it is.
+    /// Processes the next part of memory. Returns the result once all is written.
     ///
     /// # Errors
-    /// Where a write fails.
+    /// A write fails.
     pub fn turn(&mut self) -> io::Result<Option<Dumped>> {
         let (index, page) = self.at;
         let Some(slot) = self.ram.slots.get(index).cloned() else {
@@ -114,7 +116,7 @@ impl Dumping {
         self.at = if pages.end == slot.pages() { (index + 1, 0) } else { (index, pages.end) };
         let Some(layout) = &self.layout else {
             if self.look(&slot, pages) {
-                // Nothing more to look for.
+                // The search is over.
                 self.at = (self.ram.slots.len(), 0);
             }
             return Ok(None);
@@ -124,14 +126,14 @@ impl Dumping {
         Ok(None)
     }
 
-    /// Looks for the kernel's note among these pages; whether it is there.
+    /// Searches these pages for the kernel's note. Returns whether it was found.
     fn look(&mut self, slot: &Slot, pages: Range<u64>) -> bool {
         let mut start = [0; LOOK.next_multiple_of(8)];
         for run in self.ram.touched(slot, pages) {
             for page in run {
                 slot.mapping().copy_to(slot.offset() + page * PAGE_SIZE, &mut start);
                 let Some(len) = vmcoreinfo::length(&start) else { continue };
-                // It may go over into the next pages, which are of the same memory.
+                // The note may extend into the next pages of the same slot.
                 let end = slot.pages().min(page + (len as u64).div_ceil(PAGE_SIZE));
                 let mut note = Vec::new();
                 self.ram.copy(slot, page..end, &mut note);
@@ -146,7 +148,7 @@ impl Dumping {
         false
     }
 
-    /// Writes all that is before memory.
+    /// Writes everything before memory.
     fn begin(&mut self) -> io::Result<()> {
         let statuses: Vec<_> =
             self.cores.iter().enumerate().map(|(index, core)| core.prstatus(index)).collect();
@@ -170,7 +172,7 @@ impl Dumping {
         Ok(())
     }
 
-    /// Writes those of these pages that are not zero.
+    /// Writes the nonzero pages among these.
     fn write(&mut self, slot: &Slot, pages: Range<u64>, start: u64) -> io::Result<()> {
         let mut buffer = Vec::new();
         for run in self.ram.touched(slot, pages) {
@@ -180,7 +182,7 @@ impl Dumping {
                 self.ram.copy(slot, batch.clone(), &mut buffer);
                 let full = |page: &[u8]| page.iter().any(|byte| *byte != 0);
                 let mut at = 0;
-                // Neighbours that are both zero, or both not, go together.
+                // Neighbours that are both zero, or both nonzero, are handled together.
                 let pages: Vec<&[u8]> = buffer.chunks(PAGE_SIZE as usize).collect();
                 for part in pages.chunk_by(|a, b| full(a) == full(b)) {
                     let bytes = part.len() * PAGE_SIZE as usize;
@@ -197,10 +199,10 @@ impl Dumping {
         Ok(())
     }
 
-    /// Has it on the disk.
+    /// Syncs the file to the disk.
     ///
     /// # Errors
-    /// What the disk says.
+    /// The disk's.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync_all()
     }

@@ -1,27 +1,30 @@
-//! What a Linux kernel leaves in its memory for whoever reads a dump of it: VMCOREINFO, an ELF note with text
-//! (Documentation/admin-guide/kdump/vmcoreinfo.rst). It is found by its beginning, at the beginning of a page, and believed where the
-//! guest's page tables say what it says: they map the kernel's text where the note's own figures (phys_base, the address of the first table)
-//! have it. A note of a kernel that ran before, or one that somebody has made up, is passed over.
+//! VMCOREINFO: an ELF note with text that a Linux kernel leaves in its memory for readers of its
+//! dump (Documentation/admin-guide/kdump/vmcoreinfo.rst). It is found by its first bytes, at the
+//! start of a page. A note is accepted only if the guest's page tables confirm it: they must map
+//! the kernel's text to the place given by the note's own values (phys_base, the address of the
+//! first table). So a note of an earlier kernel, or a forged one, is skipped.
 //!
-//! A guest may have put anything anywhere: nothing here is longer than a note may be, and a note costs a few walks.
+//! A guest may have put anything anywhere. The length of a note is limited here, and a note costs
+//! only a few page table walks.
 
 use vellum_kvm::arch::core::IMAGE;
 use vellum_kvm::arch::paging::Tables;
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// The note's name with its zero, its padding, and the three words before it: lengths of name and text, type 0.
+/// The note's name with its zero and padding. Before it are three words: the lengths of name and
+/// text, and type 0.
 const NAME: &[u8; 12] = b"VMCOREINFO\0\0";
 const NAME_LEN: u32 = 11;
 const HEAD: usize = 12 + NAME.len();
-/// What every text begins with.
+/// The start of every note's text.
 const BEGINS: &[u8] = b"OSRELEASE=";
-/// The kernel keeps the text in one page (VMCOREINFO_BYTES).
+/// The maximum length of the text: the kernel keeps it in one page (VMCOREINFO_BYTES).
 const MAX_NOTE: u32 = PAGE_SIZE as u32;
 
-/// How much of a page's beginning [`length`] looks at.
+/// The number of bytes of a page that [`length`] looks at.
 pub const LOOK: usize = HEAD + BEGINS.len() + 6;
 
-/// How long the note is that a page with this beginning may be the beginning of, header included.
+/// The length of the note, header included, if a page with this beginning may start one.
 pub fn length(start: &[u8]) -> Option<usize> {
     let word = |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?));
     let (name, text, kind) = (word(0)?, word(4)?, word(8)?);
@@ -30,25 +33,25 @@ pub fn length(start: &[u8]) -> Option<usize> {
     (is_one && begins && text <= MAX_NOTE && text as usize >= BEGINS.len()).then_some(HEAD + text as usize)
 }
 
-/// A note, and what of it the page tables have confirmed.
+/// A note and its values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vmcoreinfo {
-    /// All of it, as it goes into a dump.
+    /// The complete note, as it goes into a dump.
     pub note: Vec<u8>,
     /// The kernel's release.
     pub release: String,
-    /// By how much the kernel's image lies elsewhere than it was linked to.
+    /// The offset of the kernel's image from the address that it was linked for.
     pub phys_base: u64,
-    /// By how much its addresses were moved at random.
+    /// The offset by which KASLR moved the kernel's addresses.
     pub kaslr: u64,
-    /// The kernel's own tables.
+    /// The kernel's own page tables.
     pub tables: Tables,
-    /// The address of its text.
+    /// The virtual address of its text.
     pub text: u64,
 }
 
 impl Vmcoreinfo {
-    /// Reads a note; `None` where it says too little.
+    /// Parses a note; `None` if a value is missing.
     pub fn parse(note: &[u8]) -> Option<Self> {
         let len = length(note)?;
         let note = note.get(..len)?;
@@ -69,17 +72,20 @@ impl Vmcoreinfo {
         })
     }
 
-    /// Whether the kernel's own tables, and one of `current`, map its text where its figures have it.
+    /// Whether the kernel's own tables, and one of `current`, map its text to the place that the
+    /// note's values give.
     pub fn holds(&self, current: &[Tables], read: impl Fn(u64) -> Option<u64>) -> bool {
         let place = self.text.wrapping_sub(IMAGE).wrapping_add(self.phys_base);
         let agrees = |tables: &Tables| tables.walk(self.text, &read) == Some(place);
         self.text >= IMAGE && agrees(&self.tables) && current.iter().any(agrees)
     }
 
-    /// The address at which the kernel sees physical address 0: the beginning of its direct mapping, which a random number may have
-    /// moved too. `known` are physical addresses that it certainly maps.
+    /// The virtual address that the kernel maps physical address 0 to: the start of its direct
+    /// mapping, which KASLR may have moved too. `known` are physical addresses that the kernel
+    /// certainly maps.
     pub fn direct_mapping(&self, known: &[u64], read: impl Fn(u64) -> Option<u64>) -> Option<u64> {
-        // It begins at a multiple of what an entry of the third level covers (arch/x86/mm/kaslr.c).
+        // It starts at a multiple of the size that a third-level entry covers
+        // (arch/x86/mm/kaslr.c).
         const ALIGNED: u64 = 1 << 30;
         let candidates = self.tables.upper_half(&read).into_iter();
         let candidates = candidates.map(|(at, physical)| at.wrapping_sub(physical));
@@ -103,11 +109,11 @@ mod tests {
         [&words, &NAME[..], text.as_bytes()].concat()
     }
 
-    /// A kernel that was loaded 16 MiB higher, and whose addresses were moved by 32 MiB.
+    /// A kernel whose addresses KASLR moved by 32 MiB, and that was loaded with its text at 16 MiB.
     const TEXT: &str = "OSRELEASE=6.1.0-test\nPAGESIZE=4096\nSYMBOL(swapper_pg_dir)=ffffffff83001000\n\
         SYMBOL(_stext)=ffffffff83000000\nNUMBER(phys_base)=-33554432\nNUMBER(pgtable_l5_enabled)=0\nKERNELOFFSET=2000000\n";
 
-    /// The text at 0x1000000, its first table at 0x1001000.
+    /// The text is at 0x1000000, and its first table at 0x1001000.
     fn tables(root: u64) -> HashMap<u64, u64> {
         HashMap::from([
             (root + 511 * 8, 0x3003),

@@ -1,18 +1,19 @@
-//! A debugger's way into a machine: GDB's remote protocol on a unix socket.
+//! A debugger for a machine: GDB's remote protocol on a unix socket.
 //!
-//! The protocol is the gdbstub crate's; [`target`] is what it asks of a machine, [`wire`] the socket. Nothing here runs by itself and nothing
-//! pauses a machine: [`Debugger::turn`], which the event loop's turns lead to, says what the machine is to do, and whoever has the machine
-//! does it the way it pauses and resumes for anybody:
+//! The gdbstub crate has the protocol. [`target`] implements its requests for a machine, and
+//! [`wire`] is the socket. Nothing here runs by itself or pauses a machine. The event loop calls
+//! [`Debugger::turn`], which returns what the machine is to do. The owner of the machine then
+//! pauses or resumes it as for any other request:
 //!
 //! ```text
-//!                     somebody connects, or a vCPU meets a breakpoint, or GDB interrupts
-//!   the machine runs  ------------------------- Wish::Stand ------------------------->  it stands still
+//!                     a client connects, or a vCPU meets a breakpoint, or GDB interrupts
+//!   the machine runs  ------------------------- Wish::Stand ------------------------->  it is paused
 //!                     <-------------------------- Wish::Go ---------------------------
 //!                     GDB continues, steps, detaches or goes away
 //! ```
 //!
-//! Registers and memory are looked at only while it stands still. What a debugger writes to memory goes through the VMM's own write
-//! log, as a device's writes do.
+//! Registers and memory are accessed only while the machine is paused. A debugger's writes to
+//! memory go through the VMM's own write log, as a device's writes do.
 
 mod target;
 mod wire;
@@ -35,13 +36,13 @@ use vellum_sys::socket::{Listener, SocketError};
 /// Why there is no debugger.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Where it is to connect.
+    /// The socket cannot be created.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// This architecture.
+    /// This architecture does not support it.
     #[error("{0}")]
     Impossible(&'static str),
-    /// This KVM.
+    /// This KVM does not support it.
     #[error("this KVM lets nobody debug a guest (no KVM_CAP_SET_GUEST_DEBUG)")]
     Kvm,
 }
@@ -55,21 +56,22 @@ impl Diagnose for Error {
     }
 }
 
-/// Where a debugger connects, and what is known of this KVM.
+/// The socket for a debugger, and this KVM's abilities.
 #[derive(Debug)]
 pub struct Door {
     listener: Listener,
-    /// Whether the machine does not run before a debugger lets it.
+    /// Whether the machine waits for a debugger before it first runs.
     waits: bool,
-    /// Whether a vCPU that takes a single step can be kept from interrupts.
+    /// Whether KVM can block interrupts for a vCPU that single-steps.
     blocks: bool,
 }
 
 impl Door {
-    /// By `listener`, where this KVM can debug a guest; `waits`: the guest does not run before a debugger lets it.
+    /// Checks that this KVM can debug a guest, with a debugger that connects to `listener`. With
+    /// `waits`, the guest does not run before a debugger continues it.
     ///
     /// # Errors
-    /// Where it cannot.
+    /// KVM cannot debug a guest.
     pub fn open(listener: Listener, waits: bool, kvm: &kvm_ioctls::Kvm) -> Result<Self, Error> {
         use kvm_bindings::{KVM_CAP_SET_GUEST_DEBUG, KVM_CAP_SET_GUEST_DEBUG2};
         if let Some(why) = debug::IMPOSSIBLE {
@@ -78,12 +80,13 @@ impl Door {
         if kvm.check_extension_raw(KVM_CAP_SET_GUEST_DEBUG.into()) <= 0 {
             return Err(Error::Kvm);
         }
-        // The flags that KVM_SET_GUEST_DEBUG takes (api.rst, 4.87); 0 of a kernel that does not say.
+        // The flags that KVM_SET_GUEST_DEBUG takes (api.rst, 4.87); 0 if the kernel does not report
+        // them.
         let flags = kvm.check_extension_raw(KVM_CAP_SET_GUEST_DEBUG2.into());
         Ok(Self { listener, waits, blocks: flags > 0 && debug::blocks_interrupts(flags as u32) })
     }
 
-    /// One on a host whose KVM is not asked: for machines without vCPUs.
+    /// A door without a check of the host's KVM, for machines without vCPUs.
     pub fn without_kvm(listener: Listener, waits: bool) -> Self {
         Self { listener, waits, blocks: false }
     }
@@ -94,13 +97,13 @@ impl Door {
 pub enum Wish {
     /// Nothing now.
     Nothing,
-    /// To stand still; asked again as long as it does not.
+    /// Pause. This is repeated as long as the machine runs.
     Stand,
-    /// To go on, as far as its debugger is concerned.
+    /// Resume, as far as the debugger is concerned.
     Go,
 }
 
-/// The protocol's state, with somebody at the other end.
+/// The protocol's state with a connected client.
 type Stub = GdbStubStateMachine<'static, Target, Out>;
 
 /// A machine's debugger.
@@ -110,14 +113,15 @@ pub struct Debugger {
     traps: Arc<Traps>,
     target: Target,
     stub: Option<Stub>,
-    /// Whether the machine waits for a debugger that has not come yet.
+    /// Whether the machine waits for its first debugger.
     waits: bool,
-    /// Whether one has gone whose breakpoints are still there.
+    /// Whether a debugger has gone whose breakpoints are still there.
     clears: bool,
 }
 
 impl Debugger {
-    /// That of the machine of these vCPUs and this memory, `ram` among `slots`. A vCPU that stops signals `wake`.
+    /// The debugger of the machine with these vCPUs and this memory; `ram` is among `slots`. A vCPU
+    /// that stops signals `wake`.
     pub fn new(
         door: Door,
         reins: VcpusDebugHandle,
@@ -140,12 +144,13 @@ impl Debugger {
         }
     }
 
-    /// What the event loop is to serve, once.
+    /// The subscriber for the event loop, returned once.
     pub fn event_sources(&mut self) -> Option<Arc<Mutex<Wire>>> {
         (!std::mem::replace(&mut self.served, true)).then(|| self.wire.clone())
     }
 
-    /// Goes on as far as that is possible with a machine that `stands` still for it or does not, and says what the machine is to do next.
+    /// Proceeds as far as possible with a machine that is paused (`stands`) or runs. Returns what
+    /// the machine is to do next.
     pub fn turn(&mut self, stands: bool) -> Wish {
         self.target.stands = stands;
         loop {
@@ -169,7 +174,7 @@ impl Debugger {
         let Some(stub) = self.stub.take() else {
             self.wire().settle();
             let Some(out) = self.wire().take_out() else {
-                // Nobody is there.
+                // No client is connected.
                 return wish(if self.waits && !stands { Wish::Stand } else { Wish::Nothing });
             };
             if !stands {
@@ -177,7 +182,7 @@ impl Debugger {
                 return stand;
             }
             self.waits = false;
-            // A debugger that has just come knows nothing of what was met before.
+            // A new debugger does not know of earlier traps.
             while self.traps.next().is_some() {}
             let stub = GdbStub::builder(out)
                 .packet_buffer_size(wire::MAX_PACKET)
@@ -214,7 +219,8 @@ impl Debugger {
                 step
             }
             GdbStubStateMachine::Running(running) => {
-                // Looked for only while it stands still: what else has been met is known then.
+                // Traps are taken only while the machine is paused, because all of them are known
+                // then.
                 if stands && let Some(trap) = self.traps.next() {
                     let reason = self.target.reason(&trap);
                     let next = running.report_stop(&mut self.target, reason);
@@ -253,7 +259,7 @@ impl Debugger {
         }
     }
 
-    /// Goes on with `stub`. A client that breaks the protocol is let go.
+    /// Continues with `stub`. A client that breaks the protocol is disconnected.
     fn keep(&mut self, stub: Result<Stub, String>) -> Step {
         match stub {
             Ok(stub) => self.stub = Some(stub),
@@ -265,7 +271,8 @@ impl Debugger {
         Step::On
     }
 
-    /// The debugger has gone, or is to: what it planted is taken out as soon as the machine stands still, which then goes on.
+    /// The debugger has gone or is disconnected. Its breakpoints are removed once the machine is
+    /// paused. The machine then resumes.
     fn leave(&mut self) {
         self.wire().hang_up();
         self.clears = true;
@@ -277,7 +284,8 @@ impl Debugger {
         while self.traps.next().is_some() {}
     }
 
-    /// The machine is to go on by itself, whoever debugs it: its end is asked for. It stands still.
+    /// Disconnects any debugger because the machine is asked to end: it must continue by itself.
+    /// The machine is paused.
     pub fn dismiss(&mut self) {
         self.waits = false;
         self.stub = None;
@@ -285,11 +293,11 @@ impl Debugger {
         self.clear();
     }
 
-    /// Its machine has ended with this status.
+    /// Reports that the machine has ended with this status.
     pub fn ended(&mut self, status: u8) {
         if let Some(GdbStubStateMachine::Running(running)) = self.stub.take() {
             let reason: MultiThreadStopReason<u64> = BaseStopReason::Exited(status);
-            // One that has gone is not told.
+            // The client may have gone.
             let _ = running.report_stop(&mut self.target, reason);
         }
     }
@@ -299,10 +307,10 @@ impl Debugger {
     }
 }
 
-/// Why a client is let go whose packets have no end.
+/// The error for a client whose packets are too long.
 const TOO_LONG: &str = "its packet is longer than the 4096 bytes that it was told";
 
-/// What a step comes to.
+/// The result of a step.
 enum Step {
     /// There may be more to do.
     On,
@@ -310,7 +318,7 @@ enum Step {
     Wish(Wish),
 }
 
-/// GDB's command line for a machine that listens at `path`, whose symbols are in `vmlinux`.
+/// GDB's command line for a machine that listens at `path` and has its symbols in `vmlinux`.
 pub fn command(path: &Path, vmlinux: Option<&Path>) -> String {
     let symbols = vmlinux.map(|path| format!(" {}", path.display())).unwrap_or_default();
     format!("gdb{symbols} -ex 'target remote {}'", path.display())

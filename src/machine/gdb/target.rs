@@ -1,4 +1,5 @@
-//! A machine as the gdbstub crate asks for it: vCPUs as threads, their registers, memory by their page tables, and breakpoints.
+//! A machine as a target of the gdbstub crate: vCPUs as threads, their registers, memory through
+//! their page tables, and breakpoints.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -26,7 +27,7 @@ use vellum_kvm::memory::{GuestMemory, Slot};
 use vellum_kvm::vm::vcpu::{SLOTS, Trap, Traps, VcpusDebugHandle};
 use vellum_sys::mmap::PAGE_SIZE;
 
-/// This architecture, as GDB knows it.
+/// This architecture, for GDB.
 pub(super) enum Here {}
 
 impl Arch for Here {
@@ -40,7 +41,7 @@ impl Arch for Here {
     }
 }
 
-/// The registers as GDB has them.
+/// The registers in GDB's format.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct File([u8; BYTES]);
 
@@ -67,7 +68,7 @@ impl GdbRegisters for File {
     }
 }
 
-/// GDB's number of vCPU `index`: 0 means any.
+/// GDB's thread ID of vCPU `index`. IDs start at 1, because 0 means any thread.
 pub(super) fn tid(index: usize) -> Tid {
     NonZeroUsize::MIN.saturating_add(index)
 }
@@ -76,24 +77,25 @@ fn index(tid: Tid) -> usize {
     tid.get() - 1
 }
 
-/// What a vCPU is to do when its machine goes on.
+/// What a vCPU is to do when its machine resumes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Action {
     #[default]
     Continue,
     Step,
-    /// Not told: it goes on with the others, unless these are the only ones to go on.
+    /// GDB gave no action. The vCPU continues with the others, unless only those with an action may
+    /// run.
     Untold,
 }
 
-/// Guest-physical memory: RAM, whose writes are logged, and what else the machine has.
+/// Guest-physical memory: RAM, whose writes are logged, and the machine's other slots.
 struct Space {
     ram: GuestMemory,
     slots: Vec<Slot>,
 }
 
 impl Space {
-    /// Copies out what is at `at`, within a page; false where nothing is.
+    /// Reads from `at`, within a page. Returns false if there is no memory.
     fn read(&self, at: u64, to: &mut [u8]) -> bool {
         if self.ram.read_slice(to, GuestAddress(at)).is_ok() {
             return true;
@@ -106,7 +108,7 @@ impl Space {
         )
     }
 
-    /// Writes `from` to `at`, within a page; false where nothing is.
+    /// Writes `from` to `at`, within a page. Returns false if there is no memory.
     fn write(&self, at: u64, from: &[u8]) -> bool {
         if self.ram.write_slice(from, GuestAddress(at)).is_ok() {
             return true;
@@ -144,18 +146,19 @@ impl Space {
 
 /// The machine.
 pub(super) struct Target {
-    /// Whether the machine stands still for its debugger: only then is anything looked at.
+    /// Whether the machine is paused for its debugger. Only then is it accessed.
     pub stands: bool,
     reins: VcpusDebugHandle,
     traps: Arc<Traps>,
     space: Space,
-    /// Whether a vCPU that steps is kept from interrupts.
+    /// Whether interrupts are blocked for a vCPU that single-steps.
     blocks: bool,
-    /// The vCPU that was last told of.
+    /// The vCPU of the last report.
     current: usize,
     actions: Vec<Action>,
     alone: bool,
-    /// Breakpoints in the guest's code: where they are in its memory, and what was there.
+    /// Breakpoints in the guest's code, by virtual address: the guest-physical address and the
+    /// original bytes.
     planted: BTreeMap<u64, (u64, Vec<u8>)>,
     watches: [Option<Watch>; SLOTS],
 }
@@ -185,7 +188,7 @@ impl Target {
         }
     }
 
-    /// What GDB is told of a trap.
+    /// The stop reason that GDB gets for a trap.
     pub fn reason(&mut self, trap: &Trap) -> MultiThreadStopReason<u64> {
         self.current = trap.vcpu;
         let tid = tid(trap.vcpu);
@@ -204,7 +207,7 @@ impl Target {
         }
     }
 
-    /// Whether a vCPU that goes on meets this again: it stands before an instruction.
+    /// Whether a resumed vCPU would hit this trap again, because it stopped before an instruction.
     pub fn comes_again(&self, trap: &Trap) -> bool {
         let waits = |slot: usize| {
             trap.dr6 >> slot & 1 == 1
@@ -213,12 +216,12 @@ impl Target {
         trap.planted || (0..SLOTS).any(waits)
     }
 
-    /// What GDB is told of its own interrupt.
+    /// The stop reason that GDB gets for its own interrupt.
     pub fn interrupted(&self) -> MultiThreadStopReason<u64> {
         BaseStopReason::SignalWithThread { tid: tid(self.current), signal: Signal::SIGINT }
     }
 
-    /// Takes out all that was planted, and lets go of every vCPU.
+    /// Removes all breakpoints and releases every vCPU.
     pub fn clear(&mut self) {
         for (at, (physical, was)) in std::mem::take(&mut self.planted) {
             self.take_out(at, physical, &was);
@@ -226,7 +229,7 @@ impl Target {
         self.watches = [None; SLOTS];
         self.traps.watch(0);
         for index in 0..self.reins.count() {
-            // One that has exited is debugged by nobody.
+            // A vCPU that has exited needs no change.
             let _ = self.reins.set(index, Default::default());
             self.reins.park(index, false);
         }
@@ -234,14 +237,14 @@ impl Target {
 
     fn take_out(&self, at: u64, physical: u64, was: &[u8]) {
         let mut now = vec![0; was.len()];
-        // A guest that has put something else there meanwhile keeps that.
+        // If the guest has written something else there, that stays.
         if self.space.read(physical, &mut now) && now == BREAKPOINT {
             self.space.write(physical, was);
         }
         self.traps.plant(at, false);
     }
 
-    /// Tells KVM what each vCPU is to look for, and keeps back those that are not to run.
+    /// Sets the debug state of each vCPU in KVM, and parks those that are not to run.
     fn apply(&mut self) -> Result<(), &'static str> {
         let watched =
             (0..SLOTS).filter(|slot| self.watches[*slot].is_some()).fold(0, |all, slot| all | 1 << slot);
@@ -250,7 +253,7 @@ impl Target {
             let step = *action == Action::Step;
             let planted = !self.planted.is_empty();
             let set = self.reins.set(index, debug::control(&self.watches, planted, step, self.blocks));
-            // One that has exited does not matter, and one that cannot be debugged does.
+            // A vCPU that has exited does not matter. One that KVM refuses to debug does.
             if let Ok(Err(error)) = set {
                 tracing::error!("KVM_SET_GUEST_DEBUG of vCPU {index}: {error}");
                 return Err("KVM does not debug this guest");
@@ -264,14 +267,16 @@ impl Target {
         if self.stands { Ok(()) } else { Err(TargetError::NonFatal) }
     }
 
-    /// The guest-physical address of `at` by the tables of vCPU `first`, or of another: a vCPU in user space may not map the kernel.
+    /// The guest-physical address of `at` in the tables of vCPU `first`, or of another: the tables
+    /// of a vCPU in user space may not map the kernel.
     fn physical(&self, at: u64, first: usize) -> Option<u64> {
         let all = std::iter::once(first).chain((0..self.reins.count()).filter(|index| *index != first));
         all.filter_map(|index| self.reins.with(index, move |fd| debug::physical(fd, at)).ok().flatten())
             .next()
     }
 
-    /// Hands `part` each page's part of `[at, at + len)`, with its guest-physical address; how far that went.
+    /// Calls `part` for each page of `[at, at + len)`, with its guest-physical address and its part
+    /// of the range. Returns the number of bytes done.
     fn pages(
         &self,
         at: u64,
@@ -441,7 +446,8 @@ impl SwBreakpoint for Target {
         if self.planted.contains_key(&addr) {
             return Ok(true);
         }
-        // Where the code is not mapped yet there is nothing to plant it in; a hardware breakpoint can be there.
+        // Code that is not mapped yet cannot hold a breakpoint instruction. A hardware breakpoint
+        // works there.
         let Some(physical) = self.physical(addr, self.current) else { return Ok(false) };
         let mut was = vec![0; BREAKPOINT.len()];
         if !self.space.read(physical, &mut was) || !self.space.write(physical, BREAKPOINT) {
@@ -472,7 +478,7 @@ impl HwBreakpoint for Target {
     }
 }
 
-/// What the processor can look for in the place of `kind`.
+/// The processor's closest watch type for `kind`.
 fn access(kind: WatchKind) -> Access {
     match kind {
         WatchKind::Write => Access::Write,

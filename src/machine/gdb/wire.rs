@@ -1,4 +1,5 @@
-//! The socket at which a debugger connects, on the event loop: one client at a time, whose bytes wait here for the next turn.
+//! The debugger's socket, on the event loop. It serves one client at a time, whose bytes wait here
+//! for the next turn.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,34 +10,35 @@ use gdbstub::conn::Connection;
 
 use vellum_sys::socket::{self, Listener};
 
-/// What of a client's waits at most, in bytes: several of its packets.
+/// The maximum number of a client's bytes that wait: several of its packets.
 const MAX_INBOX: usize = 64 << 10;
 
-/// The longest packet, in bytes, which GDB is told.
+/// The maximum packet size in bytes, which GDB is told.
 pub(super) const MAX_PACKET: usize = 4096;
 
-/// How much memory one packet reads at most: two digits a byte fill the longest answer. GDB asks again for the rest.
+/// The maximum number of bytes that one packet reads: at two digits per byte, the largest answer.
+/// GDB then asks for the rest.
 const MAX_READ: usize = MAX_PACKET / 2;
 
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
 
-/// The socket, and what has come.
+/// The socket and what has arrived on it.
 pub struct Wire {
     listener: Listener,
     client: Option<OwnedFd>,
-    /// The client's way out, until the protocol begins.
+    /// The output to the client, until the protocol begins.
     out: Option<Out>,
     inbox: Inbox,
-    /// The client has closed its end, or is to be forgotten.
+    /// The client has closed its end, or is to be dropped.
     gone: bool,
 }
 
-/// What has come and has not been read, in whole packets.
+/// Bytes that have arrived but were not read, delivered in whole packets.
 #[derive(Default)]
 struct Inbox {
     bytes: VecDeque<u8>,
-    /// The packet that has begun and has no end yet.
+    /// The packet that has begun but not ended.
     packet: Vec<u8>,
     whole: VecDeque<u8>,
 }
@@ -46,7 +48,7 @@ struct Inbox {
 pub(super) struct TooLong;
 
 impl Inbox {
-    /// The next byte that stands between packets, or is of one that is whole.
+    /// The next byte that is between packets or in a complete packet.
     fn next(&mut self) -> Result<Option<u8>, TooLong> {
         while self.whole.is_empty() {
             let Some(byte) = self.bytes.pop_front() else { return Ok(None) };
@@ -55,9 +57,9 @@ impl Inbox {
             }
             self.packet.push(byte);
             match self.packet[..] {
-                // Its checksum has two digits.
+                // A checksum has two digits.
                 [.., b'#', _, _] => self.whole.extend(shortened(&std::mem::take(&mut self.packet))),
-                // The sign and the checksum around what GDB counts.
+                // The sign and the checksum are not part of the size that GDB counts.
                 _ if self.packet.len() > MAX_PACKET + 4 => return Err(TooLong),
                 _ => {}
             }
@@ -65,13 +67,14 @@ impl Inbox {
         Ok(self.whole.pop_front())
     }
 
-    /// Whether nothing is left that could be read.
+    /// Whether nothing is left to read.
     fn is_empty(&self) -> bool {
         self.bytes.is_empty() && self.whole.is_empty()
     }
 }
 
-/// The same packet, which reads [`MAX_READ`] at most: an answer may be of less than was asked for.
+/// The packet, with a read limited to [`MAX_READ`] bytes. An answer may have fewer bytes than were
+/// asked for.
 fn shortened(packet: &[u8]) -> Vec<u8> {
     let read = || {
         let body = std::str::from_utf8(packet.strip_prefix(b"$m")?).ok()?;
@@ -92,7 +95,8 @@ fn checksum(body: &[u8]) -> u8 {
     body.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
 }
 
-/// The way to a client. It is never waited for: one that does not read what it has asked for is let go.
+/// The output to a client. It never blocks: a client that does not read its answers is
+/// disconnected.
 pub struct Out {
     socket: OwnedFd,
     unsent: Vec<u8>,
@@ -127,7 +131,7 @@ impl Wire {
         Self { listener, client: None, out: None, inbox: Inbox::default(), gone: false }
     }
 
-    /// The way to a client that has just come.
+    /// The output to a client that has just connected.
     pub(super) fn take_out(&mut self) -> Option<Out> {
         self.out.take()
     }
@@ -136,17 +140,17 @@ impl Wire {
         self.out = Some(out);
     }
 
-    /// The next byte that has come.
+    /// The next byte that has arrived.
     pub(super) fn next(&mut self) -> Result<Option<u8>, TooLong> {
         self.inbox.next()
     }
 
-    /// Whether the client is gone and all that it sent has been read.
+    /// Whether the client is gone and everything that it sent has been read.
     pub(super) fn has_gone(&self) -> bool {
         self.gone && self.inbox.is_empty()
     }
 
-    /// Nobody speaks with a client now: one that has gone is forgotten, and another may come.
+    /// Called while no client is served: drops one that has gone, so that another may connect.
     pub(super) fn settle(&mut self) {
         if std::mem::replace(&mut self.gone, false) {
             self.out = None;
@@ -154,10 +158,10 @@ impl Wire {
         }
     }
 
-    /// Has nothing to do with the client any more.
+    /// Ends the connection to the client.
     pub(super) fn hang_up(&mut self) {
         if let Some(client) = &self.client {
-            // The event loop hears of it, and forgets the descriptor before it is closed.
+            // The shutdown wakes the event loop, which removes the descriptor before it is closed.
             let _ = rustix::net::shutdown(client, rustix::net::Shutdown::Both);
         }
         self.inbox = Inbox::default();
@@ -166,7 +170,7 @@ impl Wire {
 
     fn accept(&mut self, ops: &mut EventOps<'_>) {
         while let Ok(stream) = self.listener.accept() {
-            // Until it has been heard that the one before has gone, its place is taken.
+            // The previous client's place is taken until its end has been handled.
             if self.client.is_some() || self.gone {
                 tracing::warn!("{}: a second debugger is turned away", self.listener.path().display());
                 continue;
@@ -203,7 +207,7 @@ impl Wire {
     }
 }
 
-/// What the event loop wants of a descriptor.
+/// A descriptor for the event loop.
 struct Raw<'a>(&'a OwnedFd);
 
 impl AsRawFd for Raw<'_> {
@@ -230,7 +234,7 @@ impl MutEventSubscriber for Wire {
 mod tests {
     use super::*;
 
-    /// What is handed on of `sent`, which comes in pieces of `size`.
+    /// Reads back the input `sent`, which arrives in pieces of `size` bytes.
     fn read(sent: &[u8], size: usize) -> Result<Vec<u8>, TooLong> {
         let (mut inbox, mut read) = (Inbox::default(), Vec::new());
         for piece in sent.chunks(size) {
