@@ -1,4 +1,4 @@
-//! Why a machine cannot be built or run, and whose fault that is.
+//! Why a machine cannot be created or run, and whose fault that is.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,40 +10,40 @@ use vellum_kvm::vm::{self, vcpu};
 use vellum_machine::state::Error as StateError;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// Why a machine cannot be built or run.
+/// Why a machine cannot be created or run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file cannot be opened.
     #[error("{}: {error}; use a file that exists and that this user can read", path.display())]
     Open {
-        /// What names it.
+        /// The field that names the file.
         field: Field,
-        /// The file.
+        /// The file's path.
         path: PathBuf,
-        /// What the host said.
+        /// The host's error.
         error: io::Error,
     },
     /// The kernel, the initrd or the command line is wrong.
     #[error("{value}: {error}")]
     Boot {
-        /// The value that is to blame.
+        /// The value at fault.
         value: String,
         /// What is wrong and what would work.
         error: boot::Error,
     },
-    /// More vCPUs than APIC ids that a kernel without interrupt remapping reaches.
+    /// No vCPUs, or more than there are APIC IDs without interrupt remapping.
     #[error("{0}: a Linux guest can have from 1 to {MAX_CPUS}")]
     Cpus(usize),
-    /// The serial port.
+    /// The board does not have this kind of serial port.
     #[error("a PC has a 16550 alone; leave it out")]
     Uart,
-    /// KVM or memory.
+    /// KVM refuses, or memory is the problem.
     #[error(transparent)]
     Vm(#[from] vm::Error),
     /// Memory.
     #[error(transparent)]
     Memory(#[from] vellum_kvm::memory::Error),
-    /// vCPU threads.
+    /// A vCPU's thread.
     #[error(transparent)]
     Vcpu(#[from] vcpu::Error),
     /// CPU features.
@@ -52,7 +52,7 @@ pub enum Error {
     /// The interrupt controller.
     #[error(transparent)]
     Irqchip(#[from] irqchip::Error),
-    /// The serial port's interrupt.
+    /// The serial port's or the VM generation ID's interrupt.
     #[error(transparent)]
     Gsi(#[from] gsi::Error),
     /// A virtio device.
@@ -61,22 +61,22 @@ pub enum Error {
     /// The VM generation ID.
     #[error(transparent)]
     VmGenId(#[from] vmgenid::Error),
-    /// The serial port's target.
+    /// The target of the serial port.
     #[error("{0}")]
     Serial(#[from] vellum_devices::console::OpenError),
-    /// The tables.
+    /// The tables that describe the board.
     #[error(transparent)]
     Tables(#[from] tables::Error),
-    /// The first registers.
+    /// The initial registers.
     #[error(transparent)]
     Regs(#[from] regs::Error),
-    /// Two devices at one address.
+    /// Two devices have the same address.
     #[error(transparent)]
     Bus(#[from] vellum_devices::bus::Overlap),
-    /// Its state.
+    /// Saved state.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The host refuses a descriptor, or the terminal its mode.
+    /// The host refuses a descriptor, or the terminal refuses its mode.
     #[error("{0}: {1}")]
     Host(&'static str, #[source] io::Error),
 }

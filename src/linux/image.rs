@@ -1,5 +1,5 @@
-//! The kernel that a machine boots: its files, and how they come into guest memory. The boot protocols are the board's
-//! ([`vellum_kvm::arch::boot`]).
+//! The kernel that a machine boots: its files, and how they are loaded into guest memory. The boot
+//! protocols belong to the board ([`vellum_kvm::arch::boot`]).
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use vellum_sys::diagnose::{Diagnose, Field};
 use vellum_sys::file::{Lock, lock};
 use vellum_sys::open::{self, Kind};
 
-/// What is to be booted.
+/// What to boot.
 #[derive(Clone, Debug)]
 pub struct BootConfig {
     /// The kernel image.
@@ -23,18 +23,18 @@ pub struct BootConfig {
     pub initrd: Option<PathBuf>,
     /// The command line.
     pub cmdline: String,
-    /// How the kernel is entered; `None` for the first way that it offers.
+    /// How the kernel is entered; `None` for the first protocol that it offers.
     pub protocol: Option<Protocol>,
 }
 
 impl BootConfig {
-    /// `kernel` with nothing besides.
+    /// Only `kernel`, without an initrd or a command line.
     pub fn new(kernel: PathBuf) -> Self {
         Self { kernel, initrd: None, cmdline: String::new(), protocol: None }
     }
 }
 
-/// A kernel whose files are open.
+/// A kernel with open files.
 pub struct Image {
     config: BootConfig,
     kernel: File,
@@ -45,14 +45,14 @@ impl Image {
     /// Opens the files.
     ///
     /// # Errors
-    /// Where one cannot be read.
+    /// A file cannot be read.
     pub fn open(config: BootConfig) -> Result<Self, Error> {
         let kernel = open(Field::Kernel, &config.kernel)?;
         let initrd = config.initrd.as_ref().map(|path| open(Field::Initrd, path)).transpose()?;
         Ok(Self { config, kernel, initrd })
     }
 
-    /// Loads them into `memory`, of `size` bytes, which `tables` describe.
+    /// Loads the files into `memory`, which has `size` bytes. `tables` describe the board.
     pub(super) fn load(&mut self, memory: &GuestMemory, size: u64, tables: &Tables) -> Result<Entry, Error> {
         let config = &self.config;
         let name = config.kernel.file_name().unwrap_or_default().to_string_lossy();
@@ -82,7 +82,8 @@ impl Image {
 fn open(field: Field, path: &Path) -> Result<File, Error> {
     let refuse = |error| Error::Open { field, path: path.to_owned(), error };
     let file = open::for_reading(path, Kind::Regular).map_err(refuse)?;
-    // Says to others that somebody needs it, as a disk's lock does: output is not written over it. It can be read without.
+    // A shared lock tells other programs that the file is in use, as a disk's lock does, so that no
+    // output overwrites it. The file can be read without the lock.
     let _ = lock(&file, Lock::Shared);
     Ok(file)
 }

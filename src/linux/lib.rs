@@ -1,16 +1,18 @@
 //! The PC: a board with devices, and the kernel that it boots.
 //!
-//! It is made in steps, so that each can fail before anything is left behind, and so that what starts it can be exchanged:
+//! It is created in steps. Each step can fail before anything is left behind, and a machine can
+//! start from a kernel or from another machine's state:
 //!
 //! 1. [`Opened::open`] opens the files of its devices. Nothing runs, nothing is mapped.
-//! 2. [`Opened::assemble`] makes KVM's VM, its interrupt controller and its memory's tables: a [`Board`].
-//! 3. [`Board::boot`] loads a kernel ([`image`]) and says how it is entered.
-//!    A board that another machine is to come to has none.
-//! 4. [`Board::start`] starts the threads, each of which enters the sandbox, and wires devices and vCPUs: a [`LinuxMachine`],
-//!    whose vCPUs wait at the kernel's entry, or for another machine's state ([`state`]). (A thread that never gets ready is told by [`Machine::poll`].)
+//! 2. [`Opened::assemble`] creates KVM's VM, its interrupt controller and its memory: a [`Board`].
+//! 3. [`Board::boot`] loads a kernel ([`image`]) and returns how it is entered. A board that
+//!    receives another machine skips this.
+//! 4. [`Board::start`] starts the threads and wires devices and vCPUs: a [`LinuxMachine`]. Each
+//!    thread enters the sandbox. The vCPUs wait at the kernel's entry, or for another machine's
+//!    state ([`state`]). ([`Machine::poll`] reports a thread that never becomes ready.)
 //!
-//! The session runs it (`run.rs` has its side of that). Which device lies where is decided here and nowhere else; what a device does
-//! is its own file's.
+//! The session runs it (`run.rs` implements what the session calls). Only this module decides the
+//! addresses of devices. What a device does is in its own file.
 
 mod error;
 mod image;
@@ -56,39 +58,39 @@ use vellum_machine::Machine;
 use vellum_machine::state::{Error as StateError, Processors};
 use vellum_sandbox::{Sandbox, ThreadKind};
 
-/// What is asked for. Its memory is mapped by whoever makes it.
+/// The configuration of a machine. The caller maps its memory.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub cpus: usize,
-    /// The CPU of each, where they are pinned.
+    /// The CPU of each vCPU, if they are pinned.
     pub pins: Option<Vec<usize>>,
     /// The interrupt controller.
     pub irqchip: Mode,
     /// CPU features.
     pub cpuid: Choice,
-    /// What the serial port is.
+    /// The kind of serial port.
     pub uart: Uart,
-    /// Where it leads.
+    /// The target of the serial port.
     pub serial: Target,
     /// Virtio devices.
     pub virtio: virtio::Config,
-    /// How its guest reaches them.
+    /// How the guest reaches the virtio devices.
     pub transport: Codec,
     /// The guest-physical address of its VM generation ID, if it is to have one.
     pub vmgenid: Option<u64>,
-    /// Whether KVM's counters are to be read at the end.
+    /// Whether KVM's counters are read at the end.
     pub counters: bool,
-    /// Entries of each vCPU's dirty ring, where there is to be one.
+    /// The number of entries of each vCPU's dirty ring, if there is to be one.
     pub dirty_ring: Option<u32>,
     /// Whether a guest on shadow paging may load CR3 without an exit.
     pub cr3_cache: cr3_cache::Choice,
-    /// Whether it runs in another process yet, which has the locks of its disks.
+    /// Whether it still runs in another process, which holds the locks of its disks.
     pub incoming: bool,
 }
 
 impl Default for Config {
-    /// 1 vCPU, its serial port on this process's terminal.
+    /// 1 vCPU, with its serial port on this process's terminal.
     fn default() -> Self {
         Self {
             cpus: 1,
@@ -108,7 +110,7 @@ impl Default for Config {
     }
 }
 
-/// APIC ids below the broadcast id, all that an MSI without remapping can name.
+/// The number of APIC IDs below the broadcast ID. An MSI without remapping can address no others.
 const MAX_CPUS: usize = 255;
 
 /// A machine whose devices' files are open.
@@ -117,7 +119,8 @@ pub struct Opened {
     virtio: virtio::Opened,
 }
 
-/// KVM's VM, its interrupt controller and its memory, without threads: what a kernel is loaded into.
+/// KVM's VM, its interrupt controller and its memory, without threads. A kernel is loaded into
+/// this.
 pub struct Board {
     config: Config,
     vm: Vm,
@@ -127,19 +130,20 @@ pub struct Board {
     context: Context,
 }
 
-/// What the vCPUs of a machine begin with.
+/// Where the vCPUs of a machine start.
 #[derive(Clone, Copy, Debug)]
 pub enum Origin<'a> {
-    /// A kernel's entry.
+    /// At a kernel's entry.
     Boot(&'a Entry),
-    /// The state of another machine, which [`RestoreState::restore`](vellum_machine::RestoreState::restore) brings.
+    /// In the state of another machine, which
+    /// [`RestoreState::restore`](vellum_machine::RestoreState::restore) restores.
     State {
         /// Whether it has the devices of kvm-unit-tests.
         test_devices: bool,
     },
 }
 
-/// What of a machine's guest is told by nothing else that it has.
+/// Features of a machine that its other fields do not show.
 struct Features {
     irqchip: Mode,
     cpuid: Vec<Leaf>,
@@ -149,7 +153,7 @@ struct Features {
 
 /// A machine with all of its threads.
 pub struct LinuxMachine {
-    // Dropped first: vCPU threads use everything below.
+    // This is dropped first: vCPU threads use everything below.
     /// Its vCPUs.
     pub vcpus: Vec<Vcpu>,
     /// KVM's VM and RAM.
@@ -158,26 +162,26 @@ pub struct LinuxMachine {
     pub irqchip: Arc<Irqchip>,
     /// Its serial port.
     pub serial: Arc<Serial>,
-    /// Its clock.
+    /// Its real-time clock.
     pub rtc: Arc<Rtc>,
     /// Its virtio devices.
     pub virtio: Virtio,
     /// Its VM generation ID, if it has one.
     pub vmgenid: Option<VmGenId>,
-    /// The path of the pseudo-terminal that the serial port leads to.
+    /// The path of the pseudo-terminal that is the serial port's target.
     pub pty: Option<String>,
-    /// How a vCPU has ended, and which.
+    /// The vCPU that has ended, and how.
     pub ended: Option<(usize, Ended)>,
-    /// KVM's counters at the end, where they were asked for and this KVM has them.
+    /// KVM's counters at the end, if they were requested and this KVM has them.
     pub last_counters: Option<Snapshot>,
     counters: Option<Counters>,
     features: Features,
     context: Context,
-    /// What has been restored and not committed yet.
+    /// State that has been restored but not committed.
     arrived: Option<Processors>,
     console: Arc<Mutex<Console>>,
     wakes: run::Wakes,
-    /// Whether the event loop has been told what to serve.
+    /// Whether the event loop has been given its sources.
     served: bool,
 }
 
@@ -185,7 +189,7 @@ impl Opened {
     /// Opens the files, taps and sockets of the devices.
     ///
     /// # Errors
-    /// Where one cannot be opened; nothing is left behind.
+    /// One cannot be opened. Nothing is left behind.
     pub fn open(config: Config) -> Result<Self, Error> {
         if config.cpus == 0 || config.cpus > MAX_CPUS {
             return Err(Error::Cpus(config.cpus));
@@ -202,16 +206,16 @@ impl Opened {
         self.virtio.names()
     }
 
-    /// Entries of each vCPU's dirty ring, where there is to be one.
+    /// The number of entries of each vCPU's dirty ring, if there is to be one.
     pub fn dirty_ring(&self) -> Option<u32> {
         self.config.dirty_ring
     }
 
-    /// The same for the like of `description`: so many vCPUs, its interrupt controller, its serial port, its transport, its VM
-    /// generation ID.
+    /// Takes over the number of vCPUs, the interrupt controller, the serial port, the transport and
+    /// the VM generation ID of `description`.
     ///
     /// # Errors
-    /// Where no machine has so many.
+    /// No machine here can have that number of vCPUs or that serial port.
     pub fn become_like(mut self, description: &state::Description) -> Result<Self, Error> {
         if description.cpus == 0 || description.cpus > MAX_CPUS {
             return Err(Error::Cpus(description.cpus));
@@ -225,15 +229,16 @@ impl Opened {
         Ok(self)
     }
 
-    /// The unix sockets that have been bound, which somebody has to remove in the end.
+    /// The unix sockets that have been bound. The caller must have them removed in the end.
     pub fn sockets(&self) -> impl Iterator<Item = &Path> {
         self.virtio.sockets()
     }
 
-    /// Makes the VM over what `map` maps; of one that has [begun](PreparedVm), if it has.
+    /// Creates the VM with the memory that `map` maps. Uses `begun` if a VM was created in advance
+    /// ([`PreparedVm`]).
     ///
     /// # Errors
-    /// Where there is no such memory, or KVM refuses.
+    /// The memory cannot be mapped, or KVM refuses.
     pub fn assemble(
         self,
         kvm: &Kvm,
@@ -264,10 +269,10 @@ impl Opened {
 }
 
 impl Board {
-    /// Loads the kernel of `image`, with the tables that describe this board.
+    /// Loads the kernel of `image`, and the tables that describe this board.
     ///
     /// # Errors
-    /// Where it is no kernel, or does not fit into this memory.
+    /// It is not a kernel, or does not fit into this memory.
     pub fn boot(&self, image: &mut Image) -> Result<Entry, Error> {
         let memory = &self.vm.memory.guest;
         let parts = Parts {
@@ -281,10 +286,11 @@ impl Board {
         image.load(memory, self.vm.memory.config.size, &tables)
     }
 
-    /// Starts the threads and wires everything to KVM. `sandbox` is in force for the process already; each thread enters it.
+    /// Starts the threads and wires everything to KVM. `sandbox` is already active for the process.
+    /// Each thread enters it.
     ///
     /// # Errors
-    /// Where KVM or the host refuses.
+    /// KVM or the host refuses.
     pub fn start(
         self,
         origin: Origin<'_>,
@@ -341,10 +347,10 @@ impl Board {
         })
     }
 
-    /// Opens what the serial port leads to. A file keeps what it holds until the machine starts.
+    /// Opens the target of the serial port. A file keeps its content until the machine starts.
     ///
     /// # Errors
-    /// Where it cannot be opened.
+    /// It cannot be opened.
     pub fn open_serial(&self) -> Result<console::Opened, Error> {
         Ok(self.config.serial.open()?)
     }
@@ -357,7 +363,8 @@ impl Drop for LinuxMachine {
     }
 }
 
-/// The devices of the board by port and by address; those of a multiboot guest, which is a test, with them.
+/// The board's devices on the buses of ports and of memory. `tests` adds the devices of a multiboot
+/// guest, which is a test.
 fn buses(
     irqchip: &Arc<Irqchip>,
     serial: &Arc<Serial>,
@@ -394,7 +401,7 @@ fn buses(
     Ok((pio, mmio))
 }
 
-/// The VM generation ID at `at`: a new one for a guest that boots.
+/// The VM generation ID at `at`. A guest that boots gets a new one.
 fn generation(
     memory: Arc<GuestMemory>,
     at: u64,
@@ -410,7 +417,7 @@ fn generation(
 }
 
 impl Origin<'_> {
-    /// Tests need devices that no other guest may stumble on.
+    /// Whether it has the devices for tests. Other guests must not find them by accident.
     fn has_test_devices(self) -> bool {
         match self {
             Self::Boot(entry) => entry.is_of_test(),
@@ -419,7 +426,7 @@ impl Origin<'_> {
     }
 }
 
-/// The threads of the vCPUs, which get ready by themselves.
+/// Starts the threads of the vCPUs. They become ready in the background.
 fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Result<Vec<Vcpu>, vcpu::Error> {
     let spawn = |index: usize| {
         let ended = ended.clone();
@@ -431,14 +438,14 @@ fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Resul
             enter: Box::new(move || {
                 sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
             }),
-            // It can only fail by overflowing, and then it is signalled anyway.
+            // The write fails only on overflow, and then the eventfd is signalled anyway.
             on_end: Box::new(move || drop(ended.write(1))),
         })
     };
     (0..config.cpus).map(spawn).collect()
 }
 
-/// Gives each vCPU to its thread.
+/// Passes each vCPU to its thread.
 fn give_vcpus(
     processors: Vec<Processor>,
     memory: &GuestMemory,
@@ -449,7 +456,7 @@ fn give_vcpus(
     (ports, mmio): (&Arc<Bus>, &Arc<Bus>),
 ) -> Result<(), Error> {
     for (index, (fd, thread)) in processors.into_iter().zip(threads).enumerate() {
-        // Another machine's state brings its own.
+        // Another machine's state includes its own registers and CPUID.
         let first = match origin {
             Origin::Boot(entry) => {
                 let entered = (index == 0).then(|| (*entry, memory.clone()));

@@ -1,5 +1,5 @@
-//! A machine as the session runs it: its life from the first instruction to its end, what it can be asked for meanwhile, and
-//! what each exit of a vCPU means.
+//! A machine as the session runs it: its life from the first instruction to its end, the requests
+//! that it answers, and the meaning of each exit of a vCPU.
 
 use std::fs::File;
 use std::io;
@@ -37,11 +37,11 @@ use vellum_machine::{
     Subscriber,
 };
 
-/// What tells the session to ask the machine.
+/// Eventfds that tell the session to poll the machine.
 pub(super) struct Wakes {
-    /// A vCPU has ended, or never will run.
+    /// A vCPU has ended, or will never run.
     pub ended: Arc<EventFd>,
-    /// The user has typed Ctrl-a x.
+    /// The user has typed Ctrl-A x.
     pub quit: Arc<EventFd>,
 }
 
@@ -189,7 +189,8 @@ impl Inspect for LinuxMachine {
         self.ended.as_ref().and_then(|(index, ended)| Some((*index, *ended.kept.as_ref()?.downcast_ref()?)))
     }
 
-    /// A panic of a kernel without pvpanic, which is a module, ends in a reset once its console has said so.
+    /// pvpanic is a module. Without it, a kernel's panic ends in a reset after a message on its
+    /// console.
     fn has_panicked(&self, exit: Exit) -> bool {
         exit == Exit::Panic || matches!(exit, Exit::Reset | Exit::TripleFault) && self.serial.has_panicked()
     }
@@ -277,7 +278,7 @@ impl LinuxMachine {
     }
 }
 
-/// Gives the first vCPU, which is paused, a non-maskable interrupt, as a chipset does.
+/// Injects a non-maskable interrupt into the first vCPU, which is paused, as a chipset does.
 #[cfg(target_arch = "x86_64")]
 fn nmi(vcpus: &[Vcpu]) -> Result<(), String> {
     let given =
@@ -285,13 +286,13 @@ fn nmi(vcpus: &[Vcpu]) -> Result<(), String> {
     given.map_err(|error| format!("KVM_NMI: {error}"))
 }
 
-/// Gives the first vCPU a non-maskable interrupt.
+/// Arm guests have no non-maskable interrupt here.
 #[cfg(not(target_arch = "x86_64"))]
 fn nmi(_: &[Vcpu]) -> Result<(), String> {
     Err("Arm guests have no such interrupt here".into())
 }
 
-/// What an exit means.
+/// Handles an exit, and returns what the vCPU does next.
 pub(super) fn on_exit(exit: VcpuExit<'_>, ports: &Bus, mmio: &Bus, irqchip: &Irqchip) -> Flow {
     let ending = match exit {
         VcpuExit::IoIn(port, data) => {
@@ -315,7 +316,7 @@ pub(super) fn on_exit(exit: VcpuExit<'_>, ports: &Bus, mmio: &Bus, irqchip: &Irq
             KVM_SYSTEM_EVENT_CRASH => Some(Ending::Panic),
             _ => return Flow::Stop(Exit::Kvm),
         },
-        // With a local APIC in KVM, a halted vCPU waits there; so this is a spurious wake-up.
+        // With a local APIC in KVM, a halted vCPU waits in the kernel, so this exit is spurious.
         VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen | VcpuExit::Debug(_) => None,
         _ => return Flow::Stop(Exit::Kvm),
     };

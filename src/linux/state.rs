@@ -1,6 +1,8 @@
-//! The PC's whole state beside its memory, and what it is for those who make the like of it.
+//! The PC's whole state except its memory, and its description, from which an equal machine is
+//! created.
 //!
-//! The order in which parts are saved and restored is that of [`vellum_machine::state`]; here is which parts there are.
+//! [`vellum_machine::state`] has the order in which parts are saved and restored. This module says
+//! which parts there are.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -24,17 +26,17 @@ use vellum_machine::state::{self, Place, Processors};
 /// The versions of the sections.
 const IRQCHIP: u16 = 1;
 const SERIAL: u16 = 1;
-/// The sections of either serial port.
+/// The section of each kind of serial port.
 const NS16550: &str = "serial";
 const PL011: &str = "pl011";
 const RTC: u16 = 1;
 const VIRTIO: u16 = 1;
 const PCI: u16 = 1;
 
-/// The section of the PCI bus, which is no name of a device.
+/// The section of the PCI bus. No device has this name.
 const BUS: &str = "pci";
 
-/// The one kind of machine that is described here.
+/// The kind of machine. This module describes only one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -42,26 +44,27 @@ pub enum Kind {
     Pc,
 }
 
-/// What a PC is. From it a process that has devices of the same kinds makes the like; where they lead is that process's own.
+/// The description of a PC. A process with devices of the same kinds creates an equal PC from it.
+/// The devices' targets are that process's own.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
-    /// Of which kind of machine.
+    /// The kind of machine.
     pub kind: Kind,
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub cpus: usize,
-    /// Bytes of RAM.
+    /// The size of RAM in bytes.
     pub memory: u64,
-    /// The memslots that it is cut into.
+    /// The memslots that RAM is divided into.
     pub slots: Vec<Place>,
     /// The interrupt controller.
     pub irqchip: Mode,
     /// The serial port.
     #[serde(default, skip_serializing_if = "Uart::is_16550")]
     pub uart: Uart,
-    /// What its first vCPU sees of CPUID.
+    /// The CPUID of its first vCPU.
     pub cpuid: Vec<Leaf>,
-    /// The frequency of its TSCs in kHz, where KVM tells it.
+    /// The frequency of its TSCs in kHz, if KVM reports it.
     pub tsc_khz: Option<u32>,
     /// Whether it has the devices of kvm-unit-tests.
     pub test_devices: bool,
@@ -71,38 +74,38 @@ pub struct Description {
     /// How its guest reaches its virtio devices.
     #[serde(default, skip_serializing_if = "Codec::is_mmio")]
     pub transport: Codec,
-    /// Its virtio devices in the order of their places.
+    /// Its virtio devices, in the order of their addresses.
     pub devices: Vec<Device>,
 }
 
-/// A virtio device as a description has it.
+/// A virtio device in a description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Device {
-    /// `disk0`, `net0`, `vsock`, …
+    /// Its name: `disk0`, `net0`, `vsock`, …
     pub name: String,
-    /// What it is.
+    /// Its description.
     pub device: transport::Description,
 }
 
 impl Description {
-    /// Reads one.
+    /// Parses a description.
     ///
     /// # Errors
-    /// Where it is not of a PC.
+    /// It is not the description of a PC.
     pub fn from_json(value: Value) -> Result<Self, state::Error> {
         serde_json::from_value(value).map_err(state::Error::Description)
     }
 }
 
-/// A PC's state, as far as it can be read without the machine that it is for.
+/// A PC's state, as far as it can be parsed without the machine.
 #[derive(Clone, Debug)]
 pub struct State {
     processors: Processors,
     irqchip: irqchip::State,
     serial: serial::State,
     rtc: rtc::State,
-    /// Of the PCI bus, where there is one.
+    /// The state of the PCI bus, if there is one.
     pci: Option<PciState>,
     /// In the order of the devices.
     virtio: Vec<transport::State>,
@@ -119,10 +122,10 @@ struct PciState {
 }
 
 impl State {
-    /// Reads the state of a PC with so many vCPUs and virtio devices of these names.
+    /// Parses the state of a PC with this number of vCPUs and virtio devices of these names.
     ///
     /// # Errors
-    /// Where a section is missing, unknown, there twice, of another version or damaged.
+    /// A section is missing, unknown, duplicate, damaged or of another version.
     pub fn read<'a>(
         sections: Vec<Section>,
         cpus: usize,
@@ -144,7 +147,7 @@ impl State {
         Ok(state)
     }
 
-    /// Its sections, for devices of these names: what [`Self::read`] reads.
+    /// The sections that [`Self::read`] parses, for devices of these names.
     pub fn sections<'a>(&self, devices: impl IntoIterator<Item = &'a str>) -> Vec<Section> {
         let mut sections = self.processors.sections();
         sections.push(Section::new("irqchip", IRQCHIP, &self.irqchip));
@@ -179,10 +182,10 @@ impl PciBus {
 }
 
 impl LinuxMachine {
-    /// Its VM, and proof that nothing writes to its memory; while it is paused.
+    /// Its VM, and proof that nothing writes to its memory. The machine must be paused.
     ///
     /// # Errors
-    /// Where a vCPU is not paused, or a device hangs.
+    /// A vCPU is not paused, or a device hangs.
     pub fn quiesced(&mut self) -> Result<(&Vm, Quiesced<'_>), Error> {
         let mut stopped = Ok(());
         let quiesced = Quiesced::new(&mut self.vcpus, || stopped = self.virtio.quiesce())?;
@@ -190,17 +193,17 @@ impl LinuxMachine {
         Ok((&self.vm, quiesced))
     }
 
-    /// Whether this host gives it a TSC of another frequency than its own.
+    /// Whether this host can give it a TSC frequency other than the host's own.
     pub fn scales_tsc(&self) -> bool {
         self.context.scales_tsc
     }
 
-    /// Lets a guest come whose TSC has a frequency that this host cannot give it.
+    /// Allows restoring a guest whose TSC frequency this host cannot provide.
     pub fn allow_other_tsc(&mut self) {
         self.context.allows_other_tsc = true;
     }
 
-    /// What it is.
+    /// Its description.
     pub fn description(&self) -> Description {
         let devices = self.virtio.devices.iter();
         Description {
@@ -252,7 +255,7 @@ impl LinuxMachine {
             };
             self.serial.restore(serial).map_err(|error| damaged("serial", error.into()))?;
             self.rtc.restore(rtc, meanwhile).map_err(|error| damaged("rtc", error.into()))?;
-            // First: what devices signal goes to the vectors that their drivers have chosen.
+            // The bus comes first: devices signal the vectors that their drivers have chosen.
             match (&self.virtio.pci, pci) {
                 (None, None) => {}
                 (Some(bus), Some(state)) => bus.restore(&state)?,

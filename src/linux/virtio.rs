@@ -1,10 +1,12 @@
-//! A machine's virtio devices: where each lies, and how KVM and the event loop reach it.
+//! A machine's virtio devices: their addresses, and how KVM and the event loop reach them.
 //!
-//! In steps, because interrupts and the sandbox lie between them: [`Opened::open`] opens files, taps and sockets,
-//! [`Opened::place`] gives each device its address and interrupts, and [`Placed::attach`], with nothing left to open, starts
-//! what threads they have and wires doorbells (ioeventfd) and interrupts (irqfd). Which kinds there are and what they do is
-//! `devices/virtio`'s. By virtio-mmio a device has a page and a pin of the I/O APIC; on the PCI bus a BAR, which its guest may move,
-//! and a number for each of its messages.
+//! They are created in steps, because interrupts and the sandbox come between. [`Opened::open`]
+//! opens files, taps and sockets. [`Opened::place`] gives each device its address and interrupts.
+//! [`Placed::attach`] opens nothing: it starts the devices' threads and wires doorbells (ioeventfd)
+//! and interrupts (irqfd). `devices/virtio` has the kinds of devices and what they do.
+//!
+//! With virtio-mmio a device has a page and a pin of the I/O APIC. On the PCI bus it has a BAR,
+//! which its guest may move, and an interrupt number for each of its messages.
 
 use std::any::Any;
 use std::io;
@@ -33,38 +35,38 @@ use vellum_kvm::memory::GuestMemory;
 use vellum_sandbox::Sandbox;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
-/// What is asked for, in the order in which devices of one kind are numbered.
+/// The requested devices. Devices of one kind are numbered in this order.
 #[derive(Clone, Debug, Default)]
 pub struct Config(pub Vec<Arc<dyn DeviceConfig>>);
 
-/// Why a device cannot be had.
+/// Why a device is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A device of this kind.
+    /// A device of this kind cannot be opened.
     #[error("{1}")]
     Open(&'static str, OpenError),
-    /// Two of a kind of which a machine has one.
+    /// Two devices of a kind that a machine can have only once.
     #[error("a machine can have one {0}")]
     Second(&'static str),
-    /// Two devices that their guest could not tell apart.
+    /// Two devices that the guest could not distinguish.
     #[error("two of them are called '{1}', by which their guest could not tell them apart")]
     Twice(&'static str, String),
-    /// Too many.
+    /// Too many devices.
     #[error("{0} virtio devices: a guest can have {1} at most")]
     TooMany(usize, usize),
-    /// KVM.
+    /// KVM refuses.
     #[error("{0}: {1}")]
     Kvm(&'static str, #[source] kvm_ioctls::Error),
-    /// Interrupts.
+    /// An interrupt is not available.
     #[error(transparent)]
     Gsi(#[from] gsi::Error),
-    /// The address map.
+    /// Two devices have the same address.
     #[error(transparent)]
     Bus(#[from] Overlap),
-    /// A request that does not come back keeps a device from standing still.
+    /// A device cannot be paused, because a request does not complete.
     #[error("{0}: {1}; is what it goes to still there?")]
     Hangs(String, #[source] Hang),
-    /// Another process has what belongs to a device.
+    /// Another process has locked a device's file.
     #[error("{0}: {1}")]
     Locked(String, OpenError),
     /// The host refuses a descriptor or a thread.
@@ -87,65 +89,65 @@ impl Diagnose for Error {
 
 type Handle = Arc<dyn Any + Send + Sync>;
 
-/// A device that is open.
+/// An open device.
 pub struct Device {
-    /// `disk0`, `net0`, `vsock`, …
+    /// Its name: `disk0`, `net0`, `vsock`, …
     name: String,
     device: Box<dyn VirtioDevice>,
     handle: Option<Handle>,
     asked: Asked,
 }
 
-/// What was asked for in a device, for a process that is to take it over.
+/// The configuration of a device, for a process that takes it over.
 #[derive(Clone, Debug)]
 pub struct Asked {
     /// The key of its kind.
     pub kind: &'static str,
-    /// Of that kind's own form; `None` where it cannot be written.
+    /// In that kind's own form; `None` if it cannot be written.
     pub written: Option<Value>,
 }
 
-/// Devices with all that they need of the host.
+/// Devices with everything that they need of the host.
 pub struct Opened(Vec<Device>);
 
 /// Devices with their interrupts.
 pub enum Placed {
-    /// By virtio-mmio: a pin each.
+    /// With virtio-mmio: a pin each.
     Mmio(Vec<(Device, Gsi)>),
-    /// On the PCI bus: a number for each vector.
+    /// On the PCI bus: an interrupt number for each vector.
     Pci {
-        /// With their numbers.
+        /// The devices with their interrupt numbers.
         devices: Vec<(Device, Vec<Gsi>)>,
-        /// Where the bus is.
+        /// The location of the bus.
         place: PciHost,
     },
 }
 
 /// A device that its guest can reach.
 pub struct Wired {
-    /// `disk0`, `net0`, `vsock`, …
+    /// Its name: `disk0`, `net0`, `vsock`, …
     pub name: String,
     /// Its registers.
     pub device: Transport,
-    /// What was asked for.
+    /// Its configuration.
     pub asked: Asked,
     handle: Option<Handle>,
 }
 
 /// A machine's PCI bus.
 pub struct PciBus {
-    /// The bridge.
+    /// The host bridge.
     pub host: Arc<Host>,
-    /// What the devices are on the bus, in their order.
+    /// The devices' functions on the bus, in order.
     pub functions: Vec<Arc<Pci>>,
 }
 
 /// A machine's devices, wired.
 #[derive(Default)]
 pub struct Virtio {
-    /// In the order of their places.
+    /// In the order of their addresses.
     pub devices: Vec<Wired>,
-    /// The bus that they are on, if they are on one.
+    /// The PCI bus, if the devices are on one.
     pub pci: Option<PciBus>,
 }
 
@@ -157,15 +159,16 @@ pub struct Board<'a> {
     pub gsis: &'a Arc<Gsis>,
     /// Guest memory.
     pub memory: &'a Arc<GuestMemory>,
-    /// Already in force for the process, it is entered by the threads that devices start.
+    /// The sandbox, which is already active for the process. Threads of devices enter it.
     pub sandbox: Sandbox,
 }
 
 impl Opened {
-    /// Opens what `config` asks for. Nothing is left behind on failure. `unlocked`: for a machine that runs elsewhere yet.
+    /// Opens the devices of `config`. Nothing is left behind on failure. `unlocked` leaves files
+    /// unlocked, for a machine that still runs elsewhere.
     ///
     /// # Errors
-    /// Which device cannot be had, and why.
+    /// Which device is not available, and why.
     pub fn open(config: &Config, unlocked: bool) -> Result<Self, Error> {
         let mut devices = Vec::new();
         for kind in KINDS {
@@ -204,18 +207,19 @@ impl Opened {
     /// Gives each device its interrupts.
     ///
     /// # Errors
-    /// Where there are too few.
+    /// There are too few.
     pub fn place(self, codec: Codec, gsis: &Gsis) -> Result<Placed, Error> {
         let (most, place) = match codec {
             Codec::Mmio => (gsi::FREE.len(), None),
-            // The first is the host bridge.
+            // The first place is the host bridge's.
             Codec::Pci => (bus::DEVICES - 1, Some(layout::PCI)),
         };
         if self.0.len() > most {
             return Err(Error::TooMany(self.0.len(), most));
         }
         if codec == Codec::Pci && self.0.is_empty() {
-            // The board's tables name what takes the messages of a bus, whether anything is on it or not.
+            // The board's tables name the controller that receives the bus's messages, even without
+            // devices on the bus.
             gsis.message().map_err(Error::Gsi)?;
         }
         let devices = self.0.into_iter();
@@ -237,7 +241,7 @@ impl Opened {
 }
 
 impl Placed {
-    /// Where the devices will be, for the board's tables.
+    /// The devices' locations, for the board's tables.
     pub fn places(&self) -> fixed::Virtio {
         let size = mmio::REGION_SIZE;
         let place =
@@ -248,10 +252,10 @@ impl Placed {
         }
     }
 
-    /// Puts the devices on the buses of ports and of memory, and wires them to KVM.
+    /// Adds the devices to the buses of ports and of memory, and wires them to KVM.
     ///
     /// # Errors
-    /// Where KVM or the host refuses.
+    /// KVM or the host refuses.
     pub fn attach(self, board: &Board<'_>, ports: &mut Bus, memory: &mut Bus) -> Result<Virtio, Error> {
         match self {
             Self::Mmio(devices) => attach_mmio(devices, board, memory),
@@ -260,7 +264,7 @@ impl Placed {
     }
 }
 
-/// Starts what thread a device has.
+/// Starts the thread of a device, if it has one.
 fn start(Device { name, device, .. }: &mut Device, sandbox: Sandbox) -> Result<(), Error> {
     let thread = name.clone();
     let enter = move |kind| sandbox.enter(kind, &thread).map_err(io::Error::other);
@@ -335,7 +339,7 @@ fn router(all: Arc<Gsis>, gsis: Vec<Gsi>, requester: u16) -> bus::msix::Route {
     })
 }
 
-/// Has KVM take a device's doorbells where its BAR is.
+/// Registers a device's doorbells in KVM at the current address of its BAR.
 fn mover(vm: Arc<VmFd>) -> pci::Move {
     let taken = Mutex::new(Vec::<(usize, u64)>::new());
     Box::new(move |doorbells: &[Arc<EventFd>], base| {
@@ -346,7 +350,8 @@ fn mover(vm: Arc<VmFd>) -> pci::Move {
         }
         let places = base.into_iter().flat_map(|base| (base..).step_by(pci::DOORBELL_STRIDE as usize));
         for ((queue, doorbell), at) in doorbells.iter().enumerate().zip(places) {
-            // KVM refuses where a guest has put another BAR over this one: its writes come by the bus then.
+            // KVM refuses if the guest has placed another BAR over this one. Writes then arrive
+            // through the bus.
             if vm.register_ioevent(doorbell, &IoEventAddress::Mmio(at), NoDatamatch).is_ok() {
                 taken.push((queue, at));
             }
@@ -355,7 +360,7 @@ fn mover(vm: Arc<VmFd>) -> pci::Move {
 }
 
 impl Virtio {
-    /// The handle of this type and the device that it is of, if there is one.
+    /// The handle of this type and its device, if there is one.
     pub fn find<T: Any + Send + Sync>(&self) -> Option<(&T, &Transport)> {
         self.devices.iter().find_map(|wired| Some((wired.handle.as_ref()?.downcast_ref()?, &wired.device)))
     }
@@ -367,10 +372,10 @@ impl Virtio {
             .filter_map(|wired| Some((wired.name.as_str(), wired.handle.clone()?.downcast().ok()?)))
     }
 
-    /// Stops all devices: afterwards none touches guest memory.
+    /// Pauses all devices. Afterwards none of them touches guest memory.
     ///
     /// # Errors
-    /// Which device hangs. All go on then.
+    /// Which device hangs. All devices then continue.
     pub fn quiesce(&self) -> Result<(), Error> {
         let deadline = Instant::now() + PAUSE_TIMEOUT;
         let hangs = self.devices.iter().find_map(|Wired { name, device, .. }| {
@@ -386,16 +391,16 @@ impl Virtio {
         }
     }
 
-    /// Whether no vCPU waits for a device that hangs, which it is resetting.
+    /// Checks that no vCPU waits for the reset of a device that hangs.
     ///
     /// # Errors
-    /// Which device that is.
+    /// Which device hangs.
     pub(crate) fn check_resets(&self) -> Result<(), Error> {
         let hangs = |wired: &Wired| Some(Error::Hangs(wired.name.clone(), wired.device.hang()?));
         self.devices.iter().find_map(hangs).map_or(Ok(()), Err)
     }
 
-    /// The first device that keeps the machine where it is, if there is one.
+    /// The first device that prevents migration, if there is one.
     pub fn stays(&self) -> Option<MigrationBlocker> {
         self.devices.iter().find_map(|Wired { name, device, .. }| {
             let (key, why) = device.stays()?;
@@ -403,20 +408,20 @@ impl Virtio {
         })
     }
 
-    /// Starts all devices where they stopped.
+    /// Resumes all devices.
     pub fn resume(&self) {
         self.devices.iter().for_each(|wired| wired.device.resume());
     }
 
-    /// Gives up all locks on the host's files.
+    /// Releases all locks on the host's files.
     pub fn release(&self) {
         self.devices.iter().for_each(|wired| wired.device.release());
     }
 
-    /// Takes them.
+    /// Takes the locks on the host's files.
     ///
     /// # Errors
-    /// Which device cannot have its own. None has one then.
+    /// Which device's file is locked elsewhere. No lock is held then.
     pub fn retake(&self) -> Result<(), Error> {
         let taken = self.devices.iter().try_for_each(|wired| {
             wired.device.retake().map_err(|error| Error::Locked(wired.name.clone(), error))
@@ -424,7 +429,8 @@ impl Virtio {
         taken.inspect_err(|_| self.release())
     }
 
-    /// The machine is over: no vCPU waits for a device any more. Before the vCPUs' threads are joined.
+    /// The machine has ended: releases vCPUs that wait for a device. Called before the vCPUs'
+    /// threads are joined.
     pub fn abandon(&self) {
         self.devices.iter().for_each(|wired| wired.device.abandon());
     }
@@ -446,7 +452,7 @@ mod tests {
     use vellum_devices::virtio::{Active, DeviceState, RestoreError};
     use vellum_kvm::memory::{Memory, MemoryConfig};
 
-    /// A device without queues that says whether it runs, and hangs where it is told to.
+    /// A device without queues that records whether it runs, and hangs on request.
     struct Fake {
         hangs: bool,
         runs: Arc<Mutex<Option<Active>>>,
