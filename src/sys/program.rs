@@ -16,8 +16,7 @@ use super::mmap::host_page;
 /// group is in the foreground.
 pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
     let prepare = move || {
-        // Fails for a process that leads a process group. A session leader already has its own
-        // session.
+        // This fails for a session leader, which has no other session's terminal.
         let _ = rustix::process::setsid();
         for &descriptor in &descriptors {
             // SAFETY: the caller keeps it open, and the forked process has it too.
