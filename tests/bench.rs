@@ -1,4 +1,4 @@
-//! What benchmarks stand on, on real KVM.
+//! The benchmarks and their parts, on real KVM.
 
 use std::path::Path;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -65,8 +65,9 @@ fn shadow_paging() -> Need {
     }
 }
 
-/// As before Linux 5.14: a filter refuses MADV_POPULATE_WRITE to this thread. Emulated hosts run this optimized, and it takes an
-/// optimizer to leave out writes that change nothing.
+/// As before Linux 5.14: a seccomp filter refuses MADV_POPULATE_WRITE to this thread. Emulated
+/// hosts run an optimised build of this test, and only an optimiser could remove writes that change
+/// nothing.
 #[test]
 fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Failed> {
     let when = |code, k, otherwise| libc::sock_filter { code, jt: 0, jf: otherwise, k };
@@ -74,7 +75,8 @@ fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Fai
     let equal =
         |value, otherwise| when((libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16, value, otherwise);
     let end = |action| when((libc::BPF_RET | libc::BPF_K) as u16, action, 0);
-    // Of struct seccomp_data, include/uapi/linux/seccomp.h: the number, and the lower half of the third argument.
+    // Offsets in struct seccomp_data (include/uapi/linux/seccomp.h): the number, and the lower half
+    // of the third argument.
     let program = [
         load(0),
         equal(libc::SYS_madvise as u32, 3),
@@ -86,7 +88,7 @@ fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Fai
     let len = 8 << 20;
     let map = Mapping::new(len, len, Source::Anonymous)?;
     map.words()[512].store(7, Ordering::Relaxed);
-    // Nobody else's memory is advised so, and the kernel merges ours with none of theirs.
+    // No other mapping has this advice, so the kernel does not merge this one with a neighbour.
     map.advise(libc::MADV_DONTDUMP)?;
     let done = std::thread::scope(|scope| {
         let filtered = || {
@@ -107,7 +109,7 @@ fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Fai
     ensure(anonymous.contains(&format!(" {} kB", len >> 10)), || format!("of {} KiB: {anonymous}", len >> 10))
 }
 
-/// Reads a word of every page while another thread answers, three pages at a time.
+/// Reads a word of every page while another thread serves the faults, three pages at a time.
 fn served(mode: Mode) -> Result<(), Failed> {
     let pages = 40u64;
     let uffd = Uffd::new(mode)?;
@@ -138,7 +140,7 @@ fn served(mode: Mode) -> Result<(), Failed> {
     };
     std::thread::scope(|scope| {
         let answering = scope.spawn(answer);
-        // Backwards, so that batches run into pages that are there.
+        // Backwards, so that batches reach pages that are there already.
         for page in (0..pages as usize).rev() {
             let found = mapping.words()[page * 512 + 5].load(Ordering::Relaxed);
             ensure(found == expected, || format!("page {page} holds {found:#x}"))?;
@@ -192,7 +194,8 @@ fn blocks_are_touched_where_the_plan_says() -> Result<(), Failed> {
     ensure((0..2).all(|vcpu| touch::seconds(&guest, vcpu) > 0.0), || "no time passed".into())
 }
 
-/// Neighbours are mapped eight at a time, but the log makes each small page fault on its own.
+/// Neighbouring pages are mapped eight at a time, but with the log on each small page faults on its
+/// own.
 #[test(kvm())]
 fn page_table_stages() -> Result<(), Failed> {
     // With a local APIC the second vCPU would wait for the first to wake it.
@@ -227,7 +230,7 @@ fn vcpus_fault_together() -> Result<(), Failed> {
     json::check(&report).map_err(Failed::from)
 }
 
-/// Every test of `memslot` once, in three slots.
+/// Every test of `memslot` once, with three slots.
 #[test(kvm())]
 fn memslots_moved_under_a_guest_lose_nothing() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
@@ -250,11 +253,13 @@ fn memslots_moved_under_a_guest_lose_nothing() -> Result<(), Failed> {
     json::check(&report).map_err(Failed::from)
 }
 
-/// Where KVM shadows page tables, a slot has 8 bytes for each of its pages: `struct kvm_rmap_head` in kvm_host.h.
+/// If KVM shadows page tables, a slot has 8 bytes for each of its pages: `struct kvm_rmap_head` in
+/// kvm_host.h.
 #[test(kvm(), shadow_paging())]
 fn a_memslot_takes_what_its_rmaps_need() -> Result<(), Failed> {
     let report = memslot::run(&memslot::Config {
-        // Other tests have slots come and go meanwhile: the median of many is this one's.
+        // Other tests add and remove slots at the same time. The median of many rounds excludes
+        // them.
         common: Common { repeat: 25, ..Common::default() },
         tests: vec![memslot::Test::Create],
         slots: 1,
@@ -267,14 +272,15 @@ fn a_memslot_takes_what_its_rmaps_need() -> Result<(), Failed> {
     ensure((least..most).contains(&taken), || format!("a slot takes {taken} bytes for each GiB"))
 }
 
-/// After the first of many rounds SIGINT ends a benchmark with the results so far, and says so.
+/// After the first of many rounds SIGINT ends a benchmark. The result has the rounds so far, and
+/// says so.
 #[test(kvm())]
 fn an_interrupt_leaves_what_was_measured() -> Result<(), Failed> {
     let mut child = Command::new(env!("CARGO_BIN_EXE_vellum"))
         .args(["bench", "page-table", "-b", "1m", "--repeat", "100000", "--json", "-"])
         .stdout(Stdio::piped())
         .spawn()?;
-    // Each round's vCPU is a thread of its own: the second to be seen has the first round behind it.
+    // Each round's vCPU is a new thread. When the second one appears, the first round is over.
     let tasks = format!("/proc/{}/task", child.id());
     let vcpu = || {
         let named = |task: &std::fs::DirEntry| {
@@ -305,7 +311,7 @@ fn migration(arguments: &str) -> Result<(Output, Report), Failed> {
     bench(&format!("migration {arguments}"))
 }
 
-/// A benchmark as a user types it.
+/// Runs a benchmark as a user types it.
 fn bench(arguments: &str) -> Result<(Output, Report), Failed> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
     command.arg("bench").args(arguments.split(' ')).args(["--json", "-"]);
@@ -316,7 +322,7 @@ fn bench(arguments: &str) -> Result<(Output, Report), Failed> {
     Ok((output, report))
 }
 
-/// What each round had to say of `name`.
+/// The values of `name` in all rounds.
 fn rounds(report: &Report, name: impl Into<Label>) -> Result<Vec<f64>, Failed> {
     let label = name.into();
     let missing = format!("no {label}");
@@ -324,13 +330,14 @@ fn rounds(report: &Report, name: impl Into<Label>) -> Result<Vec<f64>, Failed> {
     Ok(values)
 }
 
-/// Two processes, and a guest that goes from one to the other: every figure is there, and they agree with each other.
+/// A guest migrates between two processes. Every figure is there, and they agree with each other.
 #[test(kvm())]
 fn a_guest_is_moved_and_measured() -> Result<(), Failed> {
     moved_and_measured(2).map(drop)
 }
 
-/// What the machines say is what the guest saw, within a twentieth in one of some rounds: a vCPU that waits for a CPU saw more than they.
+/// The machines' downtime agrees with the guest's within a twentieth, in at least one of several
+/// rounds: a vCPU that waits for a CPU sees more.
 #[test(kvm())]
 fn the_parts_of_a_move_are_what_the_guest_saw() -> Result<Completion, Failed> {
     let load = std::fs::read_to_string("/proc/loadavg")?;
@@ -349,14 +356,14 @@ fn the_parts_of_a_move_are_what_the_guest_saw() -> Result<Completion, Failed> {
     Err(format!("what the guest saw, and what the parts are: {near:?}").into())
 }
 
-/// Downtime of each round, as the guest has seen it and as the machines have.
+/// The downtime of each round, as the guest and as the machines have measured it.
 fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
     let asked = 16u64 << 20;
     let (output, mut report) =
         migration(&format!("-b 8m -v {vcpus} --dirty-rate 16m --around 500ms --repeat 3"))?;
     let status = i32::from(!report.invalid.is_empty());
     ensure(output.status.code() == Some(status), || format!("not status {status}: {output:?}"))?;
-    // Whether a host that does much else besides keeps a rate is not to be tested, but whether that is said.
+    // A busy host may miss the rate. The test checks only that the result says so.
     let missed = |failed: &report::Failed| matches!(failed.premise, Premise::RateMissed { .. });
     let said = report.invalid.iter().filter(|failed| missed(failed)).count();
     report.invalid.retain(|failed| !missed(failed));
@@ -380,7 +387,8 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
     for round in 0..3 {
         let sum: f64 = parts.iter().map(|part| part[round]).sum();
         ensure((sum - machines[round]).abs() < 1e-6, || format!("{sum} is not {}", machines[round]))?;
-        // Between these it stands still, whatever the host is at; two clocks, of which KVM knows one by its frequency alone.
+        // The guest stands still between these, even on a busy host. The tolerance is for two
+        // clocks, one of which KVM knows only by its frequency.
         let still: f64 = parts[1..5].iter().map(|part| part[round]).sum();
         let guest = downtime[round];
         ensure(guest > still * 0.99, || format!("a guest that stood still for {still} s saw {guest}"))?;
@@ -401,7 +409,7 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
     ensure(sent <= all && sent > 0.95 * all, || format!("{sent} of {all} bytes in {passes:?} passes"))?;
     for phase in ["before", "during", "after"] {
         let seen = report.histograms.iter().any(|of| of.index.as_deref() == Some(phase) && of.count() > 0);
-        // What moves at once has no write while it is logged.
+        // A migration that is immediate has no writes while it is logged.
         ensure(seen || phase == "during", || format!("no latencies {phase}"))?;
     }
     let still = report.marks.iter().find(|mark| mark.name == "standing still").ok_or("no mark")?;
@@ -416,7 +424,8 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
     Ok(downtime.into_iter().zip(machines).collect())
 }
 
-/// What the guest waited for a page stands beside the barest answer, in each round; and before it moved nobody waited for anything.
+/// Each round has the guest's waits for pages beside the fastest possible answer. Before the
+/// migration nothing waits.
 #[test(kvm())]
 fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
     if vellum_sys::uffd::Uffd::new(vellum_sys::uffd::Mode::Missing).is_err() {
@@ -436,8 +445,8 @@ fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
         let alike = quotients.zip(&ratio).all(|(quotient, ratio)| (quotient - ratio).abs() < 1e-9);
         ensure(ratio.len() == 2 && alike, || format!("{ours:?} by {bare:?} are {ratio:?}"))?;
         ensure(bare.iter().all(|&seconds| seconds > 0.0), || format!("{bare:?}"))?;
-        // A hybrid move may have left nothing that somebody waits for; and all may be there before the guest wants any of it, but hardly
-        // in each round.
+        // A hybrid migration may leave no page to wait for. With postcopy all pages may arrive
+        // before the guest needs any, but hardly in each round.
         let faults = rounds(&report, "faults")?;
         ensure(mode == "hybrid" || faults.iter().any(|&faults| faults > 0.0), || format!("{faults:?}"))?;
         ensure(rounds(&report, "link_speed")?.iter().all(|&speed| speed > 0.0), || "no speed".into())?;
@@ -445,7 +454,7 @@ fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
     Ok(Completion::Completed)
 }
 
-/// No guest writes a terabyte a second; the result says so, and is no success.
+/// No guest writes a terabyte per second. The result says so, and the command fails.
 #[test(kvm())]
 fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
     let (output, report) = migration("-b 2m --dirty-rate 1t --around 100ms --repeat 1")?;
@@ -453,7 +462,8 @@ fn a_rate_that_is_missed_makes_a_result_invalid() -> Result<(), Failed> {
     ensure(missed && output.status.code() == Some(1), || format!("{output:?}"))
 }
 
-/// Each option of the kernel's selftests, by its letter there and by its name here, and those of page tables.
+/// Each option of the kernel's selftests, by its letter there and by its name here, and those of
+/// page tables.
 #[test(kvm())]
 fn options_are_what_the_result_says_was_asked() -> Result<(), Failed> {
     let cpus = vellum_sys::host::allowed_cpus()?;
@@ -485,16 +495,17 @@ fn options_are_what_the_result_says_was_asked() -> Result<(), Failed> {
     Ok(())
 }
 
-/// That the result of the benchmark `line` has these values, a JSON object, among what was asked.
+/// Checks that the result of the benchmark `line` has these values, a JSON object, among its
+/// parameters.
 fn asks(line: &str, values: &str) -> Result<(), Failed> {
     let (output, report) = bench(line)?;
     let wanted: serde_json::Map<String, serde_json::Value> = serde_json::from_str(values)?;
     let wrong = wanted.iter().find(|(name, value)| report.asked.get(*name) != Some(*value));
-    // A result that is invalid on this host says it, too.
+    // A result that is invalid on this host has them too.
     ensure(wrong.is_none(), || format!("{line}: {wrong:?} of {:?}, {output:?}", report.asked))
 }
 
-/// The same where KVM shadows the guest's page tables.
+/// The same for benchmarks of shadow paging.
 #[test(kvm(), shadow_paging())]
 fn options_of_shadow_paging_are_what_the_result_says_was_asked() -> Result<(), Failed> {
     for (line, asked) in [
@@ -564,7 +575,8 @@ fn page_idle() -> Need {
     })
 }
 
-/// The premises that the benchmark checks itself: pages become idle when marked, and are not when touched.
+/// The premises that the benchmark checks itself: marked pages become idle, and touched pages are
+/// not idle.
 #[test(kvm(), page_idle())]
 fn access_tracking_marks_and_unmarks() -> Result<(), Failed> {
     let report = access_tracking::run(&access_tracking::Config {
@@ -576,7 +588,8 @@ fn access_tracking_marks_and_unmarks() -> Result<(), Failed> {
     json::check(&report).map_err(Failed::from)
 }
 
-/// What the guest does to its tables, seen in its memory; functional wherever KVM runs code at CPL 0 at all.
+/// What the guest does to its tables, read from its memory. It works wherever KVM runs code at CPL
+/// 0.
 #[test(kvm())]
 fn tables_lead_to_the_same_frames_and_are_cleared() -> Result<(), Failed> {
     let (count, pages) = (3u64, 5u64);

@@ -1,4 +1,5 @@
-//! Kernels of a few bytes on real KVM: every protocol to a byte on the serial port, and every way in which a guest ends.
+//! Kernels of a few bytes on real KVM: every boot protocol up to a byte on the serial port, and
+//! every way in which a guest ends.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -57,7 +58,7 @@ fn main() -> ExitCode {
     case("triple_fault", fault.elf64(), Mode::Split, "V", Exit::TripleFault);
     let test_passes = code().out(0xf4, 0);
     case("multiboot_ends_by_the_debug_port", test_passes.multiboot(), Mode::Split, "V", Exit::Guest(1));
-    // Only multiboot guests have that port; this one goes on.
+    // Only multiboot guests have that port. This guest goes on.
     case("others_have_no_debug_port", test_passes.power_off().elf64(), Mode::Split, "V", Exit::PowerOff);
     tests.add("planted_no-mtrrs_is_caught", kvm(), || {
         faults::caught("no-mtrrs", "every_part_of_a_vcpu_moves", "MTRRs are missing")
@@ -83,7 +84,8 @@ fn code_that_spins() -> Code {
     Code::default().spin()
 }
 
-/// mov esi, [rbx + 24] (`hvm_start_info.cmdline_paddr`); then lodsb, out to the serial port, until a NUL.
+/// mov esi, [rbx + 24] (`hvm_start_info.cmdline_paddr`); then lodsb, out to the serial port, until
+/// a NUL.
 #[test(kvm())]
 fn the_command_line_reaches_a_pvh_guest() -> Result<(), Failed> {
     let code = Code::default()
@@ -94,7 +96,7 @@ fn the_command_line_reaches_a_pvh_guest() -> Result<(), Failed> {
     ensure(said == "hello, guest", || format!("it said {said:?}"))
 }
 
-/// Far beyond what any of these guests takes.
+/// Much longer than any of these guests takes.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn build(
@@ -116,7 +118,7 @@ fn build(
     Ok((ready, serial))
 }
 
-/// Runs `image` to its end; what it has said.
+/// Runs `image` to its end. Returns also its output.
 fn boot(
     image: &[u8],
     change: impl FnOnce(&mut machine::Config, &mut BootConfig),
@@ -153,7 +155,8 @@ fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
     ensure(saved.nanoseconds >= start.nanoseconds && goes_on.contains(&arrived.nanoseconds), || {
         format!("{saved:?} became {arrived:?}")
     })?;
-    // An hour on the way is an hour for the guest, or it is not.
+    // An hour between saving and restoring passes for the guest, or it does not, depending on the
+    // policy.
     let earlier = Clock { realtime: saved.realtime - HOUR, ..saved };
     for (meanwhile, passed) in [(ClockPolicy::Passes, HOUR), (ClockPolicy::Stands, 0)] {
         earlier.restore(&destination, meanwhile)?;
@@ -161,7 +164,8 @@ fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
         let expected = saved.nanoseconds + passed;
         ensure((expected..expected + HOUR).contains(&now), || format!("{meanwhile:?}: {now} of {expected}"))?;
     }
-    // Where this host's clock lies behind the other's, no time passes, and none is taken back.
+    // If this host's clock is behind the other's, no time passes, and the guest's clock does not go
+    // back.
     Clock { realtime: saved.realtime + 9000 * HOUR, ..saved }.restore(&destination, ClockPolicy::Passes)?;
     let now = Clock::save(&destination)?.nanoseconds;
     ensure((saved.nanoseconds..saved.nanoseconds + HOUR).contains(&now), || format!("{saved:?}: {now}"))
@@ -169,7 +173,8 @@ fn the_clock_goes_on_in_another_machine() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
-    /// Where the guest's clock page is: `struct pvclock_vcpu_time_info`, whose flags are its 30th byte.
+    /// The address of the guest's clock page, a `struct pvclock_vcpu_time_info`. Its flags are the
+    /// 30th byte.
     const PAGE: u64 = 0x18_0000;
     const FLAGS: u64 = PAGE + 29;
     const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
@@ -187,10 +192,11 @@ fn a_guest_with_kvmclock_is_told_that_it_stood_still() -> Result<(), Failed> {
     eventually(LIMIT, "the guest is told", || Ok((flags()? & GUEST_STOPPED != 0).then_some(())))
 }
 
-/// An MSR of nobody's: between those of KVM and those of Hyper-V.
+/// An MSR that no hypervisor has: between those of KVM and those of Hyper-V.
 const UNKNOWN_MSR: u32 = 0x1234_5678;
 
-/// What no few bytes of guest code would show: debug and vector registers, the local APIC, events on their way.
+/// State that a few bytes of guest code would not show: debug and vector registers, the local APIC,
+/// pending events.
 #[test(kvm())]
 fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let image = code_that_spins().elf64();
@@ -216,7 +222,7 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
         xsave.region[128] |= 2;
         // SAFETY: no dynamic feature is on, so that the area has the size of this structure.
         unsafe { fd.set_xsave(&xsave)? };
-        // The first fixed range of the MTRRs, their first variable one, and both switched on.
+        // The first fixed MTRR and the first variable one, and both kinds enabled.
         for (index, value) in MTRRS {
             set_msr(fd, index, value)?;
         }
@@ -226,7 +232,8 @@ fn every_part_of_a_vcpu_moves() -> Result<(), Failed> {
     let destination = destination.machine.machine;
     std::fs::remove_file(said)?;
     let context = Context::new(&kvm, &destination.vm.fd, true)?;
-    // What another kernel lists and this one does not have is nothing that a guest could miss, as long as it was zero.
+    // An MSR that another kernel lists and this one does not have is no loss to the guest if it was
+    // zero.
     let ignored = std::fs::read_to_string("/sys/module/kvm/parameters/ignore_msrs");
     let kept = ignored.is_ok_and(|ignored| ignored.trim() == "N");
     for (value, fits) in [(0, true), (1, !kept)] {

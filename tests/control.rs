@@ -1,4 +1,4 @@
-//! The control socket: a server on its event loop, clients beside it. No KVM, no guest.
+//! The control socket: a server on its event loop, and clients. No KVM, no guest.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,8 +19,8 @@ use vellum_control::server::{Control, Heard};
 use vellum_control::{Do, Event, MAX_LINE};
 use vellum_sys::socket::{self, MAX_DESCRIPTORS, SocketError};
 
-/// A machine that answers `status` with its path, refuses `resume`, tells of `pause`, at `nmi` of the end of an operation, writes into
-/// what comes with `serial`, and ends at `stop`.
+/// A machine that answers `status` with its path, refuses `resume`, sends an event at `pause` and
+/// the end of an operation at `nmi`, writes into the descriptor of `serial`, and ends at `stop`.
 fn machine(name: &str) -> (PathBuf, JoinHandle<()>) {
     let path = std::env::temp_dir().join(format!("vellum-control-{}-{name}", std::process::id()));
     let (hear, heard): (_, Receiver<Heard>) = channel();
@@ -85,7 +85,7 @@ fn requests_are_answered_by_their_numbers_and_events_reach_who_listens() {
 fn nonsense_costs_its_sender_an_error_or_the_connection_and_nobody_else_anything() {
     let (path, thread) = machine("nonsense");
     let mut stream = UnixStream::connect(&path).unwrap();
-    // Three lines in pieces, the last of them good.
+    // Three lines in pieces. The last one is valid.
     for piece in ["{\"id\":9,\"do\":\"pau", "nse\"}\nnot json\n{\"id\":10,\"do\":\"sta", "tus\"}\n"] {
         stream.write_all(piece.as_bytes()).unwrap();
     }
@@ -103,14 +103,15 @@ fn nonsense_costs_its_sender_an_error_or_the_connection_and_nobody_else_anything
     let _ = endless.read_to_end(&mut rest);
     assert!(rest.is_empty(), "hung up without a word");
 
-    // More clients than there is room for; those that are told so are gone, the others stay.
+    // More clients than there is room for. Those beyond the limit are told so and disconnected, the
+    // others stay.
     let crowd: Vec<_> = (0..40).map(|_| UnixStream::connect(&path).unwrap()).collect();
     let mut refused = UnixStream::connect(&path).unwrap();
     let mut answer = String::new();
     refused.read_to_string(&mut answer).unwrap();
     assert!(answer.contains("too many"), "{answer}");
     drop((crowd, stream));
-    // Their going is seen before the next one comes, or soon after.
+    // The server sees before or soon after the next connection that they have gone.
     let asked = || Client::connect(&path).and_then(|mut client| client.ask(&Do::Stop {}));
     eventually(LIMIT, "there is room for a client", || Ok(asked().ok())).unwrap();
     thread.join().unwrap();
@@ -146,7 +147,7 @@ fn lines_that_are_hostile_are_answered_one_by_one() {
         let said = String::from_utf8_lossy(&line[..line.len().min(60)]);
         assert!(answer["id"] == id && answer["error"].is_string(), "{said}: {answer}");
     }
-    // A number is the client's own affair: twice the same is answered twice.
+    // The client chooses its numbers. The same number twice is answered twice.
     (&stream).write_all(b"{\"id\":9,\"do\":\"status\"}\n{\"id\":9,\"do\":\"resume\"}\n").unwrap();
     let answers: Vec<Value> =
         lines.by_ref().take(2).map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
@@ -155,7 +156,7 @@ fn lines_that_are_hostile_are_answered_one_by_one() {
     stop(&path, thread);
 }
 
-/// Nothing is lost of how an operation ended, and of the rest it is said how much was.
+/// A slow listener misses no end of an operation, and is told how many other events it missed.
 #[test]
 fn a_listener_that_does_not_read_misses_no_end_and_knows_how_much_else() {
     let (path, thread) = machine("slow");
@@ -163,10 +164,11 @@ fn a_listener_that_does_not_read_misses_no_end_and_knows_how_much_else() {
     slow.ask(&Do::Events {}).unwrap();
     let mut listener = Client::connect(&path).unwrap();
     listener.ask(&Do::Events {}).unwrap();
-    // Asked again, it still hears everything once.
+    // A second subscription does not duplicate events.
     listener.ask(&Do::Events {}).unwrap();
     let mut client = Client::connect(&path).unwrap();
-    // A unix socket holds some 200 KiB (net.core.wmem_max), and each event is accounted for with more than 500 bytes.
+    // A unix socket holds some 200 KiB (net.core.wmem_max), and counts each event with more than
+    // 500 bytes.
     for _ in 0..2000 {
         client.ask(&Do::Pause {}).unwrap();
         assert_eq!(listener.line().unwrap()["event"], "paused");
@@ -185,13 +187,14 @@ fn a_listener_that_does_not_read_misses_no_end_and_knows_how_much_else() {
         }
     }
     assert!(missed > 0 && heard + missed == 2000, "{heard} heard, {missed} missed");
-    // It reads again, and is told again.
+    // It reads again, and gets events again.
     client.ask(&Do::Pause {}).unwrap();
     assert_eq!(slow.line().unwrap()["event"], "paused");
     stop(&path, thread);
 }
 
-/// Two on one machine, and each sees what came of its own request. A line of which a part has come is waited for without being lost.
+/// Two clients of one machine each see the outcome of their own request. A partial line is kept
+/// until it is complete.
 #[test]
 fn a_client_takes_no_events_of_another_s_request() {
     let path = std::env::temp_dir().join(format!("vellum-control-{}-events", std::process::id()));
@@ -233,7 +236,7 @@ fn descriptors_come_with_the_request_that_takes_them() {
     };
     assert!(error.contains("needs 1 descriptors"), "{error}");
 
-    // Too many for the request: it is done with the first, and the others are refused.
+    // Too many for the request: it uses the first, and the others are refused.
     let stream = UnixStream::connect(&path).unwrap();
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     let mut answer = || serde_json::from_str::<Value>(&lines.next().unwrap().unwrap()).unwrap();
@@ -250,20 +253,21 @@ fn descriptors_come_with_the_request_that_takes_them() {
     both.sort_by_key(|answer| answer["id"].as_u64());
     assert!(both[0]["id"] == 0 && both[1]["id"] == 2 && both[1]["ok"].is_object(), "{both:?}");
 
-    // In the middle of a line that is whole only later.
+    // In the middle of a line that is completed later.
     socket::send(&stream, b"{\"id\":3,", &[file.as_fd()]).unwrap();
     socket::send(&stream, b"\"do\":\"serial\"}\n", &[]).unwrap();
     let third = answer();
     assert!(third["id"] == 3 && third["ok"].is_object(), "{third}");
 
-    // A line that never ends, whose descriptors pile up.
+    // A line that never ends, with descriptors that pile up.
     for _ in 0..MAX_DESCRIPTORS {
         let _ = socket::send(&stream, b" ", &[file.as_fd(); MAX_DESCRIPTORS]);
     }
     assert!(!matches!(lines.next(), Some(Ok(_))), "it must hang up");
     drop(client);
 
-    // Nothing is kept of all this: the machine has its socket, its loop and the last client's connection.
+    // None of these descriptors is kept: the machine has its socket, its loop and the last client's
+    // connection.
     let mut client = Client::connect(&path).unwrap();
     client.ask(&Do::Status {}).unwrap();
     let held = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
@@ -294,7 +298,7 @@ fn a_socket_that_nobody_serves_is_replaced_and_a_live_one_refused() {
     let control = Control::bind(&path, hear).unwrap();
     let (hear, _heard) = channel();
     assert!(matches!(Control::bind(&path, hear), Err(SocketError::InUse(_))));
-    // What was only looked at is still there, and works.
+    // The existing socket is still there and works.
     assert!(UnixStream::connect(&path).is_ok());
     drop(control);
     assert!(!path.exists());

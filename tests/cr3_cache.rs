@@ -1,4 +1,5 @@
-//! The CR3 cache, on a KVM that has it (a host kernel with the series `cr3-cache` of `kernel-patches/`, kvm_intel.ept=0) and on one that has not.
+//! The CR3 cache, on a KVM that has it (a host kernel with the series `cr3-cache` of
+//! `kernel-patches/`, kvm_intel.ept=0) and on one that does not.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
@@ -27,7 +28,7 @@ use vellum_report::Report;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source};
 
-/// Page tables that a vCPU switches among, and how often.
+/// The number of page tables that a vCPU switches among, and the number of switches.
 const TABLES: u64 = 2;
 const SWITCHES: u64 = 1000;
 
@@ -69,7 +70,7 @@ fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
     ensure(error.origin() == ErrorOrigin::user(Field::Cr3Cache), || format!("{:?}", error.origin()))?;
     let why = entries(&vellum_kvm::vm::open()?).expect_err("none").to_string();
     ensure(error.to_string() == why, || format!("{error}"))?;
-    // Whether the file is a kernel is not looked at before.
+    // The flag is checked before the kernel file.
     for (command, status) in [
         (&["run", "-k", "/proc/self/exe", "--cr3-cache", "on"][..], 2),
         (&["receive", "--listen", "unix:/nowhere/at/all", "--cr3-cache", "on"], 2),
@@ -85,7 +86,7 @@ fn where_there_is_none_it_is_refused_with_the_reason() -> Result<(), Failed> {
     ensure(Choice::Auto.decided(&vellum_kvm::vm::open()?)? == Choice::Off, || "auto is not off".into())
 }
 
-/// The kernel series' own promise, as the VMM's guest sees it.
+/// The guarantee of the kernel series, as a guest sees it.
 #[test(cache())]
 fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     let report = measure(Cached::Both, &[2, 4])?;
@@ -98,8 +99,10 @@ fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     };
     for tables in [2, 4] {
         let (without, with) = (value("exits_per_switch", tables)?, value("cached_exits_per_switch", tables)?);
-        // A switch that misses is an exit, and hits are judged below. What else makes the vCPU exit are interrupts of its host, and the slower
-        // that is, as with KASAN or two CPUs that take turns, the more of them come in a switch's time: 0.0004 of the lab's, 0.0014 then.
+        // A switch that misses exits, and hits are checked below. Other exits are caused by
+        // interrupts of the host. The slower the host is, for example with KASAN or with two CPUs
+        // that take turns, the more of them fall into a switch: 0.0004 in the lab, 0.0014 on such a
+        // host.
         ensure(without >= 1.0 && with < 0.01, || format!("{tables} tables: {without} and {with} exits"))?;
         let hits = value("cached_hits_per_switch", tables)?;
         ensure(hits > 0.999 && hits <= 1.0, || format!("{tables} tables: {hits} hits"))?;
@@ -107,7 +110,7 @@ fn the_built_in_guest_switches_without_an_exit() -> Result<(), Failed> {
     Ok(())
 }
 
-/// What is published stays while a guest switches among more tables than there are entries.
+/// Published entries stay while a guest switches among more tables than there are entries.
 #[test(cache())]
 fn some_of_too_many_tables_are_switched_to_without_an_exit() -> Result<(), Failed> {
     let machine = Machine::of(5, Choice::On)?;
@@ -116,13 +119,14 @@ fn some_of_too_many_tables_are_switched_to_without_an_exit() -> Result<(), Faile
     perform(&machine.guest, Do::Build)?;
     perform(&machine.guest, Do::Touch)?;
     ensure(tables::register(&machine.guest)? == 4, || "it has not 4 entries".into())?;
-    // The least recently used root would always be the next one, and none would hit.
+    // With LRU replacement the next root would always be the replaced one, and none would hit.
     let hits = machine.switch()?;
     ensure(hits > SWITCHES / 4, || format!("{hits} hits of {SWITCHES}"))
 }
 
-/// A guest that does what it should not, in an order that is drawn; it may lose itself, and nothing else may happen. VELLUM_CR3_STEPS are how many
-/// steps, VELLUM_SEED draws them again. With kvm.cr3_cache_check=1 KVM looks at each entry whether all that is published is a root.
+/// A guest does invalid things in a random order. It may crash itself, but nothing else may happen.
+/// VELLUM_CR3_STEPS sets the number of steps, and VELLUM_SEED repeats them. With
+/// kvm.cr3_cache_check=1 KVM checks at each entry that all published values are roots.
 #[test(cache())]
 fn a_guest_that_misbehaves_loses_at_most_itself() -> Result<(), Failed> {
     const BURST: u64 = 1000;
@@ -146,11 +150,11 @@ fn a_guest_that_misbehaves_loses_at_most_itself() -> Result<(), Failed> {
                     format!("seed {seed}, burst {burst}: {wrong} switches went elsewhere")
                 })?;
                 hits += tables::hits(&machine.guest);
-                // Something from outside, before it goes on.
+                // An external event before the guest goes on.
                 match draw(8) {
                     0..3 => machine.zap().map(|()| None)?,
                     3 | 4 => machine.save().map(|_| None)?,
-                    // Any number; or one like an address, as likely as not of a root.
+                    // Any number, or one that looks like an address and may be that of a root.
                     5 => Some(tables::load(&machine.guest, draw(1 << 31) << draw(22))),
                     _ => None,
                 }
@@ -162,7 +166,7 @@ fn a_guest_that_misbehaves_loses_at_most_itself() -> Result<(), Failed> {
                 format!("seed {seed}, burst {burst}: {error}")
             })?;
             lost += 1;
-            // What it draws from has not come back.
+            // The guest's random state was lost with it.
             guest_draws = draw(1 << 31) << 31 | draw(1 << 31) | 1;
             machine.add_counted(&mut counted)?;
             machine = Machine::misbehaving()?;
@@ -180,7 +184,7 @@ fn a_guest_that_misbehaves_loses_at_most_itself() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A vCPU that switches among its tables, the page of its cache, and what its state depends on.
+/// A vCPU that switches among its tables, with the page of its cache and the context of its state.
 struct Machine {
     guest: Guest,
     context: Context,
@@ -206,7 +210,8 @@ impl Machine {
         Ok(Self { guest, context })
     }
 
-    /// With more tables than entries, that can be told from each other, and one for KVM to write to.
+    /// A machine with more tables than entries, each with different content, and one table for KVM
+    /// to write to.
     fn misbehaving() -> Result<Self, Failed> {
         const COUNT: u64 = 9;
         let machine = Self::of(COUNT, Choice::On)?;
@@ -216,7 +221,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Has KVM forget all roots: a memslot comes and goes.
+    /// Adds and removes a memslot, which makes KVM drop all roots.
     fn zap(&self) -> Result<(), Failed> {
         let (slots, last) = (self.guest.vm.memslots(), self.guest.vm.memory.slots().len() as u32 + 1);
         let mapping = Arc::new(Mapping::new(1 << 21, 1 << 21, Source::Anonymous)?);
@@ -231,14 +236,15 @@ impl Machine {
         Ok(())
     }
 
-    /// KVM calls a machine's counters by the thread that has made it, which is this one, and not always the process's first.
+    /// KVM names a machine's counters after the thread that created it. That is this thread, which
+    /// may not be the process's first.
     fn counted(&self) -> Result<Snapshot, Failed> {
         let thread = std::fs::read_link("/proc/thread-self")?;
         let thread = thread.file_name().ok_or("/proc/thread-self names none")?.to_string_lossy().into_owned();
         Ok(counters::of_other(&format!("{thread}-{}", self.guest.vm.fd.as_raw_fd()), "cr3_cache_")?)
     }
 
-    /// Registered, with both tables in its page.
+    /// A machine that is registered, with both tables in its page.
     fn warm() -> Result<Self, Failed> {
         let machine = Self::new(Choice::On)?;
         tables::program(&machine.guest, TABLES, 1);
@@ -258,7 +264,7 @@ impl Machine {
         Ok(tables::hits(&self.guest))
     }
 
-    /// How many entries its page has.
+    /// The number of entries in its page.
     fn published(&self) -> usize {
         let words = self.guest.vm.memory.mapping.words();
         let page = tables::cache_offset(TABLES) as usize / 8;
@@ -271,7 +277,7 @@ impl Machine {
         Ok(Processors::save(&quiesced, &vm.fd, &context, Vec::new())?)
     }
 
-    /// Goes on where `source` is.
+    /// Continues from the state of `source`.
     fn take_over(&mut self, source: &Self, state: &Processors) -> Result<(), Failed> {
         copy(&source.guest.vm.memory.mapping, &self.guest.vm.memory.mapping);
         copy(source.guest.slot.mapping(), self.guest.slot.mapping());
@@ -289,7 +295,7 @@ fn copy(from: &Mapping, to: &Mapping) {
     }
 }
 
-/// The guest's side without a cache: its page may name its own tables, which any KVM takes.
+/// The guest's side without a cache: its page may name its own tables, which any KVM accepts.
 #[test(kvm())]
 fn the_guest_loads_what_its_page_has_and_its_own_value_where_it_has_none() -> Result<(), Failed> {
     let machine = Machine::new(Choice::Off)?;
@@ -310,7 +316,8 @@ fn the_guest_loads_what_its_page_has_and_its_own_value_where_it_has_none() -> Re
     Ok(())
 }
 
-/// With an empty page no load hits; with tables of its own in two of its entries each of two does, and with one of them each second.
+/// With an empty page no load hits. With both tables in the page every load hits, with one of them
+/// every second.
 #[test(kvm())]
 fn a_guest_that_hardly_hits_does_without_and_tries_again() -> Result<(), Failed> {
     let machine = Machine::new(Choice::Off)?;
@@ -322,7 +329,8 @@ fn a_guest_that_hardly_hits_does_without_and_tries_again() -> Result<(), Failed>
         machine.switch()?;
         Ok(tables::looked_up(&machine.guest))
     };
-    // Each pause is twice as long as the one before, up to the longest; the second of that length ends here.
+    // Each pause is twice as long as the previous one, up to a maximum. The loop ends with the
+    // second pause of that length.
     let (mut switches, mut pause, mut trials) = (0, MIN_PAUSE, 0);
     while pause < LONGEST_PAUSE {
         (switches, pause, trials) = (switches + TRIAL + pause, 2 * pause, trials + 1);
@@ -360,7 +368,7 @@ fn what_is_saved_has_no_address_of_this_host_and_a_vcpu_that_moves_stays_registe
     target.take_over(&source, &state)?;
     let hits = target.switch()?;
     ensure(hits >= SWITCHES - 10, || format!("{hits} hits after the move"))?;
-    // Saving is no end: it goes on where it is, too.
+    // Saving does not end the source. It continues too.
     let hits = source.switch()?;
     ensure(hits >= SWITCHES - 10, || format!("{hits} hits after saving"))?;
     let counted = source.counted()?;
@@ -375,8 +383,8 @@ fn a_vcpu_that_moves_to_a_machine_without_one_loads_its_own_values() -> Result<(
     target.take_over(&source, &state)?;
     let hits = target.switch()?;
     ensure(hits == 0 && target.published() == 0, || format!("{hits} hits"))?;
-    // What was registered there is forgotten, on the way back too: nobody has asked the guest for its page meanwhile. It finds nothing, and
-    // registers by itself after its first pause.
+    // The registration is dropped, also on the way back, because the guest was not asked for its
+    // page meanwhile. It misses, and registers itself after its first pause.
     let state = target.save()?;
     let mut back = Machine::new(Choice::On)?;
     back.take_over(&target, &state)?;

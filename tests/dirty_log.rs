@@ -1,4 +1,5 @@
-//! Dirty logging on real KVM, judged by the oracle; and the oracle, by bits that are taken out on purpose.
+//! Dirty logging on real KVM, checked by the oracle; and the oracle, checked by bits that are
+//! removed on purpose.
 
 use std::io::ErrorKind;
 use std::process::{Command, ExitCode, ExitStatus, Output, Stdio};
@@ -67,7 +68,7 @@ fn has(method: Method) -> Need {
 }
 
 fn config(method: Method, backing: Backing) -> Config {
-    // Another every time; printed with a failure.
+    // A new seed every time. A failure prints it.
     let seed = u64::from(std::process::id()) ^ (method as u64) << 32;
     Config {
         methods: vec![method],
@@ -96,7 +97,7 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
     let config = config(method, backing);
     let tally = held(&config)?;
     if backing.best_mapping() > 4096 && tally.only_edges() {
-        // Its form alone excuses nothing: the kernel must do it when asked, too.
+        // The pattern alone is no excuse: the kernel must also lose pages in the directed test.
         let found = edges::probe()?;
         ensure(found == EdgeVerdict::Lost, || {
             format!("seed {}: {found}, but {:?}", config.seed, tally.names)
@@ -111,7 +112,7 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
     Ok(Completion::Completed)
 }
 
-/// The directed test says the same twice, and nothing worse than what is known.
+/// The directed test gives the same result twice, and finds nothing worse than known faults.
 #[test(kvm(), has(Method::InitiallySet))]
 fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
     let found = edges::probe()?;
@@ -127,7 +128,7 @@ fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
     }
 }
 
-/// Whoever the kernel, what a directed test finds the oracle finds in its first collections.
+/// On any kernel, the oracle finds in its first collections what a directed test finds.
 #[test(kvm(), has(Method::InitiallySet))]
 fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
     let (slot_base, clear_chunk) = (Some(0x0100_1000), Some(64));
@@ -145,20 +146,22 @@ fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
     }
 }
 
-/// As a user types it, with the tracker that no kernel gets wrong.
+/// As a user types it, with the tracker that works on every kernel.
 #[test(kvm(), has(Method::ManualProtect))]
 fn the_directed_test_writes_a_result_and_its_status_agrees() -> Result<(), Failed> {
     let (status, [lost, written]) = edges_as_typed(&["--tracker", "manual-protect", "-s", "anonymous"])?;
     ensure(status.success() && lost == 0.0 && written > 0.0, || format!("{status}, lost {lost} of {written}"))
 }
 
-/// Kernels that lose pages of a ring beside INITIALLY_SET are no fault of ours; a status that hides it is.
+/// A kernel that loses pages of a ring with INITIALLY_SET is not Vellum's fault. A status that
+/// hides it would be.
 #[test(kvm(), has(Method::Ring))]
 fn the_directed_test_of_a_ring_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--tracker", "ring"])
 }
 
-/// Nor is a kernel that loses them where a signal ends a reset: `vellum doctor` says so, by the same loop.
+/// The same for a kernel that loses pages if a signal ends a reset. `vellum doctor` reports it from
+/// the same loop.
 #[test(kvm(), has(Method::Ring))]
 fn the_directed_test_of_interrupted_resets_agrees_with_the_doctor() -> Result<(), Failed> {
     let (status, [lost, written]) = edges_as_typed(&["--tracker", "ring", "--interrupt"])?;
@@ -171,13 +174,13 @@ fn the_directed_test_of_interrupted_resets_agrees_with_the_doctor() -> Result<()
     ensure(line.starts_with(if lost > 0.0 { "warn" } else { "ok" }), || format!("lost {lost}: {said}"))
 }
 
-/// Nor is a kernel that loses them where the mode changes while the log is switched on.
+/// The same for a kernel that loses pages if the mode changes while the log is switched on.
 #[test(kvm(), has(Method::InitiallySet), two_cpus())]
 fn the_directed_test_of_a_race_has_a_status_that_agrees() -> Result<(), Failed> {
     edges_agree(&["--race", "-s", "anonymous"])
 }
 
-/// Both tests, and one verdict: the worst one comes first, and the status agrees with it.
+/// Both tests and one verdict. The worse one comes first, and the status agrees with it.
 #[test(kvm(), has(Method::InitiallySet))]
 fn both_tests_end_with_one_verdict() -> Result<(), Failed> {
     let scratch = support::Scratch::new()?;
@@ -227,8 +230,8 @@ fn edges_agree(arguments: &[&str]) -> Result<(), Failed> {
     })
 }
 
-/// Two mebibytes that begin a page behind an edge: two huge pages, wherever in the address space that is. This host is not asked for
-/// them: where it has fewer, it says how many it lacks.
+/// Two mebibytes that begin one page behind a boundary need two huge pages, at any address. If the
+/// host has fewer, the message says how many it lacks.
 #[test(kvm())]
 fn the_directed_test_asks_for_no_more_huge_pages_than_it_uses() -> Result<(), Failed> {
     let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
@@ -239,7 +242,7 @@ fn the_directed_test_asks_for_no_more_huge_pages_than_it_uses() -> Result<(), Fa
     ensure(lacks || output.status.success(), || format!("{output:?}"))
 }
 
-/// How `vellum test dirty-edges` ended, pages lost, and pages written.
+/// Runs `vellum test dirty-edges`. Returns its status, the pages lost, and the pages written.
 fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> {
     let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
     let output = vellum.args(["test", "dirty-edges", "-b", "2m", "--json", "-"]).args(arguments).output()?;
@@ -255,18 +258,19 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
     Ok((output.status, [figure("lost")?, figure("written")?]))
 }
 
-/// More vCPUs than CPUs, and fewer events than a machine has pages.
+/// With more vCPUs than CPUs, and fewer events than a machine has pages.
 #[test(kvm())]
 fn few_events_end_the_test_however_many_vcpus_there_are() -> Result<(), Failed> {
     let (method, backing) = (Method::Bitmap, Backing::Anonymous);
     let tally = held(&Config { vcpus: 32, events: 10, ..config(method, backing) })?;
-    // One machine, of which few steps were asked; what one step checks is drawn.
+    // One machine and few steps. The number of events that one step checks is random.
     ensure(tally.events >= 10 && tally.legs == 1 && tally.collections[0] + tally.collections[1] <= 4, || {
         format!("{tally:?}")
     })
 }
 
-/// What `vellum ARGUMENTS` leaves that is interrupted (SIGINT) when it has more than `threads` threads.
+/// Starts `vellum ARGUMENTS`, and interrupts it (SIGINT) when it has more than `threads` threads.
+/// Returns its output.
 fn interrupted(arguments: &str, threads: usize) -> Result<Output, Failed> {
     let mut vellum = Command::new(env!("CARGO_BIN_EXE_vellum"));
     vellum.args(arguments.split(' '));
@@ -287,7 +291,7 @@ fn interrupted(arguments: &str, threads: usize) -> Result<Output, Failed> {
     Ok(output)
 }
 
-/// Ended once a machine of the first tracker runs, so before the others have had their turn.
+/// The signal comes while a machine of the first tracker runs, before the other trackers.
 #[test(kvm())]
 fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
     let output = interrupted(
@@ -309,8 +313,9 @@ fn a_signal_ends_the_test_and_the_result_says_so_first() -> Result<(), Failed> {
     )
 }
 
-/// timeout(1) signals its child and then the group, whose member that is too. The second signal is sent when the first one has arrived. A
-/// host that lets a second go by in between rightly ends the test, so two of the attempts may fail.
+/// timeout(1) signals its child and then the group, which includes the child. The second signal is
+/// sent when the first one has arrived. If a slow host lets a second pass in between, the test ends
+/// rightly, so two of the attempts may fail.
 #[test(kvm())]
 fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
     let mut failed = Vec::new();
@@ -319,7 +324,7 @@ fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
         vellum.args("test dirty-log -c 16 -b 32m --duration 1h --tracker bitmap --format ktap".split(' '));
         let mut child = vellum.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let proc = format!("/proc/{}", child.id());
-        // SAFETY: takes numbers; the child has not been waited for.
+        // SAFETY: takes numbers. The child has not been waited for.
         let term = || unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
         let started = eventually(LIMIT, "its vCPUs are there", || {
             let count = std::fs::read_dir(format!("{proc}/task")).map_or(0, Iterator::count);
@@ -344,7 +349,7 @@ fn a_signal_that_comes_twice_at_once_leaves_the_result() -> Result<(), Failed> {
     ensure(failed.len() <= 2, || format!("{} of 8: {:?}", failed.len(), failed[0]))
 }
 
-/// As the JSON does.
+/// The other forms agree with the JSON.
 #[test(kvm())]
 fn a_test_that_a_signal_ended_is_not_ok_in_any_form() -> Result<(), Failed> {
     for (form, words) in [
@@ -360,7 +365,7 @@ fn a_test_that_a_signal_ended_is_not_ok_in_any_form() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Ended once its vCPU is there: before the first chunk, or between two of the many.
+/// The signal comes when the vCPU is there: before the first chunk, or between two of many.
 #[test(kvm())]
 fn a_signal_ends_the_directed_test_and_it_says_so() -> Result<(), Failed> {
     let output = interrupted("test dirty-edges --tracker manual-protect -s anonymous -b 1g --json -", 1)?;
@@ -398,7 +403,7 @@ fn injected(method: Method, mode: Mode) -> Result<(), Failed> {
     let config = Config { lose: 8, mode: Some(mode), ..config(method, Backing::Anonymous) };
     let tally = held(&config)?;
     let [injected, caught] = tally.injected;
-    // Named exactly: as many as were injected, and none else.
+    // Exactly the injected pages are named.
     let right = injected >= 8 && caught == injected && tally.lost == caught && tally.unexplained == 0;
     ensure(right, || format!("seed {}: {injected} injected, {caught} caught: {:?}", config.seed, tally.names))
 }
@@ -423,7 +428,7 @@ fn machine(method: Method) -> Result<(Guest, Box<dyn dirty::DirtyTracker>), Fail
     machine_in_chunks(method, None)
 }
 
-/// The same, whose log is cleared so many pages at a time.
+/// The same machine. Its log is cleared this many pages at a time.
 fn machine_in_chunks(
     method: Method,
     chunk: Option<u64>,
@@ -483,7 +488,8 @@ fn only_what_was_read_is_cleared() -> Result<(), Failed> {
     ensure(left.iter().all(|page| !taken.contains(page)), || "a page in both".into())
 }
 
-/// What is written before its chunk is cleared is named once, what is written after that again, and of the other chunks nothing is lost.
+/// A page that is written before its chunk is cleared is named once. A page that is written
+/// afterwards is named again. Pages of other chunks are not lost.
 #[test(kvm(), has(Method::InitiallySet))]
 fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
     for method in [Method::ManualProtect, Method::InitiallySet] {
@@ -497,7 +503,8 @@ fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
         tracker.collect_deferred()?;
         let named = pages(&*tracker).len();
         ensure(named == 1024, || format!("{}: {named} pages were named", method.name()))?;
-        // Pages of the first two chunks, the last chunk of a memslot, which is a part of one, and a memslot that nobody tracks.
+        // Pages of the first two chunks, the last chunk of a memslot, which is not full, and a
+        // memslot that is not tracked.
         let last = tracker.logs()[1].pages();
         ensure(tracker.clear_chunks(0, 3..7)? == (0..64), || "one chunk was to be cleared".into())?;
         ensure(tracker.clear_chunks(1, last - 1..last)?.end == last, || "the last chunk has an end".into())?;
@@ -506,7 +513,7 @@ fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
         let part = last - (last - 1) / 64 * 64;
         ensure(left == 1024 - 64 - part, || format!("{left} pages are left to be cleared"))?;
         write_all()?;
-        // Pages of two chunks; the first is clear already, and is not cleared again.
+        // Pages of two chunks. The first one is clear already and is not cleared again.
         ensure(tracker.clear_chunks(0, 60..70)? == (0..128), || "two chunks hold these pages".into())?;
         tracker.collect_deferred()?;
         let again = pages(&*tracker);
@@ -518,7 +525,8 @@ fn a_log_is_cleared_chunk_by_chunk() -> Result<(), Failed> {
     Ok(())
 }
 
-/// KVM writes whole words, and as many as a slot says; fewer are refused before KVM is asked.
+/// KVM writes whole words, as many as the slot's size requires. Shorter bitmaps are refused before
+/// KVM is asked.
 #[test(kvm())]
 fn a_bitmap_is_as_long_as_what_kvm_writes() -> Result<(), Failed> {
     const UNTOUCHED: u64 = 0x5a5a_5a5a_5a5a_5a5a;
@@ -554,7 +562,7 @@ fn a_slot_made_anew_and_larger_is_followed() -> Result<(), Failed> {
     tracker.collect()?;
     slots.delete(9)?;
     ensure(tracker.collect().is_err(), || "a collection of a slot that is deleted".into())?;
-    // So large that its bitmap in the small one's buffer would be far beyond the buffer's end.
+    // So large that its bitmap would exceed the small one's buffer by far.
     slots.set(&Slot::new(9, 1 << 32, &memory.mapping, 0..4 << 20)?, kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES)?;
     tracker.collect()?;
     let log = tracker.logs().last().ok_or("no log")?;
@@ -597,7 +605,7 @@ fn a_tracker_wants_a_machine_that_stands_still() -> Result<(), Failed> {
     write()?;
     ensure(marked(), || "a write after the tracker was made is not logged".into())?;
     drop(tracker);
-    // Whoever comes next does not see what the one before has left.
+    // A new tracker does not see what the previous one has left.
     let mut tracker = dirty::tracker(Method::Bitmap, vm, &quiesced, None)?;
     tracker.track(0)?;
     tracker.enable(true)?;
@@ -649,7 +657,7 @@ fn bench_config(method: Method) -> dirty_log::Config {
         overlap: false,
         slots: 4,
         method: Some(method),
-        // Less than the memory has pages, so that it fills up.
+        // Fewer entries than the memory has pages, so that the ring fills up.
         ring_entries: 1024,
         chunk: method.is_manual().then_some(128),
         eager_split: None,
@@ -671,7 +679,7 @@ fn bench(method: Method) -> Result<(), Failed> {
     };
     for iteration in 0..2 {
         let pages = figure(&format!("dirty_pages[{iteration}]"))?;
-        // A ring that is harvested while it fills may list a page twice; nothing may list one too few.
+        // A ring that is harvested while it fills may list a page twice. No tracker may miss one.
         let right = |&pages: &f64| if method == Method::Ring { pages >= 2048.0 } else { pages == 2048.0 };
         ensure(pages.len() == 2 && pages.iter().all(right), || format!("pass {iteration}: {pages:?}"))?;
     }
@@ -681,7 +689,7 @@ fn bench(method: Method) -> Result<(), Failed> {
     ensure(report.histograms.len() == 4, || format!("{} phases with latencies", report.histograms.len()))
 }
 
-/// Every column of the table that has memory here, in both schedules.
+/// Every column of the table for which this host has memory, in both schedules.
 #[test(kvm(), has(Method::InitiallySet))]
 fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
     let base = dirty_log::Config { ring_entries: 1024, ..bench_config(Method::Bitmap) };
@@ -707,7 +715,7 @@ fn bench_shows_lazy_protection_in_one_table() -> Result<(), Failed> {
     ensure(progress.is_some_and(|figure| figure.value() > 0.0), || format!("{progress:?}"))
 }
 
-/// On a busy host a vCPU may not run at all for a while: then for twice as long.
+/// On a busy host a vCPU may not run at all for a while. The duration is then doubled.
 #[test(kvm())]
 fn bench_continuous_shows_progress_over_time() -> Result<(), Failed> {
     let mut duration = Duration::from_millis(200);

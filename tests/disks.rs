@@ -1,4 +1,5 @@
-//! Disks that somebody else on the host has: a mounted file system, the image behind a loop device, another machine.
+//! Disks that another process on the host uses: a mounted file system, the image behind a loop
+//! device, another machine.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,8 @@ fn call(program: &str, arguments: &[&str]) -> Result<Output, Failed> {
     Ok(output)
 }
 
-/// A directory with an image that has a file system; the loop devices and mounts of it go with it.
+/// A directory with an image that has a file system. Its loop devices and mounts are removed with
+/// it.
 struct Host {
     dir: PathBuf,
     device: String,
@@ -66,7 +68,7 @@ impl Drop for Host {
     }
 }
 
-/// Loop devices and mounts.
+/// Requires loop devices and mounts.
 fn loops() -> Need {
     if !host::is_root() {
         return Err("needs root: run the tests with sudo".into());
@@ -98,7 +100,7 @@ fn a_mounted_device_and_its_image_are_refused_with_the_mount() -> Result<(), Fai
         ensure(said.contains(&what) && said.contains("`force`"), || said.clone())?;
         let said = said.lines().count();
         ensure(said == 1, || format!("{said} lines"))?;
-        // Where a machine comes from another process, too.
+        // Also for a machine that arrives from another process.
         let Err(error) = Blk::open_unlocked(&BlkConfig::new(&path)) else {
             return Err(format!("{}: it was taken", path.display()).into());
         };
@@ -120,7 +122,7 @@ fn a_device_of_a_machine_cannot_be_mounted_or_taken_twice() -> Result<(), Failed
     ensure(host.mount().is_err(), || "it was mounted".into())?;
     let twice = Blk::open(&BlkConfig::new(&device));
     ensure(matches!(twice, Err(BlkError::Locked { .. })), || format!("{:?}", twice.err()))?;
-    // A machine that is to come here opens it while the other one has it.
+    // A machine that is to arrive here opens it while the other one has it.
     Blk::open_unlocked(&BlkConfig::new(&device)).map_err(|error| error.to_string())?;
     drop(disk);
     host.mount().map(drop)

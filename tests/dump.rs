@@ -1,4 +1,5 @@
-//! `vellum dump`: a machine's memory as a core dump. Here are built-in guests, whose memory the tests know; kernels are in tests/linux.
+//! `vellum dump`: a machine's memory as a core dump. Here are built-in guests, whose memory the
+//! tests know. Kernels are in tests/linux.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -18,7 +19,8 @@ fn main() -> ExitCode {
     Tests::from_args().run()
 }
 
-/// A segment of an ELF file: its type, and offset, address, physical address, size in the file and in memory.
+/// The segments of an ELF file: each with its type, offset, address, physical address, size in the
+/// file and in memory.
 fn segments(file: &File) -> Result<Vec<(u32, [u64; 5])>, Failed> {
     let mut head = [0; 4096];
     file.read_exact_at(&mut head, 0)?;
@@ -54,7 +56,7 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
     ensure(loads.iter().all(|(_, [offset, ..])| offset.is_multiple_of(4096)), || format!("{loads:?}"))?;
     let status: Value = serde_json::from_str(&env.ctl("d status")?)?;
     ensure(status["state"] == "running", || format!("{status}"))?;
-    // Two vCPUs' registers, in notes of `CORE`.
+    // The registers of two vCPUs, in notes of `CORE`.
     let [offset, _, _, len, _] = notes.1;
     let mut notes = vec![0; len as usize];
     file.read_exact_at(&mut notes, offset)?;
@@ -65,7 +67,7 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-/// What is in memory while a guest is paused is in the dump, byte by byte; what nobody has touched is a hole.
+/// The dump equals the memory of a paused guest, byte by byte. Untouched memory is a hole.
 #[test(kvm())]
 fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -87,7 +89,7 @@ fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     ensure(about.len() > 256 << 20 && about.blocks() * 512 < 64 << 20, || {
         format!("{} bytes in {} blocks", about.len(), about.blocks())
     })?;
-    // The memory itself, through the machine's descriptor of it.
+    // The memory itself, through the machine's descriptor.
     let memory = memory_of(machine.child.id())?;
     let mut full = 0;
     for (_, [offset, _, physical, bytes, _]) in segments(&file)?.into_iter().skip(1) {
@@ -105,7 +107,7 @@ fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-/// The file behind the memory of a machine on `backing=memfd`, whose RAM is below any gap.
+/// The file behind the memory of a machine with `backing=memfd`, whose RAM is below any gap.
 fn memory_of(pid: u32) -> Result<File, Failed> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))?.flatten() {
         let path = entry.path();
@@ -153,7 +155,7 @@ fn a_dump_that_cannot_be_is_one_line_and_leaves_nothing() -> Result<(), Failed> 
     refused("ctl d sysrq c", 1, "built-in guest")?;
     refused("ctl d sysrq lots", 2, "a letter or a digit")?;
     refused("run -k x --on-panic dmup", 2, "dump=FILE")?;
-    // A disk that is full: it says so, and goes on.
+    // A full disk is reported, and the machine runs on.
     if let Some(full) = small(env.dir()) {
         let output = env.vellum(&format!("dump d {}", full.0.join("core").display()))?;
         let said = String::from_utf8_lossy(&output.stderr);
@@ -177,7 +179,7 @@ impl Drop for Small {
     }
 }
 
-/// One below `dir`; `None` where nobody may mount.
+/// Mounts one below `dir`. `None` if this process may not mount.
 fn small(dir: &Path) -> Option<Small> {
     let path = dir.join("small");
     fs::create_dir(&path).ok()?;

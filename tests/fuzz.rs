@@ -1,6 +1,8 @@
-//! Every fuzz target on its corpus, and on random changes to it: what `cargo fuzz` looks for longer.
+//! Runs every fuzz target on its corpus, and on random changes to it. `cargo fuzz` searches for
+//! longer.
 //!
-//! A target is a plain function in `fuzz-targets`; `fuzz` is the shell that `cargo fuzz` needs, and has the corpus.
+//! A target is a plain function in `fuzz-targets`. `fuzz` is the crate that `cargo fuzz` needs. It
+//! also has the corpus.
 
 use std::path::Path;
 
@@ -8,7 +10,7 @@ use support::Random;
 
 type Target = fn(&[u8]);
 
-/// Targets whose corpus is the directory of that name.
+/// Targets, by the name of their corpus directory.
 const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("loaders", fuzz_targets::loaders),
@@ -76,7 +78,8 @@ fn every_target_survives_changes_to_its_corpus() {
     }
 }
 
-/// The shell's own lock file names all that its libraries depend on, or it could not be built as it was left.
+/// The lock file of the `fuzz` crate must list all of its dependencies. Otherwise a build would
+/// change it.
 #[test]
 fn the_lock_file_knows_what_the_library_depends_on() {
     let read = |name: &str| -> toml::Table {
@@ -105,7 +108,7 @@ fn the_lock_file_knows_what_the_library_depends_on() {
 mod state {
     use serde_json::Value;
 
-    /// What is changed at random begins with what each device takes.
+    /// The corpus must be valid for each device, so that random changes start from there.
     #[test]
     fn each_device_takes_the_state_of_the_corpus() {
         for (file, sections) in [("devices", 11), ("pc-pci", 9)] {

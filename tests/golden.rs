@@ -1,5 +1,6 @@
-//! Bytes of each version of the wire, and of the state of both kinds of machine, as they were committed with it: they are read for as
-//! long as the version is, and today's are those of the newest. A change to what is written wants a new version, and its file here.
+//! The committed bytes of each version of the wire, and of the state of both kinds of machine. They
+//! stay readable as long as their version is supported, and the current code writes those of the
+//! newest. A change to the written bytes needs a new version, with its file here.
 
 #![cfg(target_arch = "x86_64")]
 
@@ -24,7 +25,7 @@ fn golden(name: &str) -> Vec<u8> {
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Every message there is.
+/// Every kind of message.
 fn messages(version: u32) -> Vec<Message> {
     let misfit = || Misfit {
         what: "memory".into(),
@@ -96,7 +97,7 @@ fn messages(version: u32) -> Vec<Message> {
             Message::Complete { waited },
         ]);
     }
-    // Whoever adds one is led here, and adds it above.
+    // A new message fails to compile here. Add it to the list above.
     for message in &all {
         match message {
             Message::Hello { .. } | Message::Welcome { .. } | Message::Config { .. } => {}
@@ -114,7 +115,7 @@ fn messages(version: u32) -> Vec<Message> {
     all
 }
 
-/// What a connection carries, as bytes: every message, and a frame of each other kind.
+/// The bytes of a connection: every message, and a frame of each other kind.
 fn written() -> Vec<u8> {
     let mut encoder = Encoder::new(SESSION);
     let mut bytes: Vec<u8> = messages(VERSION).iter().flat_map(|message| encoder.message(message)).collect();
@@ -162,7 +163,7 @@ fn frames_of_every_version_are_read() {
     }
 }
 
-/// To write the file of a new version: `VELLUM_GOLDEN=PATH cargo test --test golden`.
+/// `VELLUM_GOLDEN=PATH cargo test --test golden` writes the file of a new version.
 #[test]
 fn frames_are_written_as_their_version_has_them() {
     let bytes = written();
@@ -176,7 +177,7 @@ fn frames_are_written_as_their_version_has_them() {
     );
 }
 
-/// What a task of a fleet leaves: a header, and a result behind it.
+/// The file of a fleet's task: a header and a result.
 #[test]
 fn results_of_a_fleet_are_read_and_written_as_their_version_has_them() {
     for version in 1..=result::VERSION {
@@ -202,7 +203,8 @@ fn sections(all: Vec<Section>) -> Vec<(String, u16, Value)> {
 
 type Saved = (Value, Vec<(String, u16, Value)>);
 
-/// A machine's description and state as they were saved, and as they are saved again by who has read them.
+/// Reads the saved description and state of a machine, and checks that they are written again
+/// without a change.
 fn state_is_read_and_written_again(name: &str, again: impl Fn(Value, Vec<Section>) -> (Value, Vec<Section>)) {
     let (description, saved): Saved = serde_json::from_slice(&golden(name)).expect("it is JSON");
     let read = saved.iter().map(|(name, version, body)| Section::new(name.clone(), *version, body)).collect();
@@ -220,7 +222,8 @@ fn state_is_read_and_written_again(name: &str, again: impl Fn(Value, Vec<Section
 
 #[test]
 fn the_state_of_a_pc_is_read_and_written_as_its_version_has_it() {
-    // The second has a VM generation ID, and the third its devices on a PCI bus, which machines had not when the first was saved.
+    // The second machine has a VM generation ID, and the third has its devices on a PCI bus.
+    // Neither existed when the first was saved.
     for name in ["pc-1.json", "pc-2.json", "pc-3.json"] {
         state_is_read_and_written_again(name, |description, read| {
             let description = machine::state::Description::from_json(description).expect("it is one");

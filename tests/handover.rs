@@ -1,6 +1,7 @@
-//! The hand-over of a migration, enumerated: every order in which messages, cuts, late leftovers of a cut link, deaths of either side,
-//! failures of the target and the operator's words can come. At no time do two copies of the guest run, and none is left standing
-//! while both sides live and a link can be had.
+//! Enumerates the hand-over of a migration: every order of messages, cuts, late messages of a cut
+//! link, deaths of either side, failures of the target and commands of the operator. Two copies of
+//! the guest never run. While both sides live and a link is possible, the guest does not stay
+//! stopped.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -9,7 +10,7 @@ use vellum_migration::commit_flag::Ownership;
 use vellum_migration::message::{Message, Misfit, VERSION, Waited};
 use vellum_migration::{source, target};
 
-/// How often each fault may still come.
+/// How often each fault may still occur.
 #[derive(Clone, Debug)]
 struct Faults {
     cuts: u8,
@@ -18,40 +19,40 @@ struct Faults {
     overruns: u8,
     cancels: u8,
     failures: u8,
-    /// Whether memory is compared, and whether it differs.
+    /// Memory is compared, and it differs.
     verifies: bool,
     differs: bool,
-    /// Whether both are on one host.
+    /// Both sides are on one host.
     fenced: bool,
-    /// Whether the guest runs on the target before its memory is there.
+    /// The guest runs on the target before its memory is there.
     ahead: bool,
 }
 
-/// Both sides, what is under way between them, and whether the guest runs here or there.
+/// Both sides, the messages between them, and where the guest runs.
 #[derive(Clone, Debug)]
 struct World {
     source: Option<source::Source>,
     target: Option<target::Target>,
     to_target: VecDeque<Message>,
     to_source: VecDeque<Message>,
-    /// What was under way to the target on a link that the source knows to be cut, and may still come.
+    /// Messages to the target on a link that the source knows to be cut. They may still arrive.
     leftovers: VecDeque<Message>,
     linked: bool,
-    /// Whether each side has noticed that the link is cut.
+    /// Each side has noticed that the link is cut.
     noticed: [bool; 2],
-    /// What the target is at: judging, restoring, starting.
+    /// What the target is doing: checking, restoring, starting.
     pending: Option<target::Event>,
     runs_here: bool,
     runs_there: bool,
     locked_here: bool,
     locked_there: bool,
-    /// Whether a page is wrong on the target, which only a comparison shows.
+    /// A page is wrong on the target, which only a comparison shows.
     differs: bool,
-    /// The fence, where they have one.
+    /// The fence, if they share one.
     word: Option<Ownership>,
-    /// Whether the source takes its locks as soon as they are free.
+    /// The source takes its locks as soon as they are free.
     retaking: bool,
-    /// Whether the target lacks some of the guest's memory, and whether the source sends that.
+    /// The target lacks some of the guest's memory, and the source sends it.
     lacks: bool,
     streams: bool,
     faults: Faults,
@@ -184,7 +185,7 @@ impl World {
                     let answer = Message::Compared { attempt, pages, wrong, first };
                     self.pending = Some(target::Event::Compared(answer));
                 }
-                // Too late: it does not even try to take the locks.
+                // It is too late, and the target does not try to take the locks.
                 target::Action::Start if self.word.is_some_and(|word| word != Ownership::Committed) => {
                     self.pending = Some(target::Event::NotStarted("the source has taken it back".into()));
                 }
@@ -245,12 +246,12 @@ impl World {
         {
             event = target::Event::NotStarted("the source has taken it back".into());
         }
-        // The target says Started before the first vCPU enters the guest.
+        // The target sends Started before the first vCPU enters the guest.
         self.runs_there |= event == target::Event::Started;
         self.target(event);
     }
 
-    /// Every world that can come next.
+    /// All possible next worlds.
     fn next(&self) -> Vec<World> {
         let mut next = Vec::new();
         let mut add = |change: &dyn Fn(&mut World)| {
@@ -271,7 +272,7 @@ impl World {
                             remedy: "more".into(),
                         }]),
                         target::Event::Restored => target::Event::Failed("no".into()),
-                        // Only with the link.
+                        // A comparison fails only with the link.
                         compared @ target::Event::Compared(_) => compared,
                         _ => target::Event::NotStarted("no".into()),
                     };
@@ -279,7 +280,7 @@ impl World {
                 });
             }
         }
-        // A target that takes locks and starts vCPUs hears nothing meanwhile.
+        // A target that takes locks and starts vCPUs does not read messages.
         if !self.starting() {
             if !self.to_target.is_empty() {
                 add(&World::hear_there);
@@ -381,27 +382,27 @@ impl World {
         self.source(source::Event::Said(message));
     }
 
-    /// What has not been read by then is lost.
+    /// Unread messages are lost.
     fn notice_here(&mut self) {
         self.noticed[0] = true;
         self.to_source.clear();
         self.source(source::Event::Cut);
     }
 
-    /// What had been sent to the target may still come, even after a new link is there.
+    /// Messages that were sent to the target may still arrive, even after there is a new link.
     fn notice_there(&mut self) {
         self.noticed[1] = true;
         self.leftovers = std::mem::take(&mut self.to_target);
         self.target(target::Event::Cut);
     }
 
-    /// The plan has come to the final pass.
+    /// The plan starts the final pass.
     fn pauses(&mut self) {
         let event = if self.faults.ahead { source::Event::Ahead } else { source::Event::Converged };
         self.source(event);
     }
 
-    /// All that the target lacks can come.
+    /// Whether all memory that the target lacks can arrive.
     fn can_complete(&self) -> bool {
         let target = self.target.as_ref().is_some_and(|target| target.state == target::State::Running);
         self.lacks && self.streams && self.linked && target && self.source.is_some()
@@ -415,7 +416,7 @@ impl World {
     fn can_link(&self) -> bool {
         let severed = self.source.as_ref().is_some_and(|source| source.state == source::State::Severed);
         let lives = self.target.as_ref().is_some_and(|target| target.state == target::State::Running);
-        // An operator brings another link, also where the fence has decided.
+        // An operator makes another link, also if the fence has decided.
         if severed && lives {
             return !self.linked && self.noticed == [true; 2];
         }
@@ -424,7 +425,7 @@ impl World {
         });
         let listens = self.target.as_ref().is_some_and(|target| target.state != target::State::Ended)
             && !self.starting();
-        // Who has a fence needs no other link.
+        // With a fence no other link is needed.
         self.word.is_none() && !self.linked && self.noticed == [true; 2] && wants && listens
     }
 
@@ -434,7 +435,7 @@ impl World {
         self.target(target::Event::Linked);
     }
 
-    /// Where this leads when nothing more goes wrong.
+    /// The final world if no more faults occur.
     fn settle(mut self) -> World {
         loop {
             if self.pending.is_some() {
@@ -462,7 +463,8 @@ impl World {
     }
 }
 
-/// Goes through everything that can happen with so many faults; how many worlds there are, and how often the guest ended up there.
+/// Enumerates all worlds with these faults. Returns their number, and how often the guest ended on
+/// the target.
 fn enumerate(faults: Faults) -> (usize, usize) {
     faults::plant();
     let mut seen = HashSet::new();
@@ -488,7 +490,7 @@ fn enumerate(faults: Faults) -> (usize, usize) {
                 assert!(!(end.runs_there && end.lacks), "memory never comes: {world:#?}\nleads to {end:#?}");
                 moved += usize::from(end.runs_there);
             }
-            // Without its target a source that has not committed has the guest.
+            // If the target dies, a source that has not committed has the guest.
             [false, true] => {
                 let state = &end.source.as_ref().expect("it lives").state;
                 let unknown = matches!(
@@ -496,11 +498,12 @@ fn enumerate(faults: Faults) -> (usize, usize) {
                     source::State::Unconfirmed { .. } | source::State::Moved | source::State::Severed
                 );
                 assert!(end.runs_here || unknown, "{world:#?}\nleads to {end:#?}");
-                // The fence says whether it ever ran there.
+                // The fence tells whether the guest ever ran on the target.
                 let decided = end.runs_here != (end.word == Some(Ownership::Ran));
                 assert!(end.word.is_none() || decided, "{world:#?}\nleads to {end:#?}");
             }
-            // Without its source a target that was not committed never runs; by the fence it knows, and stays for nobody.
+            // If the source dies, a target that was not committed never runs the guest. With a
+            // fence it knows that and ends.
             [true, false] => {
                 let ended = end.target.as_ref().is_some_and(|target| target.state == target::State::Ended);
                 assert!(end.word.is_none() || end.runs_there != ended, "{world:#?}\nleads to {end:#?}");
@@ -553,7 +556,8 @@ fn a_target_that_fails_at_any_step() {
     enumerate(Faults { cuts: 1, failures: 1, cancels: 1, overruns: 1, ..NONE });
 }
 
-/// Memory that is compared before COMMIT: what goes wrong meanwhile leaves one copy, and a page that differs leaves it on the source.
+/// Memory is compared before COMMIT. Faults in the meantime leave one copy, and a page that differs
+/// leaves it on the source.
 #[test]
 fn memory_is_compared_before_anything_is_handed_over() {
     for faults in [
@@ -569,7 +573,8 @@ fn memory_is_compared_before_anything_is_handed_over() {
     }
 }
 
-/// On one host the fence decides: whatever is cut, nobody has to connect again, and whichever side dies, the other knows what to do.
+/// On one host the fence decides. After a cut no new connection is needed, and if one side dies,
+/// the other knows what to do.
 #[test]
 fn on_one_host_nobody_has_to_ask() {
     for faults in [
@@ -585,8 +590,9 @@ fn on_one_host_nobody_has_to_ask() {
     }
 }
 
-/// A guest that runs ahead of its memory: whatever is cut, all of that comes as long as both sides live, and a source stays until it has.
-/// Where one dies the other is left, paused, and nobody runs a copy by itself.
+/// A guest runs ahead of its memory. After any cut all of that arrives as long as both sides live,
+/// and the source stays until it has. If one side dies, the other stays paused, and no copy runs by
+/// itself.
 #[test]
 fn a_guest_ahead_of_its_memory_gets_all_of_it() {
     for faults in [

@@ -1,7 +1,8 @@
-//! A disk whose request does not come back: the machine says so, and everything else goes on.
+//! A disk request that hangs: the machine reports it, and everything else goes on.
 //!
-//! The request really blocks in the kernel: it reads into a page of guest memory that userfaultfd holds back. (A server of a
-//! network file system that is gone looks the same from here, and is harder to have in a test.)
+//! The request really blocks in the kernel. It reads into a page of guest memory that userfaultfd
+//! holds back. The server of a network file system that is gone looks the same, but is harder to
+//! have in a test.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -59,13 +60,13 @@ impl Hanging {
         driver.start();
         header(&driver, VIRTIO_BLK_T_IN, 1);
         driver.submit(0, &[readable(HEADER, 16), writable(HELD, 512), writable(STATUS, 1)]);
-        // The kernel has come upon the page: from here on the request hangs.
+        // The kernel has reached the page. From now on the request hangs.
         uffd.wait(&EventFd::new(0)?)?;
         uffd.take(&mut [0; BATCH])?;
         Ok(Self { driver, memory, uffd, image })
     }
 
-    /// Lets the request come back.
+    /// Lets the request complete.
     fn release(&self) -> Result<(), Failed> {
         let offset = self.memory.offset_of(HELD).ok_or("the page is memory")?;
         Ok(self.uffd.copy(&self.memory.mapping, offset, &[0; PAGE_SIZE as usize], PAGE_SIZE)?)
@@ -78,7 +79,7 @@ fn a_request_that_hangs_is_named_and_the_disk_goes_on() -> Result<(), Failed> {
     let hang = disk.driver.device.quiesce(Duration::from_millis(1)).expect_err("it hangs");
     let path = disk.image.0.display();
     ensure(hang.what == format!("a read of 512 bytes at sector 1 of {path}"), || hang.to_string())?;
-    // The request comes back, and those after it are served as if nobody had asked.
+    // The request completes, and later ones are served normally.
     disk.release()?;
     ensure(disk.driver.wait_used(0).1 == 513, || "the request is lost".into())?;
     header(&disk.driver, VIRTIO_BLK_T_IN, 2);
@@ -103,7 +104,7 @@ fn a_reset_waits_for_the_request_until_the_machine_is_over() -> Result<(), Faile
     ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())
 }
 
-/// So that a pause need not wait for a vCPU that waits for the reset.
+/// A pause must not wait for a vCPU that waits for the reset.
 #[test(userfaultfd())]
 fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed> {
     let disk = Hanging::new("waits")?;
@@ -124,7 +125,7 @@ fn a_machine_ends_although_a_disk_hangs() -> Result<(), Failed> {
     let Hanging { driver, memory, uffd, image } = Hanging::new("end")?;
     driver.device.quiesce(Duration::from_millis(1)).expect_err("it hangs");
     drop(driver);
-    // What the request writes to is there as long as it hangs.
+    // The request's target memory stays mapped as long as it hangs.
     ensure(Arc::strong_count(&memory.mapping) > 1, || "unmapped under a request".into())?;
     drop((uffd, image));
     Ok(())

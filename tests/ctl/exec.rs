@@ -1,4 +1,5 @@
-//! `vellum exec`: a command's streams are bytes, and it does not outlive its client. The guest is that of [`terminal`](crate::terminal).
+//! `vellum exec`: a command's streams are bytes, and it does not outlive its client. The guest is
+//! that of [`terminal`](crate::terminal).
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -21,7 +22,7 @@ fn exec(guest: &Guest, flags: &[&str]) -> Command {
     command
 }
 
-/// What `command` leaves that reads `input`.
+/// Runs `command` with `input` on its standard input. Returns its output.
 fn fed(command: &mut Command, input: Vec<u8>) -> Result<Output, Failed> {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let mut stdin = child.stdin.take().ok_or("a pipe")?;
@@ -44,7 +45,7 @@ fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
     let word = OsStr::from_bytes(b"a\xff\xfe");
     let output = exec(&guest, &[]).args(["printf", "%s"]).arg(word).output()?;
     ensure(output.status.success() && output.stdout == word.as_bytes(), || format!("{output:?}"))?;
-    // Clients of before, and people, ask in JSON.
+    // Older clients, and people, send JSON.
     let request = r#"{"do":"exec","command":["printf","a\\377"]}"#;
     let output =
         Command::new(VELLUM).arg("exec").arg(&guest.control).args(["--request", request]).output()?;
@@ -52,7 +53,7 @@ fn what_a_command_reads_and_writes_are_bytes() -> Result<(), Failed> {
     ensure(output.status.success() && said.contains(r#""bytes":[97,255]"#), || said)
 }
 
-/// An agent of before there were words that are no text, or requests of this kind.
+/// An agent from before words that are not UTF-8, or requests of this kind, were supported.
 #[test]
 fn an_older_agent_is_said_to_be_one_in_a_line() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -101,13 +102,13 @@ fn output_that_cannot_be_written_is_a_failure_and_a_reader_that_left_is_none() -
     ensure(status.code() == Some(1), || format!("--help: {status}"))
 }
 
-/// A shell's line that writes its pid to `pid` in the directory, and goes on with `script`.
+/// A shell command that writes its process ID to `pid` in the directory, and goes on with `script`.
 fn telling(env: &TestEnv, script: &str) -> [String; 3] {
     let file = env.path("pid");
     ["sh".into(), "-c".into(), format!("echo $$ >{0}.new; mv {0}.new {0}; {script}", file.display())]
 }
 
-/// Starts the client of such a command; and the command's pid.
+/// Starts the client of such a command. Returns also the process ID of the command.
 fn started(env: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed> {
     let client = client.stdout(Stdio::null()).spawn()?;
     let file = env.path("pid");
@@ -117,7 +118,7 @@ fn started(env: &TestEnv, client: &mut Command) -> Result<(Child, u32), Failed> 
     Ok((client, pid))
 }
 
-/// The command ends where its client is killed.
+/// Checks that the command ends if its client is killed.
 fn ends_with(env: &TestEnv, client: &mut Command, what: &str) -> Result<(), Failed> {
     let (mut client, pid) = started(env, client)?;
     client.kill()?;
@@ -149,7 +150,7 @@ fn a_command_ends_with_its_client_unless_it_is_detached() -> Result<(), Failed> 
     let (mut client, pid) = started(&env, exec(&guest, &["--detach"]).args(&silent))?;
     ensure(client.wait()?.success(), || "a client that detaches".into())?;
     ensure(process(pid).is_some(), || "a detached command has ended".into())?;
-    // As long as its guest.
+    // It lives as long as its guest.
     let killed = Command::new("kill").arg(pid.to_string()).status()?;
     ensure(killed.success(), || format!("{killed}"))?;
     ends(pid, "the detached command")?;

@@ -1,4 +1,5 @@
-//! Running machines as a user commands them: `vellum ctl` and `vellum list`, names, and what is left when a machine is gone.
+//! Control of running machines: `vellum ctl` and `vellum list`, names, and what remains of a
+//! machine that is gone.
 
 mod exec;
 mod places;
@@ -114,7 +115,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     ensure(said.contains(", 0 wrong") && !env.socket("w").exists(), || said.into_owned())
 }
 
-/// A test that fails leaves it so.
+/// A failing test drops its machine like this.
 #[test(kvm())]
 fn a_machine_that_is_dropped_is_gone() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -138,7 +139,7 @@ fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
     ensure(status.code() == Some(130), || format!("{status:?}"))
 }
 
-/// Pages go by while it runs, and none while it is paused.
+/// Pages are written while the machine runs, and none while it is paused.
 #[test(kvm())]
 fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -171,7 +172,7 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-/// Whoever listens knows whether it has heard all of it: a machine that is killed has said nothing of its end.
+/// A listener can tell an end from a cut connection: a machine that is killed sends no end.
 #[test(kvm())]
 fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed> {
     for (killed, status) in [(false, Some(0)), (true, Some(1))] {
@@ -180,7 +181,7 @@ fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed>
         let mut events = env.command("ctl w events");
         let mut listener =
             support::env::Process::spawn(events.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
-        // It listens once it has said something.
+        // It has subscribed once it prints something.
         listener.stdout.as_mut().ok_or("no output")?.read_exact(&mut [0])?;
         if killed {
             machine.child.kill()?;
@@ -196,7 +197,7 @@ fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed>
     Ok(())
 }
 
-/// A guest that says V, then sends back what it receives.
+/// A guest that prints V, and then sends back what it receives.
 fn echo(env: &TestEnv, name: &str) -> Result<Machine, Failed> {
     let image = env.path("echo");
     fs::write(&image, Code::default().print("V").echo().elf64())?;
@@ -227,8 +228,9 @@ fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
     ensure(output.status.success() && !env.socket("k").exists(), || format!("{output:?}"))
 }
 
-/// KVM hands 16 bytes for a device over in two exits, and a pause can come between them: both halves must arrive. The
-/// second is the I/O APIC's identification here, other than before each time, and read back.
+/// KVM delivers a 16-byte access to a device as two exits, and a pause may come between them. Both
+/// halves must arrive. Here the second half is the I/O APIC's identification. It changes each time
+/// and is read back.
 #[test(kvm())]
 fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed> {
     const PAUSES: u32 = 1000;
@@ -263,7 +265,8 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
     ensure(output.status.success() && output.stdout == b"R", || format!("{output:?}"))
 }
 
-/// The machine's own kernel, and a file that a machine without a serial port is to write to.
+/// The machine's own kernel file, and the file of a machine without a serial port, cannot be
+/// overwritten.
 #[test(kvm())]
 fn kept() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -344,7 +347,8 @@ fn too_many() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-/// Clients are turned away while there is no descriptor for them, and served again when there is.
+/// The server refuses clients while it has no descriptors for them, and serves them again when it
+/// has.
 #[test(kvm())]
 fn no_descriptors() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -374,7 +378,8 @@ fn no_descriptors() -> Result<(), Failed> {
     };
     let told = |error: &Error| matches!(error, Error::Refused(why) if why.contains("ulimit -n"));
     ensure(told(&refused), || format!("{} clients, then {refused:?}", clients.len()))?;
-    // What was left for an answer goes to one who asks nothing, and then there is none for a connection.
+    // An idle client takes the descriptor that was left for an answer. Then there is none for a
+    // connection.
     let idle = std::os::unix::net::UnixStream::connect(env.socket("n"))?;
     let turned_away = Client::connect(&env.socket("n"))?.ask(&Do::Status {});
     ensure(turned_away.as_ref().is_err_and(told), || format!("{turned_away:?}"))?;
@@ -416,7 +421,7 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     eventually(LIMIT, "the file has all of it", || {
         Ok((fs::read_to_string(&log)? == "to the file").then_some(()))
     })?;
-    // Into a pipe that this process has made.
+    // A pipe of this process.
     let (mut reader, writer) = std::io::pipe()?;
     Client::connect(&env.socket("s"))?.ask_with(&Do::Serial { truncate: false }, &[writer.as_fd()])?;
     drop(writer);
@@ -458,7 +463,7 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     fs::create_dir(env.path("vellum"))?;
     drop(UnixListener::bind(env.socket("n"))?);
-    // `list` takes away what nobody serves, and says nothing of it.
+    // `list` removes stale sockets silently.
     let list = env.vellum("list")?;
     ensure(list.stdout.is_empty() && list.stderr.is_empty() && !env.socket("n").exists(), || {
         format!("{list:?}")
@@ -475,7 +480,7 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
             format!("{second}: {output:?}")
         })?;
     }
-    // The second has not taken the first one's name with it.
+    // The failed second machine has not removed the first one's socket.
     env.ctl("n stop")?;
     ensure(machine.end()?.status.success() && !env.socket("n").exists(), || "the name is left".into())
 }
@@ -509,7 +514,8 @@ fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A guest with a kernel and the built-in one: the same requests in turn, and what each answers and tells, without its numbers.
+/// A guest with a kernel and the built-in one get the same requests. Their answers and events are
+/// equal except for numbers.
 #[test(kvm())]
 fn both_kinds_of_machine_answer_alike() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -527,7 +533,8 @@ fn both_kinds_of_machine_answer_alike() -> Result<(), Failed> {
     ensure(said[0] == said[1], || format!("built-in: {:#?}\nkernel: {:#?}", said[0], said[1]))
 }
 
-/// What a machine answers to each request and tells a listener, `progress` aside; the values of numbers are left out.
+/// The machine's answers to each request and its events, without `progress` and without the values
+/// of numbers.
 fn conversation(socket: &std::path::Path) -> Result<Vec<Value>, Failed> {
     let mut listener = Client::connect(socket)?;
     listener.ask(&Do::Events {})?;

@@ -1,5 +1,5 @@
-//! Where machines have their sockets: in a directory that is the user's own and nobody else's, which those who only look do not make; and a
-//! name that is free once its machine is gone.
+//! The directory of machines' sockets belongs to the user alone. Commands that only look for
+//! machines do not create it. A name is free once its machine is gone.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -17,7 +17,7 @@ fn root() -> Need {
     if identity::effective().0 == 0 { Ok(()) } else { Err("needs root, to act as another user".into()) }
 }
 
-/// Each command that asks a machine or looks for one.
+/// Every command that asks or looks for a machine.
 const READERS: [&str; 6] =
     ["list", "ctl m status", "exec m -- true", "dump m core", "snapshot m dir", "migrate m --to unix:x"];
 
@@ -31,12 +31,12 @@ fn commands_that_read_make_nothing() -> Result<(), Failed> {
         let left: Vec<_> = fs::read_dir(env.dir())?.flatten().collect();
         ensure(left.is_empty(), || format!("{line} leaves {left:?}"))?;
     }
-    // Nor where nothing can be made at all.
+    // Nor if the directory cannot be created at all.
     let nowhere = Command::new(VELLUM).arg("list").env("XDG_RUNTIME_DIR", "/proc/nowhere").output()?;
     ensure(nowhere.status.success() && nowhere.stderr.is_empty(), || format!("{nowhere:?}"))
 }
 
-/// A directory in which others can put sockets is used by nobody.
+/// A directory in which others can create sockets is not used.
 #[test]
 fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -56,7 +56,8 @@ fn a_directory_that_others_may_write_to_is_refused() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Root with the environment of another user neither uses nor makes anything in that one's runtime directory.
+/// Root with another user's environment neither uses nor creates anything in that user's runtime
+/// directory.
 #[test(root())]
 fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -65,7 +66,7 @@ fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
         env.vellum(line)?;
         ensure(fs::read_dir(env.dir())?.next().is_none(), || format!("{line} leaves something"))?;
     }
-    // What is there is not looked at: root's own directory is.
+    // The user's directory is ignored. Root's own one is used.
     fs::create_dir(env.path("vellum"))?;
     let _listener = UnixListener::bind(env.socket("theirs"))?;
     let list = env.vellum("list")?;
@@ -73,7 +74,7 @@ fn a_runtime_directory_of_another_user_is_not_used() -> Result<(), Failed> {
     ensure(!String::from_utf8_lossy(&all).contains("theirs"), || "another user's machine is listed".into())
 }
 
-/// A socket that another user's process listens at is not believed, whatever it says; and nothing is handed to it.
+/// A socket on which another user's process listens is not trusted, and nothing is handed to it.
 #[test(root())]
 fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -84,10 +85,10 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
     let socket = env.socket("m");
     let path = socket.clone();
     let listener = std::thread::spawn(move || {
-        // SAFETY: takes numbers only, and is of this thread alone, unlike the C library's call.
+        // SAFETY: takes numbers only. Unlike the C library's function it changes this thread alone.
         let becomes = unsafe { libc::syscall(libc::SYS_setresuid, -1, 1000, -1) };
         assert_eq!(becomes, 0, "root may");
-        // Who listens is who the kernel says to those that connect (SO_PEERCRED).
+        // Clients see this thread's user as the listener's (SO_PEERCRED).
         UnixListener::bind(path)
     });
     let _theirs = listener.join().map_err(|_| "it cannot be another user")??;
@@ -102,7 +103,8 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A machine that has ended, of itself, by a signal and by SIGKILL, leaves its name free at once: its guard has no part in its sockets.
+/// A machine that has ended, by itself, by a signal or by SIGKILL, leaves its name free at once:
+/// its guard does not keep its sockets open.
 #[test(kvm())]
 fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -112,7 +114,7 @@ fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
     for round in 0..60 {
         let line = match round % 3 {
             0 => "run --name n --memory 2m --passes 1".to_owned(),
-            // Nothing is there to be run, which is found after its sockets were bound.
+            // The kernel is invalid, which is found after the sockets were bound.
             1 => format!("run --name n --memory 2m -k {} --vsock {}", kernel.display(), vsock.display()),
             _ => format!("run --name n --memory 100000g -k {} --vsock {}", kernel.display(), vsock.display()),
         };

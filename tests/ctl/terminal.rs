@@ -1,5 +1,5 @@
-//! `vellum exec --terminal`: a terminal at both ends. The guest's is the agent's own code, in a process of this test's, at the end of a
-//! unix socket in place of a vsock.
+//! `vellum exec --terminal`: a terminal at both ends. The guest is the agent's own code in a
+//! process of this test, with a unix socket in place of a vsock.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -22,10 +22,10 @@ use vellum_sys::terminal::open_pty;
 
 use crate::VELLUM;
 
-/// By which word this program is such a guest.
+/// The command-line word that makes this program such a guest.
 pub const WORD: &str = "agent-of-a-guest";
 
-/// Serves `control`, as a machine with a vsock does, and `vsock`, as its guest.
+/// Serves `control` as a machine with a vsock does, and `vsock` as its guest does.
 pub fn agent(mut paths: impl Iterator<Item = String>) -> io::Result<()> {
     let [control, vsock] = [paths.next(), paths.next()].map(Option::unwrap_or_default);
     let (machine, guest) = (UnixListener::bind(control)?, UnixListener::bind(&vsock)?);
@@ -62,7 +62,7 @@ fn answer(stream: &UnixStream, vsock: &str) -> io::Result<()> {
     writeln!(stream, "{}", json!({"id": asked["id"], "ok": {"vsock": vsock}}))
 }
 
-/// Such a guest, which ends with this.
+/// Such a guest. It ends when it is dropped.
 pub struct Guest {
     pub process: Child,
     pub control: PathBuf,
@@ -93,7 +93,8 @@ struct User {
     master: File,
     name: String,
     id: u32,
-    /// Waits for the process and keeps the terminal until then: what is read from its master ends with the process.
+    /// Waits for the process and keeps the terminal open until then, so that reads from the master
+    /// end only with the process.
     end: JoinHandle<Result<(ExitStatus, String), String>>,
 }
 
@@ -108,7 +109,7 @@ impl User {
         Self::on((master, slave, name), &mut line)
     }
 
-    /// `line` on this terminal.
+    /// Starts `line` on this terminal.
     fn on((master, slave, name): (File, File, String), line: &mut Command) -> Result<Self, Failed> {
         let mut process = line
             .env("TERM", "vt220")
@@ -126,7 +127,7 @@ impl User {
         Ok(Self { master, name, id, end })
     }
 
-    /// Reads until `text` has come.
+    /// Reads until `text` has arrived.
     fn wait_for(&mut self, text: &str) -> Result<(), Failed> {
         let mut said = Vec::new();
         while !said.ends_with(text.as_bytes()) {
@@ -143,7 +144,7 @@ impl User {
         Ok(self.end.join().map_err(|_| "whoever waits for it has panicked")??)
     }
 
-    /// It has ended with `status`, and the terminal is as it was.
+    /// Checks that it has ended with `status`, and that the terminal's mode was restored.
     fn ended(self, status: i32) -> Result<(), Failed> {
         let (ended, mode) = self.end()?;
         ensure(ended.code() == Some(status), || format!("{ended}, and not {status}"))?;
@@ -156,7 +157,7 @@ impl User {
 fn stty(name: &str, arguments: &[&str]) -> Result<String, Failed> {
     let output = Command::new("stty").args(["-F", name]).args(arguments).output()?;
     ensure(output.status.success(), || format!("stty {arguments:?}: {output:?}"))?;
-    // Each word between spaces.
+    // The words, separated by blanks.
     let said = String::from_utf8_lossy(&output.stdout).replace(';', "");
     Ok(format!(" {} ", said.split_whitespace().collect::<Vec<_>>().join(" ")))
 }
@@ -180,10 +181,11 @@ fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Fail
     ensure(mode.contains(" -icanon ") && mode.contains(" -opost "), || format!("it is not raw: {mode}"))?;
     stty(&user.name, &["rows", "40", "cols", "100"])?;
     user.wait_for("resized\r\n")?;
-    // Ctrl-a and a newline are the guest's, which has its own line editing and echo.
+    // Ctrl-a and a newline go to the guest, which has its own line editing and echo.
     user.master.write_all(b"ab\x7fc\x01\x01\r")?;
     user.wait_for("<ac\x01>\r\n")?;
-    // A shell that is interrupted before it has started what it waits for waits all the same: cat is there once it says so itself.
+    // A shell that is interrupted before it has started cat would still wait for it. Cat has
+    // started once it echoes.
     user.master.write_all(b"there\r")?;
     user.wait_for("there\r\nthere\r\n")?;
     user.master.write_all(b"\x03")?;
@@ -191,17 +193,17 @@ fn a_terminal_has_its_size_its_keys_and_the_commands_status() -> Result<(), Fail
     user.ended(9)
 }
 
-/// Whoever keeps the terminal open behind its command keeps nobody.
+/// A process that keeps the terminal open does not delay the end of the client.
 #[test(setsid())]
 fn a_terminal_is_over_with_its_command() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let guest = Guest::start(&env)?;
-    // 64 KiB that are still on their way when it ends, and a process that takes no notice of a hang-up.
+    // 64 KiB are still on their way at the end, and a process ignores the hang-up.
     let script = "(trap '' HUP; exec sleep 20) & head -c 65536 /dev/zero | tr '\\0' x; echo end; exit 4";
     let mut user = User::start(&guest, &["sh", "-c", script])?;
     user.wait_for(&format!("{}end\r\n", "x".repeat(65536)))?;
     user.ended(4)?;
-    // A shell where nothing else is named.
+    // Without a command there is a shell.
     let mut user = User::start(&guest, &[])?;
     user.master.write_all(b"exit 6\r")?;
     user.wait_for("exit 6")?;
@@ -234,8 +236,8 @@ fn a_terminal_is_given_back_at_every_end() -> Result<(), Failed> {
     user.ended(1)
 }
 
-/// A shell with job control, whose own terminal modes nobody restores but those who have changed them. `line` starts a client whose
-/// command says `interrupted` and ends with 9 where Ctrl-c is the guest's.
+/// A shell with job control, which does not restore terminal modes that others change. `line`
+/// starts a client whose command prints `interrupted` and exits with 9 if Ctrl-c reaches the guest.
 fn in_a_shell(env: &TestEnv, line: &str) -> Result<(Guest, User), Failed> {
     let guest = Guest::start(env)?;
     let (master, slave, name) = open_pty()?;
@@ -249,7 +251,7 @@ fn in_a_shell(env: &TestEnv, line: &str) -> Result<(Guest, User), Failed> {
     Ok((guest, user))
 }
 
-/// The terminal is raw, or as it was.
+/// Waits until the terminal is raw, or restored.
 fn becomes(user: &User, raw: bool) -> Result<(), Failed> {
     let mode = || stty(&user.name, &["-a"]);
     let [part, what] =
@@ -265,7 +267,7 @@ fn interrupted(mut user: User) -> Result<(), Failed> {
 
 #[test(setsid())]
 fn a_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
-    // Nobody can do anything at a SIGSTOP: shells do, then.
+    // A process cannot react to SIGSTOP, so the shell restores the terminal.
     for (signal, shell) in [("-TSTP", ""), ("-STOP", "stty sane;")] {
         let env = TestEnv::new()?;
         let line = format!("CLIENT; {shell} echo back; read line; echo \"<$line>\"; fg");
@@ -291,7 +293,7 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
     let (_guest, mut user) = in_a_shell(&env, "CLIENT & read line; echo \"<$line>\"; read line; fg")?;
     user.wait_for("on\r")?;
     ensure(stty(&user.name, &["-a"])?.contains(" icanon "), || "it is raw in the background".into())?;
-    // What is typed is the shell's, and nobody is stopped by it.
+    // Input goes to the shell, and stops no process.
     user.master.write_all(b"typed\n")?;
     user.wait_for("<typed>\r\n")?;
     user.master.write_all(b"\n")?;
@@ -299,7 +301,7 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
     interrupted(user)
 }
 
-/// The serial port of a machine is on this terminal, too.
+/// The same for the serial port of a machine on this terminal.
 #[test(setsid(), kvm())]
 fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -319,14 +321,14 @@ fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() ->
     becomes(&user, false)?;
     user.master.write_all(b"\n")?;
     becomes(&user, true)?;
-    // Ctrl-c is the guest's, and Ctrl-a x ends it.
+    // Ctrl-c goes to the guest, and Ctrl-a x ends it.
     user.master.write_all(b"\x03z")?;
     user.wait_for("\x03z")?;
     user.master.write_all(b"\x01x")?;
     user.ended(0)
 }
 
-/// The same agent with streams apart: as the command of `vellum run -k KERNEL -- COMMAND` has them.
+/// The same agent with separate streams, as for the command of `vellum run -k KERNEL -- COMMAND`.
 #[test]
 fn streams_come_apart_without_a_terminal() -> Result<(), Failed> {
     let env = TestEnv::new()?;

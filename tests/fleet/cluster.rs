@@ -1,4 +1,4 @@
-//! A Slurm cluster of this machine alone: a controller, and nodes that are daemons beside each other.
+//! A Slurm cluster on this machine: a controller, and nodes whose daemons run side by side.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -11,28 +11,28 @@ use support::{Failed, ensure, eventually};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-/// Between two looks at the queue, each of which is a process.
+/// The delay between two looks at the queue. Each look starts a process.
 const BETWEEN: Duration = Duration::from_millis(200);
 
-/// For what a cluster does on a machine that others load, too.
+/// A limit for the cluster's operations on a busy machine.
 pub const LONG: Duration = Duration::from_secs(25 * 60);
 
 /// A job as squeue shows it.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// What scontrol calls it.
+    /// The ID for scontrol.
     pub id: String,
-    /// Its task's place in the array.
+    /// Its task's index in the array.
     pub index: u64,
     /// RUNNING, PENDING, ….
     pub state: String,
-    /// The node; empty where it has none.
+    /// The node, or empty if it has none.
     pub node: String,
 }
 
-/// The cluster. What it has started ends with the namespace.
+/// The cluster. Its processes end with the namespace.
 pub struct Cluster {
-    /// Where all of it is.
+    /// The directory of all its files.
     pub dir: PathBuf,
     slurm: PathBuf,
     /// The nodes' names.
@@ -42,7 +42,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// One of so many nodes, all of which are ready.
+    /// Starts a cluster, and waits until all nodes are ready.
     pub fn start(nodes: usize) -> Result<Self, Failed> {
         let dir = PathBuf::from(std::env::var("VELLUM_FLEET_DIR").map_err(|_| "no directory")?);
         let slurm = super::directory()?;
@@ -67,7 +67,7 @@ impl Cluster {
         Ok(command.stdout(log.try_clone()?).stderr(log).spawn()?)
     }
 
-    /// The controller, with what a former one has saved.
+    /// Starts the controller with the state that the previous one has saved.
     pub fn start_controller(&mut self) -> Result<(), Failed> {
         self.controller = Some(self.daemon("slurmctld-wlm", &[], "slurmctld.log")?);
         self.eventually("the controller answers", |cluster| {
@@ -75,12 +75,12 @@ impl Cluster {
         })
     }
 
-    /// Kills the controller as a failing machine would.
+    /// Kills the controller, as a failing machine would.
     pub fn kill_controller(&mut self) -> Result<(), Failed> {
         ended(self.controller.take().ok_or("no controller runs")?)
     }
 
-    /// A node's daemon; it is ready when this returns.
+    /// Starts a node's daemon, and waits until it is ready.
     pub fn start_node(&mut self, node: &str) -> Result<(), Failed> {
         let stepd = self.slurm.join("usr/sbin/slurmstepd-wlm").to_string_lossy().into_owned();
         let daemon = self.daemon("slurmd-wlm", &["-N", node, "-d", &stepd], &format!("{node}.log"))?;
@@ -91,17 +91,17 @@ impl Cluster {
         })
     }
 
-    /// Kills a node's daemon; what it has started runs on.
+    /// Kills a node's daemon. Its tasks run on.
     pub fn kill_node(&mut self, node: &str) -> Result<(), Failed> {
         ended(self.daemons.remove(node).ok_or("no such daemon runs")?)
     }
 
-    /// A node's state, as sinfo calls it; `*` behind it is for a daemon that does not answer.
+    /// A node's state, as in sinfo. A `*` at its end means that the daemon does not answer.
     pub fn state(&self, node: &str) -> Result<String, Failed> {
         Ok(self.client("sinfo", &["--noheader", "--Node", "--nodes", node, "--format=%T"])?.trim().to_owned())
     }
 
-    /// What one of Slurm's programs says.
+    /// Runs one of Slurm's programs. Returns its output.
     pub fn client(&self, program: &str, arguments: &[&str]) -> Result<String, Failed> {
         said(program, Command::new(program).args(arguments).output()?)
     }
@@ -119,7 +119,7 @@ impl Cluster {
         Ok(text.lines().filter_map(job).collect())
     }
 
-    /// Waits for a job that is as `wanted`.
+    /// Waits for a job for which `wanted` is true.
     pub fn job(&self, what: &str, wanted: impl Fn(&Job) -> bool) -> Result<Job, Failed> {
         self.eventually(what, |cluster| Ok(cluster.jobs()?.into_iter().find(|job| wanted(job))))
     }
@@ -132,8 +132,9 @@ impl Cluster {
         })
     }
 
-    /// What an administrator does where a controller that died gives a number of a job, which it had not saved, a second time: it drains
-    /// the nodes that know the first, and holds the second.
+    /// Does what an administrator would do after the controller died: it may assign the number of
+    /// an unsaved job a second time. It then drains the nodes that know the first job and holds the
+    /// second. This releases and resumes them.
     pub fn resume(&self) -> Result<(), Failed> {
         let text = self.client("squeue", &["--noheader", "--array", "--format=%F_%K %r"])?;
         for held in
@@ -149,7 +150,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Waits; each look costs processes, so that there are not many in a second.
+    /// Waits with few looks per second, because each look starts processes.
     pub fn eventually<T>(
         &self,
         what: &str,
@@ -164,12 +165,12 @@ impl Cluster {
         })
     }
 
-    /// Puts a plan into a directory beside the cluster's own files; the plan there.
+    /// Puts a plan into a directory beside the cluster's files. Returns its path there.
     pub fn plan(&self, name: &str, text: &str) -> Result<PathBuf, Failed> {
         self.plan_in(&self.dir.join(name), text)
     }
 
-    /// The same in this directory.
+    /// Puts a plan into this directory.
     pub fn plan_in(&self, dir: &Path, text: &str) -> Result<PathBuf, Failed> {
         let file = self.dir.join("written.toml");
         fs::write(&file, text)?;
@@ -177,7 +178,7 @@ impl Cluster {
         Ok(dir.join("plan.toml"))
     }
 
-    /// `vellum fleet submit`.
+    /// Runs `vellum fleet submit`.
     pub fn submit(&self, plan: &Path) -> Result<String, Failed> {
         vellum(&["fleet", "submit", &plan.to_string_lossy()])
     }
@@ -201,18 +202,18 @@ fn said(program: &str, output: Output) -> Result<String, Failed> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// What `vellum` says where it ends well.
+/// Runs `vellum`, which must succeed. Returns its output.
 pub fn vellum(arguments: &[&str]) -> Result<String, Failed> {
     said("vellum", output(arguments)?)
 }
 
-/// What became of `vellum`.
+/// Runs `vellum`.
 pub fn output(arguments: &[&str]) -> Result<Output, Failed> {
     Ok(Command::new(VELLUM).args(arguments).output()?)
 }
 
-/// slurm.conf: nothing that needs another service, and failures that are noticed soon. 5 is the shortest cred_expire that Slurm takes:
-/// for so long a requeued task waits in BeginTime.
+/// slurm.conf, without other services, and with short timeouts. The shortest cred_expire that Slurm
+/// accepts is 5. A requeued task waits that long in BeginTime.
 fn configuration(dir: &Path, slurm: &Path, nodes: usize, features: &str) -> String {
     let dir = dir.display();
     let plugins = slurm.join("usr/lib/x86_64-linux-gnu/slurm-wlm");

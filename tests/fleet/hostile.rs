@@ -1,4 +1,4 @@
-//! Plans, directories, hosts' names and results that try to be more than names.
+//! Plans, directories, host names and results that try to inject commands or markup.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ fn fresh(name: &str) -> Result<PathBuf, Failed> {
     Ok(dir)
 }
 
-/// That it ended with that status and one line, which says all of `words`.
+/// Checks that it ended with this status and one line, which contains all of `words`.
 fn one_line(output: &Output, status: i32, words: &[&str]) -> Result<(), Failed> {
     let text = String::from_utf8_lossy(&output.stderr);
     let right = output.status.code() == Some(status) && text.lines().count() == 1;
@@ -71,7 +71,7 @@ fn without_slurm_its_package_is_named_and_plain_commands_are_offered() -> Result
     let without =
         Command::new(VELLUM).args(["fleet", "submit"]).arg(&plan).env("PATH", "/nowhere").output()?;
     one_line(&without, 1, &["apt-get install slurm-client", "--commands shell", "ssh"])?;
-    // What is offered works as it stands there.
+    // The offered command works as printed.
     let said = String::from_utf8_lossy(&without.stderr).into_owned();
     let offered = said.split('`').nth(1).ok_or("nothing is offered")?.to_owned();
     let dir_of_vellum = Path::new(VELLUM).parent().unwrap_or(Path::new("/"));
@@ -86,7 +86,7 @@ fn without_slurm_its_package_is_named_and_plain_commands_are_offered() -> Result
 #[test(super::kvm())]
 fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), Failed> {
     let dir = fresh("hostile")?;
-    // What a shell would do with it is seen in this directory.
+    // If a shell runs any of it, files in this directory show it.
     let into = dir.join("x'; touch pwned; $(touch pwned) `touch pwned` \"");
     let file = dir.join("written.toml");
     fs::write(&file, PLAN)?;
@@ -104,7 +104,7 @@ fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), F
             .env("SLURMD_NODENAME", node)
             .output()
     };
-    // ssh hands its words to a shell, joined by spaces.
+    // ssh passes its words to a shell, joined by spaces.
     for (form, before) in [("shell", ""), ("ssh", "ssh() { shift; sh -c \"$*\"; }; ssh host ")] {
         let commands = output(&[
             "fleet",
@@ -117,7 +117,7 @@ fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), F
         ])?;
         let script = format!("{before}{}", String::from_utf8_lossy(&commands.stdout));
         let ran = run(&script)?;
-        // The test loses a page, which is what it is told.
+        // The test loses a page on request.
         ensure(ran.status.code() == Some(1), || format!("{script}: {ran:?}"))?;
     }
     let shard = result::shard(&vellum_fleet::plan::results(&plan), 0);
@@ -138,7 +138,7 @@ fn directories_hosts_and_results_that_try_to_inject_do_nothing() -> Result<(), F
     }
     let page = String::from_utf8_lossy(&page.stdout).into_owned();
     ensure(!page.contains("<script") && !page.contains("<b onclick"), || page.clone())?;
-    // The command that it offers to try the seed again is a command and nothing else.
+    // The offered command that tries the seed again is a single command.
     let said = String::from_utf8_lossy(&text.stdout).into_owned();
     let again =
         said.lines().find_map(|line| line.trim().strip_prefix("$ ")).ok_or("no command is offered")?;

@@ -1,10 +1,13 @@
-//! Fleets on a real Slurm: Debian's slurm-wlm, whose daemons run for one test each, in namespaces of their own with the loopback alone.
+//! Fleets on a real Slurm: Debian's slurm-wlm. Its daemons run for one test each, in namespaces of
+//! their own that have only the loopback interface.
 //!
-//! A test starts this program again in there ([`outside`]), where a [`cluster`] is made and a [`scenarios`] function runs. No service
-//! is started, and nothing of this machine's own Slurm is read: SLURM_CONF names a file in the test's directory. When the first process
-//! in there ends, however that comes about, so does all that it has started.
+//! A test starts this program again in the namespaces ([`outside`]). There it starts a [`cluster`]
+//! and runs a function of [`scenarios`]. No service is started, and this machine's own Slurm
+//! configuration is not read: SLURM_CONF names a file in the test's directory. When the first
+//! process in the namespaces ends, the kernel ends all others in there.
 //!
-//! `cargo lab test --setup` unpacks Slurm into its cache and names the directory here; `cargo lab test fleet` runs the long scenarios.
+//! `cargo lab test --setup` unpacks Slurm into its cache and names the directory here. `cargo lab
+//! test fleet` runs the long scenarios.
 
 mod cluster;
 mod hostile;
@@ -25,12 +28,12 @@ fn main() -> ExitCode {
         return scenarios::run(&name);
     }
     let mut tests = Tests::from_args();
-    // Each has several nodes that are all this machine.
+    // Each test has several nodes on this machine.
     tests.one_at_a_time();
     tests.run()
 }
 
-/// Where `cargo lab test --setup` has unpacked Slurm.
+/// The directory into which `cargo lab test --setup` has unpacked Slurm.
 fn directory() -> Result<PathBuf, String> {
     std::env::var_os("VELLUM_SLURM").map(PathBuf::from).filter(|dir| dir.is_dir()).ok_or_else(|| {
         format!("needs Debian's slurm-wlm, unpacked into the laboratory's cache: {}", tools::SETUP)
@@ -41,7 +44,7 @@ fn slurm() -> Need {
     directory().map(drop)
 }
 
-/// Slurm's daemons give each task another user's rights, be they the same.
+/// Requires root in namespaces: Slurm's daemons set the user of each task, even if it is the same.
 fn namespaces() -> Need {
     tools::program("ip")?;
     let tried =
@@ -72,7 +75,7 @@ fn outside(name: &str) -> Result<(), Failed> {
     let libraries =
         ["usr/lib/x86_64-linux-gnu/slurm-wlm", "usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"];
     let libraries = libraries.map(|part| slurm.join(part).to_string_lossy().into_owned()).join(":");
-    // The shell is the first process in there: it takes in what has lost its parent.
+    // The shell is the first process in there and adopts orphans.
     let script = "ip link set lo up && ip addr add 192.0.2.1/32 dev lo && echo cluster >/proc/sys/kernel/hostname && \"$0\"; exit $?";
     let mut command = Command::new("unshare");
     command.args([

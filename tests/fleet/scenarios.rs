@@ -13,7 +13,7 @@ use vellum_report::Status;
 
 use super::cluster::{Cluster, output, vellum};
 
-/// Runs the scenario of that name.
+/// Runs the scenario `name`.
 pub fn run(name: &str) -> ExitCode {
     let ended = match name {
         "short" => short(),
@@ -32,7 +32,7 @@ pub fn run(name: &str) -> ExitCode {
     }
 }
 
-/// A part of a plan: a test of the oracle that takes no time to speak of.
+/// A part of a plan: a fast test of the oracle.
 fn quick(name: &str, seeds: u64) -> String {
     format!(
         "[[test]]\nname = \"{name}\"\nrun = \"test dirty-log\"\nfeatures = [\"kvm\"]\nseeds = {seeds}\n[test.arguments]\n{SMALL}events = 2000\n"
@@ -41,21 +41,21 @@ fn quick(name: &str, seeds: u64) -> String {
 
 const SMALL: &str = "memory = \"4m\"\nbacking = \"anonymous\"\ntracker = \"bitmap\"\ncpus = 1\n";
 
-/// One that goes on for so long.
+/// A part of a plan: a test of this many seconds.
 fn slow(name: &str, seconds: u64) -> String {
     format!(
         "[[test]]\nname = \"{name}\"\nrun = \"test dirty-log\"\n[test.arguments]\n{SMALL}duration = \"{seconds}s\"\n"
     )
 }
 
-/// One that loses a page.
+/// A part of a plan: a test that loses a page.
 fn planted() -> String {
     format!(
         "[[test]]\nname = \"planted\"\nrun = \"test dirty-log\"\nfirst_seed = 4711\n[test.arguments]\n{SMALL}events = 2000\ninject = \"lose=1\"\n"
     )
 }
 
-/// All of a plan, merged by the library, whose command has said the same.
+/// The merged results of a plan, by the library. The command must agree.
 fn merged(file: &Path) -> Result<Merged, Failed> {
     let plan = Plan::read(file, &|_| Ok(Some("--seed".into()))).map_err(|error| error.to_string())?;
     let merged =
@@ -68,7 +68,7 @@ fn merged(file: &Path) -> Result<Merged, Failed> {
     };
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     ensure(said.status.code() == Some(well), || format!("merge ended with {}: {text}", said.status))?;
-    // Whatever became of attempts, what is summed is one result a task.
+    // Each task is counted once, however many attempts it had.
     let counted: u64 = merged.hosts.values().map(|host| host.tasks).sum();
     ensure(counted == merged.ended && merged.ended <= merged.tasks, || {
         format!("{counted} are counted: {text}")
@@ -78,7 +78,7 @@ fn merged(file: &Path) -> Result<Merged, Failed> {
     Ok(merged)
 }
 
-/// The events of the last result of each task, by what its file says and nothing else.
+/// The events in the last result of each task, read from the files alone.
 fn events(file: &Path) -> Result<f64, Failed> {
     let mut last: BTreeMap<u64, ((u64, f64), f64)> = BTreeMap::new();
     for path in results(file)? {
@@ -95,7 +95,7 @@ fn events(file: &Path) -> Result<f64, Failed> {
     Ok(last.values().map(|(_, events)| events).sum())
 }
 
-/// The results of a plan.
+/// The result files of a plan.
 fn results(file: &Path) -> Result<Vec<PathBuf>, Failed> {
     let mut all = Vec::new();
     for shard in fs::read_dir(plan::results(file)).into_iter().flatten() {
@@ -114,14 +114,14 @@ fn is_whole(merged: &Merged) -> Result<(), Failed> {
     ensure(merged.ended == merged.tasks && gone == (0, 0, 0, 0), || format!("{merged:#?}"))
 }
 
-/// Two nodes, a lost page, a task that is requeued, a result that is there twice; in a directory whose name is more than a name to a shell,
-/// and to sbatch.
+/// Two nodes, a lost page, a task that is requeued, and a duplicate result, in a directory whose
+/// name is special to a shell and to sbatch.
 fn short() -> Result<(), Failed> {
     let cluster = Cluster::start(2)?;
     let text = format!("name = \"short\"\n{}{}{}", slow("slow", 8), planted(), quick("quick", 6));
     let plan = cluster.plan("short %j'; touch pwned; $(touch pwned) \n#SBATCH --wrap=id", &text)?;
     let said = cluster.submit(&plan)?;
-    // An array for each set of features: two of the tests ask for none.
+    // An array for each set of features. Two of the tests need none.
     ensure(said.contains("8 tasks in 2 arrays"), || said.clone())?;
     let again = cluster.submit(&plan)?;
     ensure(again.contains("0 tasks in 0 arrays"), || again.clone())?;
@@ -144,14 +144,15 @@ fn short() -> Result<(), Failed> {
     ensure(merged.requeued.count == 1 && merged.doubled.count == 1, || format!("{merged:#?}"))
 }
 
-/// A thousand tasks on three nodes, one of which loses a page; the controller dies once, and a node is taken away once.
+/// A thousand tasks on three nodes, one of which loses a page. The controller dies once, and a node
+/// is removed once.
 fn thousand() -> Result<(), Failed> {
     let mut cluster = Cluster::start(3)?;
     let text = format!("name = \"thousand\"\n{}{}{}", quick("first", 600), planted(), quick("second", 399));
     let plan = cluster.plan("thousand", &text)?;
     let said = cluster.submit(&plan)?;
-    // An index of an array is below 501: two arrays of what asks for a feature, and one of the test that asks for none. The controller keeps
-    // 900 jobs.
+    // An array index is at most 500: two arrays for the tests that need a feature, and one for the
+    // test that needs none. The controller accepts 900 jobs.
     ensure(said.contains("900 tasks in 3 arrays") && said.contains("100 are left"), || said.clone())?;
     let have = |cluster: &Cluster, so_many: usize| {
         cluster.resume()?;
@@ -167,7 +168,7 @@ fn thousand() -> Result<(), Failed> {
     cluster.eventually("600 results", |cluster| have(cluster, 600))?;
     cluster.client("scontrol", &["update", "NodeName=n2", "State=RESUME"])?;
     cluster.drained()?;
-    // What the controller may have forgotten when it died.
+    // The controller may have forgotten some when it died.
     cluster.submit(&plan)?;
     cluster.drained()?;
     let all = merged(&plan)?;
@@ -187,7 +188,8 @@ fn thousand() -> Result<(), Failed> {
 /// Daemons are killed while a task runs, and a node is set down.
 fn deaths() -> Result<(), Failed> {
     let mut cluster = Cluster::start(3)?;
-    // A node's daemon dies: the controller gives its task to another one, and the task that it had started runs on.
+    // A node's daemon dies. The controller requeues its task on another node, and the task that the
+    // daemon had started runs on.
     let text = format!("name = \"daemon\"\n{}{}", slow("slow", 40), quick("quick", 12));
     let plan = cluster.plan("daemon", &text)?;
     cluster.submit(&plan)?;
@@ -206,19 +208,20 @@ fn deaths() -> Result<(), Failed> {
     println!("slurmd of {} killed: {}", first.node, all.doubled.first.join("; "));
     cluster.start_node(&first.node)?;
 
-    // The controller dies, and another one takes up what it has saved.
+    // The controller dies, and a new one continues from its saved state.
     let text = format!("name = \"controller\"\n{}{}", slow("slow", 10), quick("quick", 12));
     let plan = cluster.plan("controller", &text)?;
     cluster.submit(&plan)?;
     cluster.job("the slow task runs", |job| job.state == "RUNNING" && job.index == 0)?;
     cluster.eventually("it has left its mark", |_| Ok(mark(&plan, 0)?.then_some(())))?;
     cluster.kill_controller()?;
-    // Without one nothing is known of the queue, and that is said.
+    // Without a controller the queue is unknown, and the command says so.
     let status = output(&["fleet", "status", &plan.to_string_lossy()])?;
     ensure(status.status.code() == Some(1), || format!("{status:?}"))?;
     cluster.start_controller()?;
     cluster.drained()?;
-    // What it had not saved by then it has forgotten, which is named; and handed over again.
+    // Tasks that the controller had not saved are lost. The merge names them, and they are
+    // submitted again.
     let some = merged(&plan)?;
     ensure(some.ended + some.all_missing + some.vanished.count == 13, || format!("{some:#?}"))?;
     let again = cluster.submit(&plan)?;
@@ -228,7 +231,7 @@ fn deaths() -> Result<(), Failed> {
     ensure(all.ended == 13, || format!("{all:#?}"))?;
     println!("slurmctld killed: {} of 13 tasks had a result then; {}", some.ended, again.trim());
 
-    // A node is set down: its task is ended there, and requeued elsewhere.
+    // A node is set down. Its task is ended there, and requeued elsewhere.
     let text = format!("name = \"node\"\n{}{}", slow("slow", 15), quick("quick", 6));
     let plan = cluster.plan("node", &text)?;
     cluster.submit(&plan)?;
@@ -247,7 +250,7 @@ fn deaths() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Whether an attempt of a task has said that it began.
+/// Whether an attempt of a task has recorded its start.
 fn mark(plan: &Path, attempt: u64) -> Result<bool, Failed> {
     let shard = result::shard(&plan::results(plan), 0);
     let names = fs::read_dir(shard).into_iter().flatten().flatten();
@@ -257,7 +260,7 @@ fn mark(plan: &Path, attempt: u64) -> Result<bool, Failed> {
     Ok(names.into_iter().any(|entry| begun(entry.file_name().to_string_lossy().into_owned())))
 }
 
-/// The shared directory is on a small file system that is full.
+/// The shared directory is on a small file system that fills up.
 fn full() -> Result<(), Failed> {
     let cluster = Cluster::start(2)?;
     let disk = cluster.dir.join("disk");
@@ -265,7 +268,8 @@ fn full() -> Result<(), Failed> {
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m", "none"]).arg(&disk).output()?;
     ensure(mounted.status.success(), || format!("{mounted:?}"))?;
     let plan = cluster.plan_in(&disk.join("plan"), &format!("name = \"full\"\n{}", quick("quick", 8)))?;
-    // All of it but a few pages: the files of a submission fit, and some marks, and hardly a result.
+    // All but a few pages are used: the files of a submission and some start marks fit, but hardly
+    // a result.
     let filler = disk.join("filler");
     let mut kept = 1 << 20;
     while fs::write(&filler, vec![0; kept]).is_err() {

@@ -1,7 +1,9 @@
-//! What other programs read, judged by the programs that read it: the kernel's kunit.py, tap.py, junitparser, kcidb-io; and what
-//! `resources/ci/` offers, by lava-common's schema and by tmt, which runs it.
+//! Output for other programs, checked by the programs that read it: the kernel's kunit.py, tap.py,
+//! junitparser, kcidb-io. The files in `resources/ci/` are checked with lava-common's schema and
+//! run by tmt.
 //!
-//! `cargo lab test --setup` fetches them, pinned, into its cache, and names the directory here.
+//! `cargo lab test --setup` fetches pinned versions of them into its cache and names the directory
+//! here.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
@@ -18,7 +20,7 @@ fn main() -> ExitCode {
     Tests::from_args().run()
 }
 
-/// Where `cargo lab test --setup` has put them.
+/// The directory into which `cargo lab test --setup` has put them.
 fn directory() -> Result<PathBuf, String> {
     std::env::var_os("VELLUM_READERS").map(PathBuf::from).filter(|dir| dir.is_dir()).ok_or_else(|| {
         format!(
@@ -50,7 +52,8 @@ fn read(form: &str, file: &Path) -> Result<Value, Failed> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// A test with every end that there is, and with names that are none in any of the forms; and a benchmark.
+/// A test with every kind of end, and with names that are not valid in any of the forms, and a
+/// benchmark.
 fn results() -> Vec<Report> {
     let mut test = Report::new("test x", Facts::collect("off".into()));
     test.host.cpu = "<b>&\u{1b}[2J # SKIP".into();
@@ -137,7 +140,7 @@ fn kcidb_io_takes_a_submission() -> Result<(), Failed> {
     }
     let rate = &found["vellum.bench.y.figures.rate"];
     assert_eq!(rate, &json!(["DONE", {"value": 1.5e6, "unit": "pages/s"}]), "{found}");
-    // The example that stands in resources/ci is one, too.
+    // The example in resources/ci is valid too.
     read("kcidb", &Path::new(env!("CARGO_MANIFEST_DIR")).join("resources/ci/kcidb.json"))?;
     Ok(())
 }
@@ -201,7 +204,7 @@ fn a_test_says_how_it_ended_in_every_form_and_by_its_status() -> Result<(), Fail
     ensure(submission["tests"][0]["path"] == "vellum.bench.dirty-log", || format!("{bench:?}"))
 }
 
-/// That a test which was not run, or not all of it, says so in every form and by its status.
+/// Checks that a test which did not run completely says so in every form and by its status.
 fn is_not_ok(words: &str, directive: &str, why: &str, kselftest: i32) -> Result<(), Failed> {
     let run = |more: &str, status| {
         let output = vellum(&format!("{words} {more}"))?;
@@ -228,7 +231,7 @@ fn is_not_ok(words: &str, directive: &str, why: &str, kselftest: i32) -> Result<
 fn a_test_whose_time_was_over_first_is_not_ok() -> Result<(), Failed> {
     let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --tracker manual-protect";
     is_not_ok(words, "TIMEOUT", "the time limit expired before", 1)?;
-    // The test of the test has tested nothing where nothing was taken out.
+    // A test with injected losses has tested nothing if none were injected.
     let words = "test dirty-log --duration 1ms -b 8m -s anonymous --tracker bitmap --inject lose=1000000";
     is_not_ok(words, "TIMEOUT", "before 1000000 bits were removed with bitmap", 1)
 }
@@ -240,7 +243,7 @@ fn no_huge_pages() -> Need {
     }
 }
 
-/// And what this host has is tested all the same.
+/// What this host has is tested nevertheless.
 #[test(kvm(), no_huge_pages())]
 fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed> {
     let words = format!("test dirty-log {SHORT} -s hugetlb-1g");
@@ -249,7 +252,7 @@ fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed
     let result: Report = serde_json::from_slice(&output.stdout)?;
     let ended: Vec<_> = result.cases.iter().map(|case| (&case.name[..], case.status)).collect();
     assert_eq!(ended, [("bitmap/anonymous", Status::Pass), ("bitmap/hugetlb-1g", Status::Skip)]);
-    // Alone it is a skip of everything.
+    // Alone, everything is skipped.
     let output = vellum("test dirty-log -s hugetlb-1g --format ktap")?;
     let text = String::from_utf8_lossy(&output.stdout);
     ensure(output.status.code() == Some(4) && text.contains("\nok 1 test_dirty-log # SKIP "), || {
@@ -257,7 +260,7 @@ fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed
     })
 }
 
-/// A host without KVM: the node is hidden by a namespace.
+/// A host without KVM: a mount namespace hides the device.
 #[test()]
 fn what_this_host_lacks_is_a_skip_and_bad_input_is_not() -> Result<support::Completion, Failed> {
     let hidden = |words: &str| -> Result<Output, Failed> {

@@ -1,4 +1,5 @@
-//! A debugger at a machine's socket: GDB's own where it is installed, and a client of these tests that says exactly what it means to.
+//! Debuggers on a machine's socket: GDB if it is installed, and a client of the tests that sends
+//! exact packets.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -28,7 +29,7 @@ impl Client {
         let stream = eventually(LIMIT, "the debugger's socket", || Ok(UnixStream::connect(path).ok()))?;
         stream.set_read_timeout(Some(LIMIT))?;
         let mut client = Self(stream);
-        // Packets are answered by a `+` until both agree to leave that out.
+        // Packets are acknowledged by `+` until both sides agree to stop that.
         ensure(client.ask("QStartNoAckMode")? == "OK", || "QStartNoAckMode".into())?;
         client.0.write_all(b"+")?;
         Ok(client)
@@ -39,7 +40,7 @@ impl Client {
         Ok(self.0.write_all(format!("${packet}#{sum:02x}").as_bytes())?)
     }
 
-    /// The next packet, without its run-length encoding.
+    /// Receives a packet, and expands its run-length encoding.
     fn receive(&mut self) -> Result<String, Failed> {
         let mut byte = [0];
         let mut next = || -> Result<u8, Failed> {
@@ -69,7 +70,7 @@ impl Client {
         self.receive()
     }
 
-    /// The general registers and RIP of the vCPU that was told of last.
+    /// The general registers and RIP of the vCPU that stopped last.
     fn registers(&mut self) -> Result<Vec<u64>, Failed> {
         let text = self.ask("g")?;
         let bytes = bytes(&text)?;
@@ -90,7 +91,7 @@ fn bytes(text: &str) -> Result<Vec<u8>, Failed> {
     bytes.map_err(|_| format!("{text:?} is no hexadecimal").into())
 }
 
-/// A built-in guest that waits for its debugger, and where that connects.
+/// A built-in guest that waits for its debugger. Returns also the path of the socket.
 fn waiting(env: &TestEnv, flags: &str) -> Result<(Machine, PathBuf), Failed> {
     let socket = env.path("gdb");
     let command = format!("run --memory 16m --gdb {},wait {flags}", socket.display());
@@ -114,9 +115,9 @@ fn a_guest_waits_for_its_debugger_and_ends_right_without_it() -> Result<(), Fail
     let registers = client.registers()?;
     let code = client.memory(registers[RIP], 16)?;
     ensure(code.iter().any(|byte| *byte != 0), || format!("at {:#x}: {code:x?}", registers[RIP]))?;
-    // Nothing is where nothing is mapped.
+    // Reading an unmapped address fails.
     ensure(client.ask("m7fffffff0000,8")?.starts_with('E'), || "memory that is not there".into())?;
-    // A second one is turned away.
+    // A second debugger is refused.
     let mut second = UnixStream::connect(&socket)?;
     second.set_read_timeout(Some(LIMIT))?;
     ensure(second.read(&mut [0; 16])? == 0, || "a second debugger".into())?;
@@ -129,7 +130,8 @@ fn a_guest_waits_for_its_debugger_and_ends_right_without_it() -> Result<(), Fail
     ensure(!socket.exists(), || "the socket is left behind".into())
 }
 
-/// A KVM that hands out what a debugger plants. kvm_pvm says that it does, and gives a step's exception to the guest, which has no handler.
+/// Requires a KVM that delivers a debugger's exceptions. kvm_pvm claims to, but gives the exception
+/// of a step to the guest, which has no handler.
 fn debugs() -> Need {
     let modules = ["kvm_intel", "kvm_amd"].map(|name| format!("/sys/module/{name}"));
     kvm()?;
@@ -166,14 +168,14 @@ fn a_guest_is_interrupted_and_let_go() -> Result<(), Failed> {
     let stopped = client.receive()?;
     ensure(stopped.starts_with("T02"), || stopped)?;
     ensure(state(&env)? == "debugged", || "it runs on".into())?;
-    // A debugger that is gone without a word holds nobody.
+    // If the debugger disconnects without detaching, the machine runs on.
     drop(client);
     eventually(LIMIT, "it runs on", || Ok((state(&env)? == "running").then_some(())))?;
     env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
-/// The address of an instruction that the guest comes to again and again: where it was when it was interrupted.
+/// The address of an instruction that the guest executes again and again: where it was interrupted.
 fn in_its_loop(env: &TestEnv, client: &mut Client) -> Result<u64, Failed> {
     client.send("vCont;c")?;
     eventually(LIMIT, "it runs", || Ok((state(env)? == "running").then_some(())))?;
@@ -182,7 +184,7 @@ fn in_its_loop(env: &TestEnv, client: &mut Client) -> Result<u64, Failed> {
     Ok(client.registers()?[RIP])
 }
 
-/// Sets a breakpoint of this kind where a guest is that loops, and lets it come there again.
+/// Sets a breakpoint of this kind in the guest's loop, and lets the guest reach it again.
 fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (machine, socket) = waiting(&env, "--passes 0")?;
@@ -190,7 +192,7 @@ fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
     let at = in_its_loop(&env, &mut client)?;
     let set = client.ask(&format!("Z{kind},{at:x},1"))?;
     ensure(set == "OK", || format!("Z{kind} at {at:#x}: {set}"))?;
-    // It stands before it: a step leads past.
+    // The guest is stopped before the instruction. A step moves past it.
     ensure(client.ask(&format!("z{kind},{at:x},1"))? == "OK", || "taking it out".into())?;
     ensure(client.ask("vCont;s:1")?.starts_with("T05"), || "a step".into())?;
     ensure(client.ask(&format!("Z{kind},{at:x},1"))? == "OK", || "putting it back".into())?;
@@ -198,7 +200,7 @@ fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
     let word = ["swbreak", "hwbreak"][kind];
     ensure(stopped.contains(word), || format!("Z{kind}: {stopped}"))?;
     ensure(client.registers()?[RIP] == at, || "another place".into())?;
-    // Code that is read shows no breakpoint once it is taken out.
+    // Memory shows the original code once the breakpoint is removed.
     ensure(client.ask(&format!("z{kind},{at:x},1"))? == "OK", || "taking it out".into())?;
     ensure(client.memory(at, 1)? != [0xcc], || "the breakpoint is left behind".into())?;
     detached(&env, &mut client)?;
@@ -206,7 +208,7 @@ fn stops_at_a_breakpoint(kind: usize) -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-/// Detaches from the guest, sees it run on, and asks for its end.
+/// Detaches from the guest, checks that it runs, and stops the machine.
 fn detached(env: &TestEnv, client: &mut Client) -> Result<(), Failed> {
     ensure(client.ask("D")? == "OK", || "detaching".into())?;
     eventually(LIMIT, "it runs on", || Ok((state(env)? == "running").then_some(())))?;
@@ -223,7 +225,7 @@ fn a_breakpoint_in_the_processor_stops_it() -> Result<(), Failed> {
     stops_at_a_breakpoint(1)
 }
 
-/// Whoever writes there is stopped behind the instruction that did.
+/// A write to a watched address stops the vCPU after the instruction.
 #[test(debugs(), breakpoints())]
 fn a_watchpoint_stops_it() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -259,7 +261,7 @@ fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed
     env.ctl("g pause")?;
     env.ctl("g resume")?;
     ensure(state(&env)? == "debugged", || "it runs although it is debugged".into())?;
-    // Neither moves nor is saved.
+    // The machine can be neither migrated nor saved.
     for arguments in [
         format!("migrate g --to unix:{}", env.path("x").display()),
         format!("snapshot g {}", env.path("s").display()),
@@ -270,12 +272,12 @@ fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed
             format!("{arguments}: {output:?}")
         })?;
     }
-    // Its end is asked for, whoever debugs it.
+    // The machine can be stopped while it is debugged.
     env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
-/// Bytes that are no protocol end the session, and nothing else.
+/// Bytes that do not follow the protocol end only the session.
 #[test(kvm())]
 fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -292,7 +294,7 @@ fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
         client.write_all(noise)?;
         let _ = client.read(&mut [0; 4096]);
         drop(client);
-        // The next is served as if there had been nobody.
+        // The next client is served normally.
         let mut good = eventually(LIMIT, "another client is served", || Ok(Client::connect(&socket).ok()))?;
         ensure(good.ask("?")?.starts_with("T05"), || "why it stands".into())?;
         ensure(good.ask("D")? == "OK", || "detaching".into())?;
@@ -301,7 +303,8 @@ fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
     ensure(machine.end()?.status.success(), || "its end".into())
 }
 
-/// A guest whose code a debugger has changed to an endless loop of two bytes never rings its doorbell.
+/// A guest whose code a debugger has changed to an endless loop of two bytes never rings its
+/// doorbell.
 #[test(kvm())]
 fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -315,7 +318,7 @@ fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
     ensure(said.contains("has not stopped within"), || format!("{output:?}"))
 }
 
-/// What one packet asks for is bounded, and so is one without an end.
+/// A packet's request is bounded, and so is a packet without an end.
 #[test(kvm())]
 fn packets_are_bounded() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -323,7 +326,7 @@ fn packets_are_bounded() -> Result<(), Failed> {
     let mut client = Client::connect(&socket)?;
     let all = client.memory(RAM_VA, 1 << 40)?;
     ensure(all.len() == 2048, || format!("{} bytes", all.len()))?;
-    // One without an end ends the session.
+    // A packet without an end closes the session.
     client.0.write_all(&[&b"$m"[..], &[b'0'; 5000]].concat())?;
     let left = client.0.read_to_end(&mut Vec::new());
     ensure(left.is_ok_and(|count| count == 0), || "an endless packet".into())?;
@@ -355,7 +358,7 @@ fn gdb() -> Need {
     tools::program("gdb")
 }
 
-/// GDB's own client: registers by its description, memory, threads, and a way out.
+/// GDB reads registers by its description, memory and threads, and detaches.
 #[test(kvm(), gdb())]
 fn gdb_looks_and_detaches() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -370,7 +373,7 @@ fn gdb_looks_and_detaches() -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-/// What GDB says to these commands.
+/// Runs GDB with these commands. Returns its output.
 fn gdb_says(lines: &[&str]) -> Result<String, Failed> {
     let mut command = Command::new("gdb");
     command.args(["-nx", "-batch", "-ex", "set architecture i386:x86-64"]);
@@ -381,7 +384,7 @@ fn gdb_says(lines: &[&str]) -> Result<String, Failed> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// The same with a step.
+/// GDB steps, too.
 #[test(debugs(), gdb())]
 fn gdb_steps_and_detaches() -> Result<(), Failed> {
     let env = TestEnv::new()?;

@@ -1,9 +1,9 @@
-//! The kernel that takes interrupts: it programs the local APIC and the I/O APIC, counts what comes, and brings about in each round
-//! what the host asks for.
+//! The kernel that takes interrupts. It programs the local APIC and the I/O APIC, counts
+//! interrupts, and triggers those that the host requests in each round.
 //!
-//! It runs at CPL 0 in 64-bit mode on the page tables that it was booted with, and is told everything by [`Control`], where it counts
-//! too. Its stack, its interrupt descriptor table and the rings of its one virtio device lie beside that; the host writes the table
-//! and programs the device's registers.
+//! It runs at CPL 0 in 64-bit mode on the page tables that it was booted with. [`Control`] has its
+//! commands and its counters. Its stack, its interrupt descriptor table and the rings of its virtio
+//! device are beside that. The host writes the table and programs the device's registers.
 
 use std::mem::offset_of;
 
@@ -16,7 +16,7 @@ use virtio_bindings::virtio_mmio::{
     VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INTERRUPT_STATUS, VIRTIO_MMIO_QUEUE_NOTIFY,
 };
 
-/// Where [`Control`] is, and what else the guest has of memory.
+/// The addresses of [`Control`] and of the guest's other memory.
 pub const CONTROL: u64 = 0x18_0000;
 pub const IDT: u64 = 0x18_1000;
 const IDTR: u64 = 0x18_2000;
@@ -26,76 +26,81 @@ pub const AVAILABLE: u64 = 0x19_1000;
 pub const USED: u64 = 0x19_2000;
 pub const BUFFER: u64 = 0x19_3000;
 
-/// The vectors. The highest is that of the line whose interrupt is left in service: it holds all others back.
+/// The vectors. The highest belongs to the line whose interrupt stays in service and blocks all
+/// others.
 pub const TIMER: u8 = 0x30;
 pub const SERIAL: u8 = 0x41;
 pub const VIRTIO: u8 = 0x51;
 pub const LEVEL: u8 = 0x61;
 pub const HELD: u8 = 0x71;
 
-/// Pins of the I/O APIC, the first two edge triggered, the others by level and driven by ports.
+/// Pins of the I/O APIC. The first two interrupts are edge triggered. These two are level triggered
+/// and driven by ports.
 const VIRTIO_GSI: u32 = FREE[0];
 const LEVEL_GSI: u32 = 20;
 const HELD_GSI: u32 = 21;
 const BY_LEVEL: u32 = 1 << 15;
 
-/// What a round can be asked for, a bit each.
+/// What a round can request, a bit each.
 pub mod want {
     pub const TIMER: u64 = 1;
     pub const SERIAL: u64 = 2;
     pub const VIRTIO: u64 = 4;
     pub const LEVEL: u64 = 8;
-    /// An interrupt is in service, its end outstanding.
+    /// An interrupt is in service and was not ended.
     pub const HELD: u64 = 16;
-    /// With it: the line is still asserted, so that it interrupts again.
+    /// With HELD: the line stays asserted, so that it interrupts again.
     pub const STILL: u64 = 32;
 }
 
-/// What host and guest tell each other. All of it is zero in the beginning.
+/// The memory that host and guest share. All of it is zero at first.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Control {
-    /// The host: the round to begin; what it is about; the round in which interrupts may come; the round that is over.
+    /// Host: the round to begin, its requests, the round in which interrupts are enabled, the last
+    /// round that is over.
     pub go: u64,
     pub want: u64,
     pub release: u64,
     pub rest: u64,
-    /// The host: interrupts come freely; and not any more.
+    /// Host: start and stop interrupts that come freely.
     pub free: u64,
     pub stop: u64,
-    /// The host: the timer's LVT entry, its period in ticks, and whether it waits for a value of the TSC.
+    /// Host: the timer's LVT entry, its period in ticks, and whether it uses TSC deadlines.
     pub lvt: u64,
     pub period: u64,
     pub by_deadline: u64,
-    /// The host: what has to be requested of the local APIC before a round is ready: vectors 0x20 to 0x3f, 0x40 to 0x5f, 0x60 to 0x7f.
+    /// Host: the vectors that must be requested in the local APIC before a round is ready: 0x20 to
+    /// 0x3f, 0x40 to 0x5f, 0x60 to 0x7f.
     pub requested: [u32; 4],
-    /// The guest: programmed; the round that is ready; the round that is done.
+    /// Guest: it is programmed, the round that is ready, the round that is done.
     pub up: u64,
     pub ready: u64,
     pub done: u64,
-    /// An interrupt is in service. The next of its kind will stay so.
+    /// An interrupt is in service. With `hold`, the next one of that line stays in service.
     pub in_service: u64,
     hold: u64,
-    /// Interrupts that came although one of higher priority is in service, before the timer's deadline, or on a vector that nobody has.
+    /// Interrupts that came while one of higher priority was in service, before the timer's
+    /// deadline, or on an unused vector.
     pub out_of_turn: u64,
     pub early: u64,
     pub unexpected: u64,
-    /// When the timer is due: all bits where it is not armed.
+    /// When the timer is due, or all bits if it is not armed.
     deadline: u64,
-    /// Interrupts of the timer, and times that it was armed.
+    /// Interrupts of the timer, and how often it was armed.
     pub timer: u64,
     pub armed: u64,
     pub serial: u64,
-    /// Bytes received, and those that were not the next.
+    /// Bytes that were received, and those that were not the next.
     pub bytes: u64,
     pub wrong_bytes: u64,
-    /// Interrupts of the line, times that it was asserted, and interrupts while it was not.
+    /// Interrupts of the line, how often it was asserted, and interrupts while it was not.
     pub level: u64,
     pub asserted: u64,
     pub unasserted: u64,
     line: u64,
     pub held: u64,
-    /// Interrupts of the device, buffers that it has used, and those that it has got.
+    /// Interrupts of the device, buffers that it has used, and buffers that it was given.
     pub virtio: u64,
     pub used: u64,
     pub offered: u64,
@@ -117,7 +122,7 @@ std::arch::global_asm!(
     "    mov al, \\value",
     "    out dx, al",
     ".endm",
-    // An interrupt handler begins: nothing may come while the highest is in service.
+    // An interrupt handler begins. No other interrupt may come while the highest is in service.
     ".macro vellum_enter",
     "    push rax",
     "    push rcx",
@@ -141,7 +146,8 @@ std::arch::global_asm!(
     "    mov esp, {STACK}",
     "    mov eax, {IDTR}",
     "    lidt [rax]",
-    // The 8259s masked, and local interrupt 0, by which they would reach the vCPU; the local APIC on; its timer counts undivided.
+    // Masks the 8259s, and local interrupt 0, through which they would reach the vCPU. Enables the
+    // local APIC. Its timer counts undivided.
     "    vellum_port 0x21, 0xff",
     "    vellum_port 0xa1, 0xff",
     "    mov dword ptr [r14 + 0x350], 0x10000",
@@ -156,7 +162,7 @@ std::arch::global_asm!(
     "    vellum_pin {VIRTIO_GSI}, {VIRTIO}",
     "    vellum_pin {LEVEL_GSI}, {LEVEL}",
     "    vellum_pin {HELD_GSI}, {HELD}",
-    // The receive interrupt.
+    // Enables the receive interrupt.
     "    vellum_port {IER}, 1",
     "    mov qword ptr [r15 + {up}], 1",
     // Waits for a round.
@@ -167,7 +173,7 @@ std::arch::global_asm!(
     "    cmp rbx, [r15 + {done}]",
     "    je 30b",
     "    mov r12, [r15 + {want}]",
-    // One interrupt is taken and stays in service.
+    // Takes one interrupt that stays in service.
     "    test r12d, {WANT_HELD}",
     "    jz 12f",
     "    mov qword ptr [r15 + {hold}], 1",
@@ -186,7 +192,8 @@ std::arch::global_asm!(
     "13: test r12d, {WANT_LEVEL}",
     "    jz 14f",
     "    call 82f",
-    // The device has used what it was given before the round is ready; the driver has not acknowledged it.
+    // Waits until the device has used its buffer. The driver does not acknowledge it before the
+    // round.
     "14: test r12d, {WANT_VIRTIO}",
     "    jz 16f",
     "    call 83f",
@@ -194,7 +201,7 @@ std::arch::global_asm!(
     "    mov eax, [r15 + {offered}]",
     "    cmp ax, word ptr [{USED} + 2]",
     "    jne 15b",
-    // The timer has expired.
+    // Waits until the timer has expired.
     "16: test r12d, {WANT_TIMER}",
     "    jz 19f",
     "17: cmp qword ptr [r15 + {by_deadline}], 0",
@@ -207,7 +214,7 @@ std::arch::global_asm!(
     "    jmp 19f",
     "18: cmp dword ptr [r14 + 0x390], 0",
     "    jne 18b",
-    // All that the host wants to see requested is.
+    // Waits until everything that the host wants to see requested is.
     "19: xor ecx, ecx",
     "20: mov edx, [r15 + rcx * 4 + {requested}]",
     "    mov esi, ecx",
@@ -226,7 +233,7 @@ std::arch::global_asm!(
     "    sti",
     "    test r12d, {WANT_HELD}",
     "    jz 24f",
-    // What is in service still holds back all others.
+    // The interrupt in service still blocks all others.
     "    mov ecx, 100",
     "23: dec ecx",
     "    jnz 23b",
@@ -238,7 +245,8 @@ std::arch::global_asm!(
     "    cli",
     "    mov [r15 + {done}], rbx",
     "    jmp 30b",
-    // All sources run by themselves: timer and device are armed by their handlers again, the line here.
+    // All sources run freely. The handlers rearm the timer and the device. The line is asserted
+    // here.
     "50: xor ebx, ebx",
     "    call 80f",
     "    call 83f",
@@ -247,7 +255,8 @@ std::arch::global_asm!(
     "    jne 53f",
     "    cmp qword ptr [r15 + {line}], 0",
     "    jne 52f",
-    // Once a tick of the timer: a KVM that runs many instructions at once would do nothing else.
+    // Once per tick of the timer. A KVM that emulates many instructions at once would do nothing
+    // else.
     "    mov rax, [r15 + {timer}]",
     "    cmp rax, rbx",
     "    je 52f",
@@ -307,7 +316,7 @@ std::arch::global_asm!(
     "vellum_test_interrupts_serial:",
     "    vellum_enter",
     "    inc qword ptr [r15 + {serial}]",
-    // Only what the port says that it is about, as drivers do.
+    // Handles only what the port reports, as drivers do.
     "    mov edx, {IIR}",
     "    in al, dx",
     "    test al, 1",
@@ -332,7 +341,7 @@ std::arch::global_asm!(
     "    mov [rcx], eax",
     "    test al, 1",
     "    jz 90f",
-    // All that the device has got was used.
+    // The device must have used all of its buffers.
     "    mov eax, [r15 + {offered}]",
     "    cmp ax, word ptr [{USED} + 2]",
     "    jne 90f",
@@ -365,7 +374,7 @@ std::arch::global_asm!(
     "    mov qword ptr [r15 + {in_service}], 1",
     "    jmp 91f",
     "5:  vellum_port {HELD_LINE}, 0",
-    // The end of the interrupt.
+    // Ends the interrupt.
     "90: mov dword ptr [r14 + 0xb0], 0",
     "91: pop rdx",
     "    pop rcx",
@@ -451,7 +460,7 @@ unsafe extern "C" {
     static vellum_test_interrupts_end: u8;
 }
 
-/// How far behind the kernel's beginning `symbol` lies.
+/// The offset of `symbol` in the kernel.
 fn offset(symbol: *const u8) -> u64 {
     symbol as u64 - &raw const vellum_test_interrupts as u64
 }
@@ -464,7 +473,8 @@ pub fn kernel() -> Vec<u8> {
     Code(bytes.to_vec()).elf64()
 }
 
-/// The interrupt descriptor table, which belongs at [`IDT`], and the register that names it with the address where that belongs.
+/// The interrupt descriptor table for [`IDT`], and the content of its register with the register's
+/// address in memory.
 pub fn descriptor_table() -> (Vec<u8>, (u64, [u8; 10])) {
     let handlers = [
         (TIMER, &raw const vellum_test_interrupts_timer),
@@ -477,7 +487,7 @@ pub fn descriptor_table() -> (Vec<u8>, (u64, [u8; 10])) {
     for vector in 0..=u8::MAX {
         let of = handlers.iter().find(|(of, _)| *of == vector).map(|(_, handler)| *handler);
         let at = u64::from(ORIGIN) + offset(of.unwrap_or(&raw const vellum_test_interrupts_unexpected));
-        // A present 64-bit interrupt gate to the code segment that it is booted with (Intel SDM vol. 3, figure 7-8).
+        // A present 64-bit interrupt gate to the boot code segment (Intel SDM vol. 3, figure 7-8).
         let low = (at & 0xffff) | 0x10 << 16 | 0x8e << 40 | (at >> 16 & 0xffff) << 48;
         table.extend([low, at >> 32].map(u64::to_le_bytes).as_flattened());
     }

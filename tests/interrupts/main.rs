@@ -1,10 +1,13 @@
-//! Interrupts of a machine that is paused, or goes on as another one: none is lost, and none comes twice. On real KVM, with a kernel of
-//! a few bytes ([`guest`]) and both interrupt controllers.
+//! Interrupts of a machine that is paused or continues as another one: none is lost, and none comes
+//! twice. The tests run on real KVM, with a kernel of a few bytes ([`guest`]) and both interrupt
+//! controllers.
 //!
-//! In *rounds* the guest brings a random set of interrupts as far as they come while it takes none: requested, but not taken; one in
-//! service, its end outstanding. *Freely*, all sources run while the machine is paused at random instants.
+//! In *rounds* the guest raises a random set of interrupts while it takes none: they are requested
+//! but not taken, or one is in service and not ended. *Freely*, all sources run while the machine
+//! is paused at random times.
 //!
-//! `VELLUM_MIGRATION=all` makes more than a thousand pauses of what are some hundreds otherwise. `VELLUM_SEED` repeats a run.
+//! `VELLUM_MIGRATION=all` makes more than a thousand pauses instead of some hundreds. `VELLUM_SEED`
+//! repeats a run.
 
 mod guest;
 
@@ -44,7 +47,7 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-/// A KVM that leaves the end of an interrupt to the guest.
+/// Requires a KVM that keeps an interrupt in service until the guest ends it.
 fn in_service() -> Need {
     kvm()?;
     match Guest::keeps_in_service() {
@@ -59,14 +62,14 @@ fn in_service() -> Need {
 /// How the local APIC's timer is armed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Timer {
-    /// By a value of the TSC.
+    /// By a TSC deadline.
     Deadline,
-    /// By a count. KVM starts one anew that has come to its end when the local APIC is set, and does not tell whether it has
-    /// interrupted: a move may have it interrupt once more.
+    /// By a count. When the local APIC is set, KVM restarts a timer that has expired. The state
+    /// does not tell whether it has interrupted, so it may interrupt once more after a move.
     OneShot,
 }
 
-/// How many pauses. An emulated processor takes a second for each.
+/// The number of pauses. An emulated CPU takes a second for each.
 fn pauses() -> u64 {
     static PAUSES: LazyLock<u64> = LazyLock::new(|| {
         let all = std::env::var("VELLUM_MIGRATION").is_ok_and(|value| value == "all");
@@ -79,12 +82,13 @@ fn pauses() -> u64 {
     *PAUSES
 }
 
-// SAFETY: integers alone, without padding: 64 bits wide but for four of 32 bits that follow one another.
+// SAFETY: only integers, without padding: 64 bits wide except for four of 32 bits that follow one
+// another.
 unsafe impl ByteValued for Control {}
 
 type Subscriber = Arc<Mutex<dyn MutEventSubscriber + Send>>;
 
-/// A guest in whichever machine it is.
+/// A guest and its current machine.
 struct Guest {
     /// The event loop of its device.
     events: EventManager<Subscriber>,
@@ -92,13 +96,13 @@ struct Guest {
     /// Bytes sent to its serial port.
     sent: u64,
     timer: Timer,
-    /// Whether an interrupt is in service until the guest ends it. A KVM that ends it at once sees a line that is still asserted then:
-    /// its interrupt may come twice.
+    /// An interrupt stays in service until the guest ends it. A KVM that ends it at once sees that
+    /// the line is still asserted, and its interrupt may come twice.
     in_service: bool,
 }
 
 impl Guest {
-    /// Whether this KVM leaves the end of an interrupt to the guest.
+    /// Whether this KVM keeps an interrupt in service until the guest ends it.
     fn keeps_in_service() -> Result<bool, Failed> {
         let mut guest = Self::up(Mode::Split, Timer::Deadline)?;
         guest.put(offset_of!(Control, want), want::HELD)?;
@@ -106,12 +110,12 @@ impl Guest {
         guest.until("it has taken an interrupt", |control| control.ready == 1)?;
         guest.pc.machine.pause()?;
         let lapic = guest.pc.machine.vcpus[0].with(|fd| fd.get_lapic())??;
-        // The registers of what is in service: 32 vectors each, 16 bytes apart.
+        // The in-service registers: 32 vectors each, 16 bytes apart.
         let byte = 0x100 + 0x10 * usize::from(guest::HELD / 32) + usize::from(guest::HELD % 32 / 8);
         Ok(lapic.regs[byte] as u8 & 1 << (guest::HELD % 8) != 0)
     }
 
-    /// One that is up and waits with interrupts off.
+    /// A guest that is programmed and waits with interrupts off.
     fn boot(irqchip: Mode, timer: Timer) -> Result<Self, Failed> {
         Ok(Self { in_service: Self::keeps_in_service()?, ..Self::up(irqchip, timer)? })
     }
@@ -125,7 +129,7 @@ impl Guest {
         let (table, (at, register)) = guest::descriptor_table();
         memory.write_slice(&table, GuestAddress(guest::IDT))?;
         memory.write_slice(&register, GuestAddress(at))?;
-        // The one buffer, of eight bytes, that the driver gives the device again and again.
+        // The one buffer of eight bytes that the driver gives the device again and again.
         memory.write_obj(
             [guest::BUFFER, 8 | u64::from(VRING_DESC_F_WRITE) << 32],
             GuestAddress(guest::DESCRIPTORS),
@@ -183,13 +187,13 @@ impl Guest {
         Ok(control)
     }
 
-    /// Lets the device do what it has to.
+    /// Runs the device's event loop.
     fn serve(&mut self) -> Result<(), Failed> {
         while self.events.run_with_timeout(0).map_err(|error| error.to_string())? > 0 {}
         Ok(())
     }
 
-    /// Waits until `is` holds of what the guest says.
+    /// Waits until `is` is true for the guest's counters.
     fn until(&mut self, what: &str, is: impl Fn(&Control) -> bool) -> Result<Control, Failed> {
         let mut last = Control::default();
         let found = eventually(LIMIT, what, || {
@@ -200,13 +204,13 @@ impl Guest {
         found.map_err(|error| format!("{}: {last:?}", error.message().unwrap_or(what)).into())
     }
 
-    /// The next byte for its serial port.
+    /// Sends the next byte to its serial port.
     fn send(&mut self) {
         self.pc.machine.serial.receive(&[self.sent as u8]);
         self.sent += 1;
     }
 
-    /// Pauses it, and lets it go on: where it is, or in another machine.
+    /// Pauses the guest, and continues it here or in another machine.
     fn pause(&mut self, moves: bool) -> Result<(), Failed> {
         self.pc.machine.pause()?;
         if !moves {
@@ -228,16 +232,17 @@ fn events(pc: &Pc) -> Result<EventManager<Subscriber>, Failed> {
     Ok(events)
 }
 
-/// What a guest must have counted, and how often more it may have: what nobody has acknowledged is raised again by a move.
+/// What a guest must have counted, and how many more it may have: a move raises unacknowledged
+/// interrupts again.
 #[derive(Clone, Copy, Debug, Default)]
 struct Due {
-    /// Timer, serial port, line, line whose interrupt is left in service, device.
+    /// Timer, serial port, line, the line whose interrupt stays in service, device.
     least: [u64; 5],
     more: [u64; 5],
 }
 
 impl Due {
-    /// One more of each of `want`, in a round after which `guest` has moved or not.
+    /// Adds one of each of `want`, for a round after which `guest` has moved or not.
     fn add(&mut self, guest: &Guest, want: u64, moves: bool) {
         let one = |of: u64| u64::from(want & of != 0);
         let [timer, serial, level, virtio] = [want::TIMER, want::SERIAL, want::LEVEL, want::VIRTIO].map(one);
@@ -273,7 +278,8 @@ impl Due {
     }
 }
 
-/// What of `want` is requested of the local APIC, by vectors as [`Control::requested`] has them.
+/// The vectors of `want` that are requested in the local APIC, in the format of
+/// [`Control::requested`].
 fn requested(want: u64) -> [u32; 4] {
     let mut words = [0; 4];
     for (of, vector) in [
@@ -289,7 +295,7 @@ fn requested(want: u64) -> [u32; 4] {
     words
 }
 
-/// Rounds about random ones of `sources`.
+/// Rounds with random subsets of `sources`.
 fn rounds(irqchip: Mode, timer: Timer, sources: u64) -> Result<(), Failed> {
     let mut random = Random::new();
     let mut guest = Guest::boot(irqchip, timer)?;
@@ -339,11 +345,11 @@ fn rounds(irqchip: Mode, timer: Timer, sources: u64) -> Result<(), Failed> {
     Ok(())
 }
 
-/// All sources run by themselves.
+/// All sources run freely.
 fn freely(irqchip: Mode, timer: Timer) -> Result<(), Failed> {
     let mut random = Random::new();
     let mut guest = Guest::boot(irqchip, timer)?;
-    // 2 ms: a tick of the timer by count is a nanosecond in KVM.
+    // 2 ms. With a count, a tick of the timer is a nanosecond in KVM.
     let khz = guest.pc.machine.description().tsc_khz.unwrap_or(1_000_000);
     let period = if timer == Timer::Deadline { u64::from(khz) * 2 } else { 2_000_000 };
     guest.put(offset_of!(Control, period), period)?;
@@ -362,7 +368,7 @@ fn freely(irqchip: Mode, timer: Timer) -> Result<(), Failed> {
         let moves = random.below(4) > 0;
         guest.pause(moves).map_err(context)?;
         moved += u64::from(moves);
-        // No later byte may stand in for one that was lost.
+        // A later byte must not hide one that was lost.
         let (was, sent) = (guest.control()?, guest.sent);
         let on = |is: u64, was: u64| is >= was + 2;
         let go_on = |is: &Control| {

@@ -1,15 +1,16 @@
-//! What peers send: the lines of the control socket, those of the guest agent, and the list of what a process hands over to another.
+//! Lines from peers: those of the control socket, those of the guest agent, and the list of a
+//! process that hands its machine over.
 
 use guest_agent::{Event, Request};
 use vellum_control::{Do, parse};
 use vellum_devices::virtio::handoff::HandedDevice;
 use vellum_machine::handoff::List;
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn control(data: &[u8]) {
     match parse(data) {
         Ok(request) => {
-            // What was understood is said again as it was meant.
+            // A parsed request is written and parsed again without a change.
             let mut line = serde_json::to_value(&request.what).unwrap();
             line["id"] = request.id.into();
             assert_eq!(parse(line.to_string().as_bytes()), Ok(request));

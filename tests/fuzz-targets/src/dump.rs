@@ -1,10 +1,11 @@
-//! A guest's memory, as whoever dumps it looks for its kernel's note there and walks its page tables. The input is memory: first the
-//! note's page, then tables, which the walks begin at any of.
+//! The search of a guest's memory for its kernel's note, and the walk of its page tables, as for a
+//! dump. The input is memory: first the page of the note, then tables. The walks begin at each
+//! table.
 
 use vellum_kvm::arch::paging::Tables;
 use vellum_machine::dump::vmcoreinfo::{self, Vmcoreinfo};
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn dump(data: &[u8]) {
     let read = |at: u64| {
         let at = usize::try_from(at).ok()?;
@@ -17,7 +18,7 @@ pub fn dump(data: &[u8]) {
         for root in [0, 0x1000, u64::MAX] {
             let tables = Tables { root, levels };
             for (at, physical) in tables.upper_half(read) {
-                // What is mapped is found by a walk, at that place.
+                // A walk finds every mapping at its place.
                 assert_eq!(tables.walk(at, read), Some(physical), "{at:#x}");
             }
         }

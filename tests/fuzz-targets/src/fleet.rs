@@ -1,9 +1,10 @@
-//! Plans and results of fleets: what is taken has tasks with numbers and ranges that fit, can be tried again and written again.
+//! Plans and results of fleets. An accepted one has tasks with numbers and ranges that fit, can be
+//! tried again, and can be written again.
 
 use vellum_fleet::plan::Plan;
 use vellum_fleet::{quote, result};
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn fleet(data: &[u8]) {
     if let Ok(text) = std::str::from_utf8(data) {
         plan(text);

@@ -1,4 +1,4 @@
-//! What a debugger sends, to a machine without vCPUs that stands still.
+//! Packets of a debugger, for a stopped machine without vCPUs.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -11,7 +11,7 @@ use vellum_machine::gdb::{Debugger, Door, Wish};
 use vellum_sys::socket::Listener;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn gdb(data: &[u8]) {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -27,7 +27,7 @@ pub fn gdb(data: &[u8]) {
     events.add_subscriber(debugger.event_sources().expect("once"));
     let mut client = UnixStream::connect(&path).expect("it listens");
     client.set_nonblocking(true).expect("a socket");
-    // The handshake, so that what follows is a packet.
+    // The handshake, so that the input is a packet.
     let _ = client.write_all(b"+");
     let _ = client.write_all(data);
     let mut stands = false;
@@ -41,7 +41,7 @@ pub fn gdb(data: &[u8]) {
     }
     drop(client);
     while events.run_with_timeout(0).expect("epoll") > 0 {}
-    // Whatever was sent, nobody is held when the client has gone.
+    // Whatever was sent, the machine is not stopped after the client has gone.
     for _ in 0..8 {
         match debugger.turn(stands) {
             Wish::Stand => stands = true,

@@ -1,11 +1,12 @@
-//! The reader of the judge's console: no log panics it or takes it long, and none passes that was not whole.
+//! The reader of the judge's console. No log makes it panic or run for long, and an incomplete one
+//! never passes.
 
 use vellum_judge::read::{Verdict, read};
 
-/// RAM whose checksums are quick to compute.
+/// The RAM whose checksums are quick to compute.
 const MAX_RAM: u64 = 256 << 20;
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn judge(data: &[u8]) {
     let log = read(data);
     let is_long = log.ranges.iter().map(|range| range.end - range.start).sum::<u64>() > MAX_RAM;

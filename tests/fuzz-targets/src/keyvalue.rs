@@ -1,4 +1,5 @@
-//! The key=value arguments, and the file of a CPU model that is one: any text is a configuration or one line that says what is wrong.
+//! The key=value arguments, and the CPU model's file. Any text is a configuration or an error of
+//! one line.
 
 use vellum::cli::args;
 use vellum_devices::virtio::KINDS;
@@ -6,7 +7,7 @@ use vellum_devices::virtio::KINDS;
 use vellum_kvm::arch::cpuid::model::Listed;
 use vellum_sys::keyvalue;
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn keyvalue(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let one_line = |error: Option<String>| {

@@ -1,5 +1,5 @@
-//! The fuzz targets: functions of bytes that end without a panic, whatever these are. `cargo test` calls them with the corpus in
-//! `tests/fuzz/corpus`, `cargo fuzz` by way of the shell in `tests/fuzz`.
+//! The fuzz targets: functions of bytes that must not panic. `cargo test` calls them with the
+//! corpus in `tests/fuzz/corpus`, and `cargo fuzz` through the crate in `tests/fuzz`.
 
 mod control;
 #[cfg(target_arch = "x86_64")]

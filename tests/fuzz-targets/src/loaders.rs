@@ -1,5 +1,5 @@
-//! The boot loaders: whatever file is given as a kernel or an initrd, loading ends in an entry or an error, and what is
-//! loaded lies in guest memory.
+//! The boot loaders. Any file may be given as a kernel or an initrd. Loading ends with an entry or
+//! an error, and loads only into guest memory.
 
 use std::io::Cursor;
 
@@ -10,10 +10,10 @@ use vellum_kvm::arch::tables::Tables;
 use vellum_sys::diagnose::Diagnose;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// What is beside RAM.
+/// Addresses that are not RAM.
 const RESERVED: std::ops::Range<u64> = 0xe000_0000..0xe010_0000;
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn loaders(data: &[u8]) {
     let ranges = [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 1 << 20)];
     let memory = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();

@@ -1,4 +1,4 @@
-//! What a peer of a migration sends: frame after frame, until one is wrong.
+//! Frames of a migration's peer, until one is invalid.
 
 use std::sync::{Arc, OnceLock};
 
@@ -12,7 +12,7 @@ const PAGE: u32 = 4096;
 /// Pages of each region of the machine.
 const REGIONS: [u64; 2] = [100, 7];
 
-/// The comparison of a machine with memory of which every second page has been touched.
+/// The comparison of a machine with memory in which every second page was touched.
 fn compare() -> Comparison {
     static MEMORY: OnceLock<Vec<Slot>> = OnceLock::new();
     let memory = MEMORY.get_or_init(|| {
@@ -26,7 +26,8 @@ fn compare() -> Comparison {
     Comparison::new(memory.iter().map(touched).collect())
 }
 
-/// The target. A changed byte would end at the first checksum, so the input is also read with the sums put right.
+/// The target. A changed byte would fail at the first checksum, so the input is also read with
+/// correct checksums.
 pub fn migration(data: &[u8]) {
     read(data);
     let mut mended = data.to_vec();
@@ -76,7 +77,7 @@ fn read(mut data: &[u8]) {
     }
 }
 
-/// Puts the sums and numbers of all frames right, as far as there are frames.
+/// Corrects the checksums and numbers of all complete frames.
 fn mend(mut data: &mut [u8]) {
     let sum = |bytes: &[u8]| crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32;
     let mut next = 0u64;

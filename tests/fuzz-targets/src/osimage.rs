@@ -1,17 +1,17 @@
-//! Disk images with an operating system, from strangers: partition tables, file systems, what boot loaders read. Any bytes are something
-//! that boots, or one line that says what is there instead.
+//! Untrusted disk images with an operating system: partition tables, file systems, boot loaders'
+//! files. Any bytes are bootable, or give an error of one line that says what was found.
 
 use std::rc::Rc;
 
 use vellum_osimage::{Disk, ReadAt, bls, find, grub, uki};
 
-/// The longest disk, in bytes: it bounds the time of a run.
+/// The maximum size of a disk in bytes, which bounds the time of a run.
 const MAX_DISK: usize = 512 << 10;
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn osimage(data: &[u8]) {
     let data = &data[..data.len().min(MAX_DISK)];
-    // Small inputs are a file of a boot loader as well.
+    // Small inputs are tried as a boot loader's file too.
     if data.len() < 64 << 10 {
         let text = String::from_utf8_lossy(data);
         grub::check(&text);

@@ -1,7 +1,8 @@
-//! A PCI bus: whatever a guest writes to configuration spaces, BARs and the MSI-X table, by whichever way, nothing panics, both ways
-//! to a configuration space agree, and doorbells are where the BAR is. What it comes to can be saved and restored.
+//! A PCI bus. A guest writes anything to configuration spaces, BARs and the MSI-X table, in both
+//! ways. Nothing panics, both ways to a configuration space agree, and doorbells follow the BAR.
+//! The state can be saved and restored.
 //!
-//! Operations of 12 bytes each.
+//! The input consists of operations of 12 bytes each.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +16,8 @@ use vellum_kvm::memory::{GuestMemory, Memory, MemoryConfig};
 const WINDOW: std::ops::Range<u64> = 0xe800_0000..0xe810_0000;
 const ENABLE: u32 = 1 << 31;
 
-/// A balloon's function: several queues, a configuration space that is written to, and nothing of the host's.
+/// A balloon's function: several queues, a writable configuration space, and no resources of the
+/// host.
 pub fn function(memory: &Arc<GuestMemory>, at: Arc<Mutex<Option<u64>>>) -> Arc<Pci> {
     let device = Box::new(Balloon::new().0);
     let lines = lines(&*device).unwrap();
@@ -44,12 +46,12 @@ pub fn pci(data: &[u8]) {
             0 => drop(ports.write(0, &(word | ENABLE).to_le_bytes())),
             1 => drop(ports.write(4, &value[..len.min(4)])),
             2 => drop(ecam.write(inside(ECAM_SIZE), value)),
-            // The registers of a header and the capabilities, one of the two functions'.
+            // The registers of the header and the capabilities of one of the two functions.
             3 => drop(ecam.write(u64::from(1 + place % 2) << 15 | u64::from(operation[8]), value)),
             4 => ecam.read(inside(ECAM_SIZE), &mut read[..len]),
             5 => drop(window.write(inside(WINDOW.end - WINDOW.start), value)),
             6 => window.read(inside(WINDOW.end - WINDOW.start), &mut read[..len]),
-            // A part of a BAR, wherever that is.
+            // A part of a BAR, at its current address.
             _ => {
                 let function = &functions[usize::from(operation[9] % 2)];
                 if let Some((base, _)) = function.bar() {

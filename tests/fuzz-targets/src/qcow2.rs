@@ -1,4 +1,5 @@
-//! qcow2 images from strangers: any bytes are an image or one line that says what is wrong, and requests to an image end.
+//! Untrusted qcow2 images. Any bytes are an image or give an error of one line, and requests to an
+//! image end.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use vellum_disk::qcow2::{Named, Qcow2};
 use vellum_sys::mmap::memfd;
 
-/// The longest file, in bytes: it bounds the time of a run.
+/// The maximum size of a file in bytes, which bounds the time of a run.
 const MAX_FILE: usize = 256 << 10;
 
 fn file(data: &[u8]) -> File {
@@ -15,7 +16,7 @@ fn file(data: &[u8]) -> File {
     file
 }
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn qcow2(data: &[u8]) {
     let data = &data[..data.len().min(MAX_FILE)];
     for writable in [false, true] {

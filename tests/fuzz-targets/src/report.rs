@@ -1,4 +1,5 @@
-//! The reader of result files: whatever is read can be shown in every way without a panic, and written and read again.
+//! The reader of result files. Any result can be shown in every form without a panic, and written
+//! and read again.
 
 use std::path::Path;
 
@@ -6,7 +7,7 @@ use vellum_report::terminal::{Extent, Form};
 use vellum_report::view::View;
 use vellum_report::{compare, html, json, terminal};
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn report(data: &[u8]) {
     let Ok(results) = json::parse(data, Path::new("fuzz")) else { return };
     for form in [Form::Text(80), Form::Markdown] {
@@ -22,7 +23,7 @@ pub fn report(data: &[u8]) {
     for view in views {
         let text = view.render(&results).unwrap();
         assert!(!text.contains('\u{1b}'), "a result moves the cursor: {view:?}");
-        // Markup means something in XML alone.
+        // Markup has a meaning only in XML.
         assert!(!matches!(view, View::Junit) || !text.contains("<script"), "a result brings a script");
     }
     let side = compare::Side { name: "fuzz", results: &results };

@@ -1,7 +1,8 @@
-//! Requests to the server of a shared directory: whatever a guest sends, the server answers, and neither panics nor leaves the directory.
+//! Requests to the server of a shared directory. It answers any request, does not panic, and does
+//! not leave the directory.
 //!
-//! Each request is two bytes of opcode and node, one of how many bytes follow as its arguments, and these. What comes beyond the last
-//! whole one is a request as it is, header included.
+//! Each request has two bytes for opcode and node, one for the length of its arguments, and the
+//! arguments. Bytes after the last complete one are a raw request, with its header.
 
 use std::fs::{self, File};
 
@@ -11,7 +12,7 @@ use vellum_share::process::open_root;
 use vellum_share::server::Server;
 use vellum_share::{Cache, Config};
 
-/// A directory with something of each kind in it, beside a file that no request may change.
+/// A directory with an entry of each kind, beside a file that no request may change.
 fn directory() -> Scratch {
     let scratch = Scratch::new().unwrap();
     fs::create_dir_all(scratch.path("shared/d")).unwrap();
@@ -21,10 +22,10 @@ fn directory() -> Scratch {
     scratch
 }
 
-/// It would fill the disk.
+/// This opcode would fill the disk.
 const ALLOCATE: u8 = 43;
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn share(data: &[u8]) {
     let Some((&first, mut rest)) = data.split_first() else { return };
     let config = Config {

@@ -1,4 +1,5 @@
-//! The files of a snapshot: the list of points, a map, a state, and a working set, as somebody may have written them.
+//! The files of a snapshot: the list of points, a map, a state, and a working set. They may be
+//! manipulated.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,7 +10,7 @@ use vellum_migration::snapshot::state;
 use vellum_migration::snapshot::working_set::WorkingSet;
 use vellum_sys::mmap::{PAGE_SIZE, memfd};
 
-/// How many pages the machine has.
+/// The number of the machine's pages.
 const PAGES: u64 = 16;
 
 fn file(bytes: &[u8], len: u64) -> File {
@@ -32,7 +33,7 @@ pub fn snapshot(data: &[u8]) {
         let written = state::bytes(&machine, &sections).unwrap();
         assert_eq!(state::parse(&written, "state-0").unwrap(), (machine, sections));
     }
-    // As it is, and as one whose sum is right.
+    // As it is, and with a correct checksum.
     let summed = [data, &sum(data).to_le_bytes()].concat();
     for bytes in [data, &summed] {
         if let Ok(set) = WorkingSet::parse(bytes, PAGES) {

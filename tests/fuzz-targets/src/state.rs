@@ -1,5 +1,5 @@
-//! The state of a machine as it comes from a peer or a file: descriptions and sections, and what its interrupt controller and each of its
-//! devices make of them. What KVM would hear of is left out.
+//! The state of a machine from a peer or a file: descriptions and sections, restored into an
+//! interrupt controller and each device. Sections that only KVM interprets are left out.
 
 use std::sync::Arc;
 
@@ -19,12 +19,13 @@ use vellum_machine::Section;
 
 use super::{pci, virtio};
 
-/// How many pages the guest has whose model is followed.
+/// The number of pages of the guest whose model is followed.
 const PAGES: u64 = 100;
-/// The sections that are no virtio device's, but for those of vCPUs.
+/// The sections that are neither of virtio devices nor of vCPUs.
 const OTHERS: [&str; 7] = ["clock", "cpuid", "irqchip", "serial", "pl011", "rtc", "pci"];
 
-/// The target. The input is a description and, in an array, sections as `[name, version, body]`.
+/// The target. The input is a description and an array of sections, each as `[name, version,
+/// body]`.
 pub fn state(data: &[u8]) {
     let Ok((description, sections)) = serde_json::from_slice::<(Value, Vec<(String, u16, Value)>)>(data)
     else {
@@ -53,7 +54,8 @@ pub fn state(data: &[u8]) {
     }
 }
 
-/// Has a serial port of this kind restored, with a guest that reads it. Whether it took the state.
+/// Restores a serial port of this kind, whose guest then reads it. Returns whether it accepted the
+/// state.
 fn is_port(kind: Uart, state: serial::State) -> bool {
     let serial = Serial::new(kind, None).expect("an eventfd");
     let taken = serial.restore(state).is_ok();
@@ -64,11 +66,12 @@ fn is_port(kind: Uart, state: serial::State) -> bool {
     taken
 }
 
-/// Has what the section is of restored by it, if that takes it: it answers its guest, and can be saved. Whether it took it.
+/// Restores the part of the machine that the section names. If it accepts the state, it answers its
+/// guest and can be saved. Returns whether it accepted.
 pub fn restored(name: &str, body: &Value) -> bool {
     match name {
         "irqchip" => {
-            // As the section has it that names the kind.
+            // In the format of the section, which names the kind.
             let Some(split) = body.get("Split").cloned() else { return false };
             let Ok(state) = serde_json::from_value::<ioapic::State>(split) else { return false };
             let kvm = ioapic::Kvm { set_routes: Box::new(|_| ()), signal: Box::new(|_| ()) };
@@ -128,7 +131,7 @@ pub fn restored(name: &str, body: &Value) -> bool {
             };
             let has_ports = body["device"]["console"].get("ports").is_some();
             let number = if has_ports { virtio::PORTS } else { number };
-            // By its own kind, and by another, which takes none of it.
+            // By a device of its kind. One of another kind rejects it.
             let (mut driver, _wire) = virtio::device(number, Codec::Mmio);
             let taken = driver.device.restore(state.clone()).is_ok();
             if taken {

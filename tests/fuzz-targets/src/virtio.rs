@@ -1,7 +1,8 @@
-//! Virtio queues and devices: whatever a driver writes into registers, rings and buffers, the device neither panics nor
-//! spins, and works again after a reset.
+//! Virtio queues and devices. A driver may write anything into registers, rings and buffers. The
+//! device does not panic or spin, and works again after a reset.
 //!
-//! The first byte chooses the device and, with its highest bit, the codec; then come operations of 12 bytes each.
+//! The first byte selects the device and, by its highest bit, the transport. Operations of 12 bytes
+//! each follow.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -35,9 +36,9 @@ const REGISTERS: [u32; 12] = [
     VIRTIO_MMIO_CONFIG,
 ];
 
-/// A disk of 64 sectors that is nowhere in the file system.
+/// A disk of 64 sectors without a name in the file system.
 fn disk(codec: Codec) -> Driver {
-    // SAFETY: the name is a string that ends in a zero, and the descriptor is nobody else's.
+    // SAFETY: the name is a string that ends in a zero, and the new descriptor has no other owner.
     let file = unsafe { File::from_raw_fd(libc::memfd_create(c"fuzz".as_ptr(), libc::MFD_CLOEXEC)) };
     file.set_len(64 * 512).unwrap();
     let mut disk = Blk::open(&BlkConfig::new(format!("/proc/self/fd/{}", file.as_raw_fd()))).unwrap();
@@ -48,7 +49,7 @@ fn disk(codec: Codec) -> Driver {
 fn network(codec: Codec) -> (Driver, UnixDatagram) {
     let (ours, theirs) = UnixDatagram::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
-    // The first frame that comes in.
+    // The first incoming frame.
     ours.send(&[0; 76]).unwrap();
     let net = Net::on(Tap::from_fd("pair", theirs.into()), [2, 0, 0, 0, 0, 7]);
     (Driver::on(codec, net, memory()), ours)
@@ -61,12 +62,12 @@ fn vsock(codec: Codec) -> Driver {
     Driver::on(codec, Vsock::open(&config).unwrap(), memory())
 }
 
-/// What the devices are called in a saved state. The last one is a console with a port beside it.
+/// The devices' keys in a saved state. The last one is a console with a port.
 pub const KEYS: [&str; 7] = ["rng", "console", "balloon", "net", "vsock", "disk", "console"];
-/// Its number.
+/// The index of the console with a port.
 pub const PORTS: usize = 6;
 
-/// The device of that number, and what keeps its other end.
+/// The device with this index, and the other end of its connection.
 pub fn device(number: usize, codec: Codec) -> (Driver, Option<OwnedFd>) {
     let null = || File::options().write(true).open("/dev/null").unwrap();
     let zero = || File::open("/dev/zero").unwrap();
@@ -90,7 +91,7 @@ pub fn device(number: usize, codec: Codec) -> (Driver, Option<OwnedFd>) {
     (driver, None)
 }
 
-/// The target: `cargo fuzz` feeds it, and so does `cargo test` from the corpus.
+/// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn virtio(data: &[u8]) {
     let Some((&first, operations)) = data.split_first() else { return };
     let (device, codec) = (first & 0x7f, if first & 0x80 == 0 { Codec::Mmio } else { Codec::Pci });
@@ -105,7 +106,7 @@ pub fn virtio(data: &[u8]) {
         match operation[0] % 7 {
             // A descriptor: address, length, flags, next.
             0 => driver.describe(queue, index % 16, word(4).into(), word(8), operation[3].into(), index >> 4),
-            // The same, its address near the end of memory or of all addresses.
+            // A descriptor with an address near the end of memory or of the address space.
             1 => {
                 let addr = if operation[3] & 1 == 0 { MEMORY_END } else { u64::MAX };
                 driver.describe(queue, index % 16, addr.wrapping_sub(word(4).into()), word(8), 3, index >> 4);
@@ -123,13 +124,13 @@ pub fn virtio(data: &[u8]) {
     }
     driver.start();
     assert!(!driver.needs_reset());
-    // What each can do without a word of anybody else: a read of sector 0, a packet that means nothing.
+    // A request that works without a peer: a read of sector 0, or a packet without meaning.
     driver.put(BUFFERS, &[0; 64]);
     let (queue, request) = match device {
         0 | 2 => (0, vec![writable(BUFFERS, 16)]),
         1 => (1, vec![readable(BUFFERS, 16)]),
         3 | 4 => (1, vec![readable(BUFFERS, 60)]),
-        // What it says of port 0 means nothing; what it writes goes to the other.
+        // A control message for port 0 has no effect. Output goes to the other port.
         PORTS => (5, vec![readable(BUFFERS, 16)]),
         _ => (0, vec![readable(BUFFERS, 16), writable(BUFFERS + 0x1000, 512), writable(BUFFERS + 0x800, 1)]),
     };
