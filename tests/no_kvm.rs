@@ -1,5 +1,5 @@
-//! Hosts where KVM is missing or out of reach, made with namespaces and a filter for one ioctl: the commands say what to do,
-//! and end.
+//! Hosts where KVM is missing or inaccessible, made with namespaces and a filter for one ioctl.
+//! Commands print a remedy and end.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Output};
@@ -10,16 +10,16 @@ use vellum_sys::{host, seccomp};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-/// A /dev with nothing in it.
+/// An empty /dev.
 const NO_NODE: &str = "mount -t tmpfs none /dev";
-/// A node with another driver behind it.
+/// A node of another driver.
 const OTHER_NODE: &str =
     "mount -t tmpfs none /dev && touch /dev/kvm && mount --bind /proc/self/comm /dev/kvm";
 /// A node for a group that the user is not in.
 const GROUP_NODE: &str =
     "mount -t tmpfs none /dev && mknod /dev/kvm c 10 232 && chgrp 1 /dev/kvm && chmod 660 /dev/kvm";
 
-/// This program again, as a helper: KVM_CREATE_VM fails with EBUSY in the command that follows.
+/// Makes this program a helper: KVM_CREATE_VM fails with EBUSY in the command that follows.
 const BUSY: &str = "--where-kvm-is-busy";
 
 fn main() -> ExitCode {
@@ -67,7 +67,7 @@ fn within(prepare: &str, command: &[&str]) -> Result<Output, String> {
     Ok(output)
 }
 
-/// As [`within`], and in a PID namespace of its own, by which a container is known.
+/// Like [`within`], in a PID namespace of its own, which identifies a container.
 fn in_container(prepare: &str, command: &[&str]) -> Result<Output, String> {
     within(prepare, &[&["unshare", "--pid", "--fork", "--mount-proc"], command].concat()).and_then(|output| {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -76,11 +76,13 @@ fn in_container(prepare: &str, command: &[&str]) -> Result<Output, String> {
     })
 }
 
-/// Another hypervisor shows only when a VM is to be made: then KVM cannot switch the processor's virtualization on.
+/// Another hypervisor is noticed only when a VM is created: then KVM cannot enable the CPU's
+/// virtualization.
 fn make_kvm_busy() {
     const KVM_CREATE_VM: u32 = 0xae01;
     let instruction = |code: u32, jf: u8, k: u32| sock_filter { code: code as u16, jt: 0, jf, k };
-    // struct seccomp_data: the number, then the architecture, the instruction's address and the arguments.
+    // struct seccomp_data: the number, then the architecture, the instruction's address and the
+    // arguments.
     let (load, equal) = (BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K);
     let filter = [
         instruction(load, 0, 0),
@@ -98,12 +100,12 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Fails with everything that was said unless `holds`.
+/// Fails with the whole output unless `holds`.
 fn expect(holds: bool, output: &Output) -> Result<(), Failed> {
     if holds { Ok(()) } else { Err(format!("{output:#?}").into()) }
 }
 
-/// Every remedy for a missing node, of which the host's state decides the one.
+/// Whether the line has one of the remedies for a missing node. The host's state decides which.
 fn names_a_remedy(line: &str) -> bool {
     ["mknod -m 666 /dev/kvm c ", "modprobe kvm_", "--device /dev/kvm", "at EL2"]
         .iter()
@@ -156,7 +158,7 @@ fn a_container_is_to_get_the_node() -> Result<(), Failed> {
             said.contains("/dev/kvm") && said.contains("start the container with --device /dev/kvm"),
             &output,
         )?;
-        // What a container cannot do itself is not proposed.
+        // Remedies that a container cannot apply are not printed.
         expect(!said.contains("mknod") && !said.contains("modprobe"), &output)?;
     }
     Ok(())

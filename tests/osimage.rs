@@ -1,5 +1,5 @@
-//! Disk images with an operating system, laid out by the tools that distributions use: `vellum disk info` names the kernel that their boot
-//! loaders would start, and `vellum run -d` starts it.
+//! Disk images with an operating system, made by the tools that distributions use. `vellum disk
+//! info` names the kernel that their boot loaders would start, and `vellum run -d` starts it.
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     Tests::from_args().run()
 }
 
-/// Writes files below the directory `name` of `env`.
+/// Writes files below the directory `name` of `scratch`.
 fn make_tree(scratch: &Scratch, name: &str, files: &[(&str, &[u8])]) -> Result<PathBuf, Failed> {
     let directory = scratch.path(name);
     for (name, bytes) in files {
@@ -43,7 +43,7 @@ fn run(command: &mut Command) -> Result<Output, Failed> {
 enum Files<'t> {
     Ext4(&'t Path, &'static str),
     Fat(&'t Path),
-    /// The magic number of one that is not read.
+    /// The magic number of an unsupported one.
     Xfs,
 }
 
@@ -72,7 +72,7 @@ impl Files<'_> {
     }
 }
 
-/// A disk of `parts`, which have the partition numbers `numbers`, with a table as `label` says.
+/// A disk with a partition table `label` and `parts`, each with its partition number.
 fn disk(scratch: &Scratch, label: &str, parts: &[(u32, &str, Files<'_>)]) -> Result<PathBuf, Failed> {
     let image = scratch.path("disk.raw");
     let mut file = File::create(&image)?;
@@ -153,11 +153,11 @@ fn debian_has_its_menu_beside_its_kernel() -> Result<(), Failed> {
     ensure(about["system"] == "Debian GNU/Linux 12 (bookworm)" && about["has_cloud_init"] == true, || {
         format!("{found:#}")
     })?;
-    // What was chosen for the next boot: an entry of the submenu.
+    // An entry of the submenu is chosen for the next boot.
     fs::write(tree.join("boot/grub/grubenv"), "# GRUB Environment Block\nnext_entry=advanced>old\n#####")?;
     let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
     boots(&image, "/boot/vmlinuz-6.1.0-9", "old=1", false)?;
-    // The script of the EFI partition leads to that of the root, if it is the only one that is found.
+    // The script of the EFI partition leads to that of the root, if only the former is found.
     fs::rename(tree.join("boot/grub"), tree.join("boot/elsewhere"))?;
     let efi = efi.replace("/boot/grub'", "/boot/elsewhere'");
     let esp = make_tree(&scratch, "esp2", &[("EFI/debian/grub.cfg", efi.as_bytes())])?;
@@ -187,7 +187,7 @@ fn ubuntu_has_boot_apart_and_a_root_by_its_partition() -> Result<(), Failed> {
     ];
     let image = disk(&scratch, "gpt", &parts)?;
     let found = boots(&image, "/vmlinuz-6.8", "root=PARTUUID=x ro console=tty1 console=ttyS0", true)?;
-    // The script itself is named, and not the one on the EFI system partition that leads to it.
+    // The final script is named, not the one on the EFI system partition that leads to it.
     let place = &found["boots"]["Ok"]["place"];
     ensure(place == "/grub/grub.cfg of partition 16", || format!("{found:#}"))
 }
@@ -295,7 +295,7 @@ fn without_a_boot_loader_the_newest_kernel_boots() -> Result<(), Failed> {
         )?;
         boots(&image, "/boot/vmlinuz-6.10.0", "root=UUID=f ro", true)?;
     }
-    // Neither a table nor an fstab.
+    // Neither a partition table nor an fstab.
     fs::write(tree.join("etc/fstab"), "")?;
     let image = scratch.path("whole");
     Files::Ext4(&tree, ROOT).make(&image)?;
@@ -305,7 +305,8 @@ fn without_a_boot_loader_the_newest_kernel_boots() -> Result<(), Failed> {
         .map(drop)
 }
 
-/// What cannot boot is told in one line, with status 2, and so is each damaged image: the reader neither hangs nor takes the machine along.
+/// An image that cannot boot is reported in one line, with status 2, and so is each damaged image.
+/// The reader does not hang or exhaust memory.
 #[test(makers())]
 fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
@@ -351,8 +352,8 @@ fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
     ensure(answers[0] > 0, || format!("{answers:?}"))
 }
 
-/// Two machines want one name: the second is refused before it touches what the first has for SSH, and a later one without a user does not
-/// inherit that.
+/// The second machine with a name is refused before it touches the SSH files of the first. A later
+/// machine without a user does not inherit them.
 #[test(makers(), hosts::kvm(), tools::program("ssh-keygen"))]
 fn a_second_machine_leaves_the_access_of_the_first_alone() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -383,8 +384,8 @@ fn a_second_machine_leaves_the_access_of_the_first_alone() -> Result<(), Failed>
     ensure(fs::read(access.join("config"))? == b"the first machine's", || "it was replaced".into())
 }
 
-/// A kernel of a few bytes, which says something and switches the machine off, in a disk that is raw or qcow2, under the overlay that is the
-/// default: it runs, and the image is as it was.
+/// A kernel of a few bytes, which prints something and powers off, in a raw or qcow2 disk under the
+/// default overlay: it runs, and the image is unchanged.
 #[test(makers(), hosts::kvm(), tools::program("qemu-img"))]
 fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
@@ -410,7 +411,7 @@ fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
         ensure(kept.exists(), || "no overlay was kept".into())?;
         fs::remove_file(kept)?;
     }
-    // What is no kernel is named as it is in the image.
+    // A file that is no kernel is named by its path in the image.
     let tree = make_tree(&scratch, "no-kernel", &[("boot/vmlinuz-1", KERNEL), ("etc/fstab", b"")])?;
     let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
     let refused = Command::new(VELLUM).args(["run", "-d"]).arg(&image).output()?;
@@ -441,7 +442,7 @@ fn disks_are_made_and_converted() -> Result<(), Failed> {
         run(Command::new("qemu-img").arg("compare").arg(&raw).arg(to))?;
     }
     run(Command::new("qemu-img").arg("check").arg(&qcow2))?;
-    // Nothing is written over.
+    // Existing files are not overwritten.
     let before = fs::read(&qcow2)?;
     for words in [&["convert"][..], &["create"]] {
         let output = match words[0] {

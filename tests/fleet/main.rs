@@ -20,7 +20,7 @@ use support::hosts::kvm;
 use support::{Failed, Need, Tests, ensure, test, tools};
 use vellum_sys::signal;
 
-/// Names the scenario that runs in the namespaces.
+/// The environment variable with the scenario that runs in the namespaces.
 const SCENARIO: &str = "VELLUM_FLEET_SCENARIO";
 
 fn main() -> ExitCode {

@@ -1,5 +1,6 @@
-//! A Linux guest moves to a host with another kernel and another CPU, by TCP, and back. Two hosts run this at the same time: `cargo lab test pair` boots
-//! them with a network between them, and says to each by `VELLUM_WIRE` which end it has.
+//! A Linux guest migrates to a host with another kernel and another CPU, by TCP, and back. Two
+//! hosts run this at the same time. `cargo lab test pair` boots them with a network between them,
+//! and sets `VELLUM_WIRE` to the end that each has.
 
 use std::process::Command;
 use std::time::Duration;
@@ -13,7 +14,7 @@ use crate::guest::{Guest, Image, host, scratch};
 /// How long one host waits for the other, which may have to boot a guest first.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 
-/// What runs in the guest while it moves: a writer, and one who looks whether the clocks ever go back.
+/// What runs in the guest while it migrates: a writer, and a check that the clock never goes back.
 const WORKERS: &str = "\
     dd if=/dev/urandom of=/tmp/data bs=1M count=32 2>/dev/null && sha256sum /tmp/data > /tmp/sum
     (i=0; while :; do i=$((i+1)); dd if=/dev/zero of=/tmp/scratch bs=64k count=64 conv=notrunc 2>/dev/null
@@ -21,32 +22,32 @@ const WORKERS: &str = "\
     (last=0; while :; do now=$(cut -d' ' -f1 /proc/uptime | tr -d .)
        [ $now -ge $last ] || echo back from $last to $now >> /tmp/backwards; last=$now; done) > /dev/null 2>&1 &";
 
-/// Which end of the network between two hosts this host has.
+/// This host's end of the network between two hosts.
 fn end() -> Option<u8> {
     std::env::var("VELLUM_WIRE").ok()?.parse().ok().filter(|end| *end < 2)
 }
 
-/// Two hosts.
+/// Requires two hosts.
 pub fn hosts() -> Need {
     end().map(drop).ok_or("needs two hosts with a network between them: cargo lab test pair".into())
 }
 
-/// Joins the network; which end of it this host has.
+/// Joins the network. Returns this host's end.
 fn connected() -> Result<u8, Failed> {
     let end = end().ok_or("there is one host")?;
-    // The test before may have done it.
+    // An earlier test may have added it.
     let _ = host(&["ip", "addr", "add", &format!("10.78.0.{}/24", end + 1), "dev", "eth0"]);
     host(&["ip", "link", "set", "eth0", "up"])?;
     Ok(end)
 }
 
-/// Where host `of` waits for the guest of this number.
+/// The address at which host `of` waits for the guest with number `at`.
 fn address(of: u8, at: u8) -> String {
     format!("tcp:10.78.0.{}:{}", of + 1, 7000 + u16::from(at))
 }
 
-/// A guest that sees all that its host's CPU has does not go to one that lacks some of it: the features are named, and the flag. The
-/// first host's CPU has more than the second's.
+/// A guest with all features of its host's CPU does not migrate to a host that lacks some. The
+/// features and the flag are named. The first host's CPU has more features than the second's.
 pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
     const AT: u8 = 9;
     let end = connected()?;
@@ -81,7 +82,8 @@ pub fn stays_where_its_cpu_is() -> Result<(), Failed> {
     ensure(end.status.success(), || format!("{end:?}"))
 }
 
-/// The guest `image`, number `at`, begins on the host of that number, goes to the other one and comes back.
+/// The guest `image` with number `at` begins on host `at` modulo 2, migrates to the other host and
+/// comes back.
 pub fn there_and_back(image: &Image, at: u8) -> Result<(), Failed> {
     let end = connected()?;
     let address = |of: u8| address(of, at);
@@ -106,7 +108,7 @@ pub fn there_and_back(image: &Image, at: u8) -> Result<(), Failed> {
     }
 }
 
-/// The guest leaves for `address`, as soon as somebody waits there.
+/// Migrates the guest to `address`, once a target waits there.
 fn goes(guest: &mut Guest, address: &str) -> Result<(), Failed> {
     let moved = eventually(MOVE_TIMEOUT, "the other host takes it", || {
         let line = ["migrate", guest.name(), "--to", address, "--insecure-network", "--downtime", "5s"];
@@ -120,7 +122,7 @@ fn goes(guest: &mut Guest, address: &str) -> Result<(), Failed> {
     guest.wait()?.with(15).map(drop)
 }
 
-/// One that comes to `address`, once it runs here.
+/// Waits until a guest has arrived at `address` and runs.
 fn comes(address: &str) -> Result<Guest, Failed> {
     let flags = ["--insecure-network", "--serial", "null", "--rng", "--liveness", "5m"];
     let guest = Guest::to_come_by(scratch()?, address, &flags)?;
@@ -130,7 +132,7 @@ fn comes(address: &str) -> Result<Guest, Failed> {
     Ok(guest)
 }
 
-/// It has what it had, its clocks went forward, and it works on.
+/// Checks that the guest has its data, that its clock never went back, and that its writer works.
 fn works(guest: &Guest) -> Result<(), Failed> {
     guest.shell("sha256sum -c /tmp/sum && ! cat /tmp/backwards 2>/dev/null")?;
     let rounds = || -> Result<u64, Failed> { Ok(guest.shell("cat /tmp/rounds")?.trim().parse()?) };

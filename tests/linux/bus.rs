@@ -1,5 +1,6 @@
-//! A Linux guest with all of its devices on a PCI bus: each of them works, after its driver was taken from it too; an interrupt goes to
-//! another vCPU; and what works does so in a machine that comes out of a snapshot, and in the one that the guest moves to.
+//! A Linux guest with all of its devices on a PCI bus. Each works, also after its driver was
+//! unbound and bound again. An interrupt is moved to another vCPU. All of that also works after a
+//! restore from a snapshot and after a migration.
 
 use std::fs;
 use std::path::Path;
@@ -15,22 +16,22 @@ use crate::work::{self, Clock, count};
 
 /// Two disks, a network, a vsock, a console, entropy and a balloon.
 const DEVICES: usize = 7;
-/// Data that the guest has the sum of.
+/// Data in the guest with a known checksum.
 const DATA_MIB: u64 = 16;
-/// Lent to the balloon, and given back, in MiB.
+/// Taken by the balloon and given back, in MiB.
 const BALLOON: u64 = 16;
 
-/// Each function's driver is taken from it, and looks for it again.
+/// Unbinds each function's driver and binds it again.
 const REBIND: &str = "cd /sys/bus/pci/drivers/virtio-pci && for it in 0*; do echo $it > unbind && echo $it > bind || exit 1; done";
 
-/// 2 vCPUs with [`DEVICES`] are asked for all of that, and again after a snapshot and after a move.
+/// Checks a guest with 2 vCPUs and [`DEVICES`], and again after a snapshot and after a migration.
 pub fn works_moves_and_comes_back(image: &Image, irqchip: &str) -> Result<(), Failed> {
     let scratch = scratch()?;
     let [disk, known, dir] = ["disk", "known", "saved"].map(|name| scratch.path(name));
     work::empty(&disk)?;
     fs::write(&known, noise(23, 4 << 20))?;
     let wires = Wires::new(&scratch)?;
-    // Each machine has a console of its own; a move takes the other tap.
+    // Each machine has its own console. A migration takes the other tap.
     let console = |machine: usize| scratch.path(&format!("console{machine}"));
     let devices = |machine: usize, moves: usize| {
         let mut flags = ["--rng", "--balloon", "--disk"].map(str::to_owned).to_vec();
@@ -86,14 +87,15 @@ fn words(flags: &[String]) -> Vec<&str> {
     flags.iter().map(String::as_str).collect()
 }
 
-/// Each device is a function of the bus, and has vectors.
+/// Checks that each device is a function of the bus, and has vectors.
 fn are_on_the_bus(guest: &Guest) -> Result<(), Failed> {
     let found = guest.shell("ls -d /sys/bus/pci/devices/*/msi_irqs /sys/bus/pci/devices/*/virtio*")?;
     let with = |part: &str| found.lines().filter(|path| path.contains(part)).count();
     ensure(with("/msi_irqs") == DEVICES && with("/virtio") == DEVICES, || found.clone())
 }
 
-/// Every driver goes and comes back, that of the vsock too: which is asked for by the serial port, whose interrupt is none of the bus's.
+/// Rebinds every driver. That of the vsock too, so the request goes over the serial port, whose
+/// interrupt is not one of the bus.
 fn rebind(guest: &mut Guest) -> Result<(), Failed> {
     let command = ["sh", "-c", REBIND].map(Argument::from).to_vec();
     guest.type_line(&serde_json::to_string(&Request::Exec { command })?)?;
@@ -102,7 +104,7 @@ fn rebind(guest: &mut Guest) -> Result<(), Failed> {
     ensure(said.contains("\"code\":0"), || said.clone())
 }
 
-/// Each device but the vsock, by which it is asked.
+/// Checks each device except the vsock, which carries the checks.
 fn all_work(guest: &Guest, known: &Path, console: &Path) -> Result<(), Failed> {
     whole::entropy(guest)?;
     whole::is_read(guest, "/dev/vdb", known)?;
@@ -118,7 +120,7 @@ fn all_work(guest: &Guest, known: &Path, console: &Path) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The network's input interrupts one vCPU, and then the other.
+/// Checks that the network's receive interrupt can be moved from one vCPU to the other.
 fn interrupt_moves(guest: &Guest) -> Result<(), Failed> {
     let number = guest.shell("grep -e -input.0 /proc/interrupts | cut -d: -f1")?;
     let number = number.trim();
@@ -129,7 +131,8 @@ fn interrupt_moves(guest: &Guest) -> Result<(), Failed> {
     };
     for (cpu, other) in [(0, 1), (1, 0)] {
         guest.shell(&format!("echo {cpu} > /proc/irq/{number}/smp_affinity_list"))?;
-        // Linux moves it while it handles the next one, which may still be the other vCPU's.
+        // Linux moves it while it handles the next interrupt, which may still come on the other
+        // vCPU.
         for round in ["it has moved", "it stays there"] {
             let before = counts()?;
             let now = eventually(LIMIT, round, || {
@@ -144,7 +147,7 @@ fn interrupt_moves(guest: &Guest) -> Result<(), Failed> {
     Ok(())
 }
 
-/// What ran in the guest runs on, with what it had, and each device works.
+/// Checks that the guest's programs run on with their data, and that each device works.
 fn works_on(guest: &Guest, flushed: u64, known: &Path, console: &Path) -> Result<(), Failed> {
     are_on_the_bus(guest)?;
     work::is_as_it_was(guest)?;

@@ -1,5 +1,5 @@
-//! Debian in images laid out as distributions lay out theirs for clouds: `vellum run -d IMAGE --login NAME` alone boots each to a login,
-//! and `vellum ssh` reaches it.
+//! Debian in images that are laid out like distributions' cloud images. `vellum run -d IMAGE
+//! --login NAME` boots each to a login, and `vellum ssh` reaches it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -15,14 +15,15 @@ use crate::all_on_a_root;
 use crate::guest::{for_this_bed, host};
 use crate::typed::{until, until_any};
 
-/// The images, in the laboratory's order (tests/lab/src/hosts/cloud.rs): the disk, what is in it, and what its kernel is found by.
+/// The images, in the laboratory's order (tests/lab/src/hosts/cloud.rs): the disk, its content, and
+/// the file that names its kernel.
 const IMAGES: [(&str, &str, &str); 4] = [
     ("/dev/vdb", "debian, raw", "/boot/grub/grub.cfg of partition 1"),
     ("/dev/vdc", "debian, compressed clusters", "/boot/grub/grub.cfg of partition 1"),
     ("/dev/vdd", "ubuntu, qcow2 of version 2", "/grub/grub.cfg of partition 16"),
     ("/dev/vde", "fedora, clusters of 2 MiB", "/grub2/grub.cfg of partition 16"),
 ];
-/// Who logs in.
+/// The user that logs in.
 const USER: &str = "seeded";
 
 fn images() -> Need {
@@ -35,7 +36,8 @@ fn images() -> Need {
     }
 }
 
-/// The user of `--login` logs in at the console with the password that was printed, has root's rights, and is reached by SSH. The image is
+/// The user of `--login` logs in on the console with the printed password, can use sudo, and can
+/// use SSH. The image is unchanged.
 /// as it was.
 #[test(images())]
 fn images_of_clouds_boot_by_themselves_to_a_login() -> Result<(), Failed> {
@@ -63,7 +65,7 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
         .stdout(slave.try_clone()?)
         .stderr(slave);
     let mut child = Process::spawn(&mut command)?;
-    // The slave's end that this process has would keep the terminal open.
+    // This process's copy of the slave would keep the terminal open.
     drop(command);
     let said = until(&mut master, " login: ")?;
     ensure(said.contains(place) && said.contains("Debian GNU/Linux"), || said.clone())?;
@@ -71,12 +73,12 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     let password = said.split_once("with the password ").and_then(|(_, rest)| rest.split_whitespace().next());
     let password = password.ok_or_else(|| said.clone())?.to_owned();
     log_in(&mut master, &password)?;
-    // What is echoed has another form than what is printed.
+    // The echoed command differs from its output.
     master.write_all(
         b"echo x > ~/made && sync && echo \"$(id -un) and $(sudo id -un) on $(findmnt -no FSTYPE /)$(cat ~/made).\"\r",
     )?;
     until(&mut master, &format!("{USER} and root on ext4x."))?;
-    // The server starts after the login is there.
+    // The SSH server starts after the login prompt.
     let told = eventually(LIMIT, "the guest is reached by SSH", || {
         let ssh = Command::new(VELLUM).args(["ssh", name, "--", "cat", "made"]).output()?;
         Ok((ssh.status.code() != Some(255)).then_some(ssh))
@@ -87,7 +89,7 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     ensure(status.code() == Some(0), || format!("{status:?}"))
 }
 
-/// Logs in at the prompt. A host without time for its guest may let a login time out, which then prompts anew.
+/// Logs in at the prompt. On a busy host a login may time out, and the prompt comes again.
 fn log_in(master: &mut File, password: &str) -> Result<(), Failed> {
     for _ in 0..10 {
         master.write_all(format!("{USER}\r").as_bytes())?;
@@ -100,7 +102,8 @@ fn log_in(master: &mut File, password: &str) -> Result<(), Failed> {
     Err("no login in ten tries".into())
 }
 
-/// What a guest that mounts its root and writes changes first: partition table, superblock, and where its journal may be.
+/// The part of the disk that a guest changes first when it mounts and writes its root: partition
+/// table, superblock, and the probable place of the journal.
 fn beginning(disk: &str) -> Result<Vec<u8>, Failed> {
     let mut bytes = Vec::new();
     File::open(disk)?.take(64 << 20).read_to_end(&mut bytes)?;

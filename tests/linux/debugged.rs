@@ -1,4 +1,4 @@
-//! A Linux guest with a debugger: Debian's GDB at its vCPUs, with its kernel's symbols.
+//! A Linux guest with a debugger: Debian's GDB on its vCPUs, with its kernel's symbols.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,20 +10,20 @@ use crate::VELLUM;
 use crate::guest::{Guest, Image, scratch};
 use crate::whole_matrix;
 
-/// The oldest guest's symbols, and a GDB.
+/// Requires the oldest guest's symbols, and a GDB.
 fn gdb() -> Need {
     whole_matrix()?;
     support::tools::program("gdb")?;
     Image::oldest()?.symbols().map(drop)
 }
 
-/// What GDB is told, and what it must say to that.
+/// Commands for GDB, each with the expected output.
 type Script<'a> = &'a [(&'a str, &'a str)];
 
-/// A look at the first instruction, and away.
+/// Stops at the first instruction, and detaches.
 const AWAY: Script<'_> = &[("info threads", "(vCPU 1)"), ("detach", "detached")];
 
-/// Wherever it is when it is interrupted.
+/// Wherever the guest is when it is interrupted.
 const THERE: Script<'_> = &[
     ("info threads", "(vCPU 1)"),
     ("backtrace", "#1  0xffffffff"),
@@ -35,7 +35,7 @@ const THERE: Script<'_> = &[
     ("detach", "detached"),
 ];
 
-/// In the system calls of user space: by an instruction in the code.
+/// A software breakpoint in a system call of user space.
 const IN_CODE: Script<'_> = &[
     ("break do_sys_openat2", "Breakpoint 1 at"),
     ("continue", "in do_sys_openat2 ()"),
@@ -44,7 +44,7 @@ const IN_CODE: Script<'_> = &[
     ("detach", "detached"),
 ];
 
-/// Before the kernel's own tables map anything, and what is written: by the processor.
+/// A hardware breakpoint before the kernel's own tables map anything, and a watchpoint.
 const IN_THE_PROCESSOR: Script<'_> = &[
     ("hbreak start_kernel", "Hardware assisted breakpoint 1"),
     ("continue", "Breakpoint 1, 0x"),
@@ -57,12 +57,12 @@ const IN_THE_PROCESSOR: Script<'_> = &[
     ("detach", "detached"),
 ];
 
-/// Has GDB do all of `script` at `socket`.
+/// Runs `script` in GDB on `socket`.
 fn debug(image: &Image, socket: &Path, script: Script<'_>) -> Result<(), Failed> {
     let mut gdb = Command::new("gdb");
     gdb.args(["-nx", "-batch", "-ex", "set pagination off", "-ex", "set confirm off"]);
     gdb.args(["-ex", &format!("target remote {}", socket.display())]);
-    // Each command is heard of before what comes of it.
+    // The command is printed before its output.
     for (line, _) in script {
         gdb.args(["-ex", &format!("echo >>> {line}\\n"), "-ex", line]);
     }
@@ -77,7 +77,7 @@ fn debug(image: &Image, socket: &Path, script: Script<'_>) -> Result<(), Failed>
     Ok(())
 }
 
-/// A guest that stands still until its debugger has come, and where that connects.
+/// A guest that waits for its debugger, and the path of the socket.
 fn waiting(image: &Image, scratch: &Scratch) -> Result<(Guest, PathBuf), Failed> {
     let socket = scratch.path("gdb");
     let guest = Guest::start(image, "", &["--cpus", "2", "--gdb", &format!("{},wait", socket.display())])?;
@@ -91,7 +91,7 @@ fn gdb_breaks_and_watches() -> Result<(), Failed> {
     let (mut guest, socket) = waiting(&image, &scratch)?;
     debug(&image, &socket, IN_THE_PROCESSOR)?;
     guest.ready()?;
-    // Somebody who opens files until that ends.
+    // A process in the guest opens files until the end.
     let mut busy = Command::new(VELLUM);
     busy.args(["exec", guest.name(), "--", "sh", "-c", "while cat /proc/uptime; do :; done"]);
     let mut busy = busy.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
@@ -110,7 +110,7 @@ fn gdb_looks_steps_unwinds_and_detaches() -> Result<(), Failed> {
     debug(&image, &socket, AWAY)?;
     guest.ready()?;
     debug(&image, &socket, THERE)?;
-    // The guest goes on as if nobody had been there.
+    // The guest runs on after the debugger has left.
     guest.status_when(|status| status["state"] == "running")?;
     let told = guest.shell("cat /proc/cmdline")?;
     ensure(told.split_whitespace().any(|word| word == "nokaslr"), || told.clone())?;

@@ -1,4 +1,4 @@
-//! How a Linux guest can end, and what vellum says of it.
+//! How a Linux guest can end, and what vellum reports.
 
 use std::fs;
 
@@ -19,7 +19,7 @@ fn boot(image: &Image, cmdline: &str, flags: &[&str]) -> Result<Guest, Failed> {
     Ok(guest)
 }
 
-/// Runs `line` in the guest, which does not come back from it.
+/// Runs `line` in the guest, which ends by it.
 fn last_words(guest: &mut Guest, line: &str) -> Result<Ended, Failed> {
     let command = ["sh", "-c", line].map(Argument::from).to_vec();
     for event in guest.ask(&Request::Exec { command })? {
@@ -44,7 +44,7 @@ fn a_panic_is_status_11_with_registers_and_last_exits() -> Result<(), Failed> {
     let image = &Image::oldest()?;
     let mut guest = boot(image, "", &[])?;
     let ended = last_words(&mut guest, "echo c > /proc/sysrq-trigger")?.with(11)?;
-    // The write to the panic device is the last of the exits.
+    // The last exit is the write to the panic device.
     says(&ended, &["the guest has panicked", "rip ", "cr3 ", "io_out@0x505"])
 }
 
@@ -67,7 +67,8 @@ fn a_triple_fault_is_status_12_with_registers_and_last_exits() -> Result<(), Fai
 #[test(whole_matrix())]
 fn a_timeout_is_status_124() -> Result<(), Failed> {
     let image = &Image::oldest()?;
-    // Not waited for: on a busy machine a guest may not be up by then, and would not end by itself ever.
+    // Readiness is not awaited: on a busy machine a guest may not be ready before the time limit
+    // ends it.
     let mut guest = Guest::start(image, "", &["--cpus", "2", "--timeout", "20s"])?;
     guest.wait()?.with(124).map(drop)
 }
@@ -78,7 +79,7 @@ fn ctl_stop_ends_it_with_status_0() -> Result<(), Failed> {
     let mut guest = boot(image, "", &[])?;
     guest.ctl(&["stop"])?;
     guest.wait()?.with(0)?;
-    // Its name is free again, and nobody answers to it.
+    // Its name is free again, and no machine answers to it.
     let output = guest.vellum(&["ctl", guest.name(), "status"])?;
     ensure(output.status.code() == Some(2), || format!("{output:?}"))
 }

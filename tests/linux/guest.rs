@@ -1,5 +1,5 @@
-//! A Linux guest under `vellum run`, as a user would start it, with hands on all of its ends: its console, its agent,
-//! its control socket, its exit.
+//! A Linux guest under `vellum run`, as a user would start it. The tests have its console, its
+//! agent, its control socket and its exit status.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,7 +15,7 @@ use vellum_control::agent;
 
 use crate::VELLUM;
 
-/// The interrupt controllers that machines can have here; on Arm the host's own.
+/// The interrupt controllers that machines can have on this host. On Arm it is the host's own.
 pub fn irqchips() -> &'static [&'static str] {
     if !cfg!(target_arch = "aarch64") {
         return &["split", "kernel"];
@@ -24,25 +24,25 @@ pub fn irqchips() -> &'static [&'static str] {
     if interrupts.contains("GICv3") { &["gicv3"] } else { &["gicv2"] }
 }
 
-/// The clock that Linux takes there.
+/// The clocksource that Linux chooses in the guest.
 pub const CLOCKSOURCE: &str = match cfg!(target_arch = "aarch64") {
     true => "arch_sys_counter",
     false => "kvm-clock",
 };
 
-/// Ends what hangs, in the host's time; nothing is asserted about it.
+/// Ends a guest that hangs, in the host's time. No test checks it.
 const TIMEOUT: &str = "900s";
 
 /// A kernel and an initramfs with the guest agent, as `cargo lab guest` makes them.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// The directory's name, with which the kernel's release begins: `6.1`.
+    /// The name of the directory, with which the kernel's release begins, such as `6.1`.
     pub version: String,
     dir: PathBuf,
 }
 
 impl Image {
-    /// Those below `$VELLUM_GUESTS`, or why there are none.
+    /// The images below `$VELLUM_GUESTS`, or the reason that there are none.
     pub fn all() -> Result<Vec<Self>, String> {
         let remedy = "cargo lab test linux, or cargo lab guest DIR/6.1 and VELLUM_GUESTS=DIR";
         let dir = std::env::var_os("VELLUM_GUESTS").ok_or(format!("needs a Linux guest: {remedy}"))?;
@@ -56,65 +56,65 @@ impl Image {
         if all.is_empty() { Err(format!("VELLUM_GUESTS={dir:?} holds no guest: {remedy}")) } else { Ok(all) }
     }
 
-    /// The first of them.
+    /// The oldest image.
     pub fn oldest() -> Result<Self, String> {
         Ok(Self::all()?.remove(0))
     }
 
-    /// The bzImage.
+    /// The path of the bzImage.
     pub fn kernel(&self) -> String {
         self.dir.join("vmlinuz").display().to_string()
     }
 
-    /// The ELF image, or how to get it.
+    /// The path of the ELF image, or how to get it.
     pub fn vmlinux(&self) -> Result<String, String> {
         let path = self.dir.join("vmlinux");
         let missing = || format!("needs {}: cargo lab guest --vmlinux", path.display());
         path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
     }
 
-    /// The ELF image with symbols and what unwinds the stack, or how to get it.
+    /// The path of the ELF image with symbols and unwind tables, or how to get it.
     pub fn symbols(&self) -> Result<String, String> {
         let path = self.dir.join("vmlinux.symbols");
         let missing = || format!("needs {}, a kernel's symbols: cargo lab test linux", path.display());
         path.is_file().then(|| path.display().to_string()).ok_or_else(missing)
     }
 
-    /// What a command's guest is made of.
+    /// The kernel and initramfs of a command's guest.
     pub fn source(&self) -> Source {
         Source { name: self.version.clone(), kernel: self.kernel(), initrd: Some(self.initrd()) }
     }
 
-    /// The initramfs.
+    /// The path of the initramfs.
     pub fn initrd(&self) -> String {
         self.dir.join("initrd").display().to_string()
     }
 }
 
-/// A kernel for a guest of one command, wherever it lies.
+/// A kernel for a guest of one command.
 #[derive(Clone, Debug)]
 pub struct Source {
-    /// As in `6.1`; also of what tests are called.
+    /// A name such as `6.1`. Tests are named after it.
     pub name: String,
     /// An image, or the directory of an unpacked package or of a built tree.
     pub kernel: String,
-    /// The archive with its modules, where it is an image.
+    /// The initramfs with its modules, if `kernel` is an image.
     pub initrd: Option<String>,
 }
 
 impl Source {
-    /// The images, and what lies beside them below `$VELLUM_GUESTS` that is none.
+    /// The images, and the directories below `$VELLUM_GUESTS` without an image.
     pub fn all() -> Vec<Self> {
         let images = Image::all().unwrap_or_default();
         images.iter().map(Image::source).chain(Self::directories().filter(|it| !it.has_image())).collect()
     }
 
-    /// Those of which there is no package.
+    /// The built trees.
     pub fn trees() -> Vec<Self> {
         Self::directories().filter(|it| it.kernel.ends_with("/tree")).collect()
     }
 
-    /// Those that have modules for modprobe.
+    /// Those with modules for modprobe.
     pub fn with_modules() -> Vec<Self> {
         Self::directories().collect()
     }
@@ -130,7 +130,7 @@ impl Source {
         )
     }
 
-    /// Whether an image of that kernel is there, too.
+    /// Whether there is an image of this kernel too.
     fn has_image(&self) -> bool {
         Path::new(&self.kernel).with_file_name("vmlinuz").is_file()
     }
@@ -142,10 +142,11 @@ impl Source {
     }
 }
 
-/// Flags for the emulated AMD host alone. Its emulator delivers an injected interrupt a second time if its own time slice
-/// ends before the guest's next exit, whatever the interrupt flag says (QEMU's svm_helper.c leaves exception_index
-/// behind VMRUN); without PV EOI that exit comes before the interrupt is acknowledged, and no harm is done. And it has
-/// no size for the compacted form of XSAVE, which Linux warns about.
+/// Flags for the emulated AMD host alone. Its emulator delivers an injected interrupt a second time
+/// if its own time slice ends before the guest's next exit, whatever the interrupt flag is (QEMU's
+/// svm_helper.c leaves exception_index set behind VMRUN). Without PV EOI that exit comes before the
+/// interrupt is acknowledged, and there is no harm. The emulator also has no size for the compacted
+/// form of XSAVE, which Linux warns about.
 pub fn for_this_bed() -> (&'static [&'static str], &'static str) {
     match std::env::var("VELLUM_BED").as_deref() {
         Ok("svm") => (&["--cpuid=-pv-eoi"], "noxsave"),
@@ -153,18 +154,18 @@ pub fn for_this_bed() -> (&'static [&'static str], &'static str) {
     }
 }
 
-/// A directory of a test's own.
+/// A new directory for a test.
 pub fn scratch() -> Result<Scratch, Failed> {
     Ok(Scratch::within(Path::new(env!("CARGO_TARGET_TMPDIR")))?)
 }
 
-/// A name for a machine or an interface that is no other test's: at most 15 bytes.
+/// A unique name for a machine or an interface, of at most 15 bytes.
 pub fn short_name(scratch: &Scratch) -> String {
     let name = scratch.dir().file_name().expect("it has one").to_string_lossy();
     format!("l{}", name.trim_start_matches("vellum").replace('-', "."))
 }
 
-/// A guest that runs; killed if the test ends before it does.
+/// A running guest. It is killed when it is dropped.
 pub struct Guest {
     child: Child,
     name: String,
@@ -172,11 +173,11 @@ pub struct Guest {
     lines: Receiver<String>,
     console: String,
     errors: Option<JoinHandle<String>>,
-    /// Gone with the guest.
+    /// Removed with the guest.
     _scratch: Scratch,
 }
 
-/// One that has ended.
+/// A guest that has ended.
 pub struct Ended {
     pub code: Option<i32>,
     pub console: String,
@@ -184,12 +185,13 @@ pub struct Ended {
 }
 
 impl Guest {
-    /// Starts `image` with a name, a vsock and `flags`, its serial port on pipes; `cmdline` follows the defaults.
+    /// Starts `image` with a name, a vsock and `flags`. Its serial port is on pipes. `cmdline`
+    /// follows the defaults.
     pub fn start(image: &Image, cmdline: &str, flags: &[&str]) -> Result<Self, Failed> {
         Self::start_kernel(image, &image.kernel(), cmdline, flags)
     }
 
-    /// The same from its ELF image.
+    /// Starts it from the ELF image.
     pub fn start_elf(image: &Image, vmlinux: &str, flags: &[&str]) -> Result<Self, Failed> {
         Self::start_kernel(image, vmlinux, "", flags)
     }
@@ -202,7 +204,7 @@ impl Guest {
         Self::start_as(scratch, image, cmdline, all)
     }
 
-    /// The same with all of its flags but those that make it a guest of this test.
+    /// Starts it with all other flags given.
     pub fn start_as(
         scratch: Scratch,
         image: &Image,
@@ -224,14 +226,14 @@ impl Guest {
         Self::spawn(scratch, command, name, vsock)
     }
 
-    /// One that is to come from another process: `vellum receive`, with a vsock and `flags`. Where a source finds it comes along.
+    /// Starts `vellum receive` with a vsock and `flags`. Returns also the address for the source.
     pub fn to_come(flags: &[&str]) -> Result<(Self, String), Failed> {
         let scratch = scratch()?;
         let address = format!("unix:{}", scratch.path("in").display());
         Ok((Self::to_come_by(scratch, &address, flags)?, address))
     }
 
-    /// The same at an address of the test's.
+    /// Starts `vellum receive` at this address.
     pub fn to_come_by(scratch: Scratch, address: &str, flags: &[&str]) -> Result<Self, Failed> {
         let (name, vsock) = (short_name(&scratch), scratch.path("vsock"));
         let mut command = Command::new(VELLUM);
@@ -241,7 +243,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// One that comes out of a snapshot: `vellum restore`, with a vsock and `flags`; it runs when this returns.
+    /// Restores a guest from a snapshot, with a vsock and `flags`. Returns when it runs.
     pub fn restored(dir: &str, flags: &[&str]) -> Result<Self, Failed> {
         let scratch = scratch()?;
         let (name, vsock) = (short_name(&scratch), scratch.path("vsock"));
@@ -263,7 +265,7 @@ impl Guest {
         std::thread::spawn(move || {
             let mut line = Vec::new();
             while let Ok(1..) = output.read_until(b'\n', &mut line) {
-                // The other end may have lost interest; the pipe is drained all the same.
+                // The receiver may be gone. The pipe is drained all the same.
                 let _ = to.send(String::from_utf8_lossy(&line).into_owned());
                 line.clear();
             }
@@ -289,7 +291,7 @@ impl Guest {
         self.child.id()
     }
 
-    /// Waits until the agent listens; all of its modules must have been loaded.
+    /// Waits until the agent listens. All of its modules must have loaded.
     pub fn ready(&mut self) -> Result<(), Failed> {
         match self.next_event()? {
             Event::Ready { failed_modules } if failed_modules.is_empty() => Ok(()),
@@ -297,11 +299,11 @@ impl Guest {
         }
     }
 
-    /// The next event on the console, past whatever else is said there.
+    /// The next event on the console. Other lines are skipped.
     pub fn next_event(&mut self) -> Result<Event, Failed> {
         while let Ok(line) = self.lines.recv() {
             self.console += &line;
-            // A kernel's message may stand before it.
+            // A kernel message may precede it in the line.
             let event =
                 line.find("{\"event\"").and_then(|at| serde_json::from_str(line[at..].trim_end()).ok());
             if let Some(event) = event {
@@ -318,8 +320,8 @@ impl Guest {
         .into())
     }
 
-    /// Adds what is said on the console to `so_far`, line by line, until that holds `wanted`. A line may have begun in the machine that
-    /// the guest came from.
+    /// Adds the console's lines to `so_far` until that contains `wanted`. A line may have begun in
+    /// the machine that the guest migrated from.
     pub fn hears(&mut self, so_far: &mut String, wanted: &str) -> Result<(), Failed> {
         while !so_far.contains(wanted) {
             let line = self
@@ -341,19 +343,19 @@ impl Guest {
             .write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// Asks the agent, by vsock.
+    /// Sends a request to the agent by vsock.
     pub fn ask(&self, request: &Request) -> Result<agent::Answer, Failed> {
         Ok(agent::ask(&self.vsock, request, agent::ANSWER_TIMEOUT)?)
     }
 
-    /// The one event that answers `request`.
+    /// Sends a request that has one event as its answer.
     pub fn ask_one(&self, request: &Request) -> Result<Event, Failed> {
         let mut events = self.ask(request)?.collect::<Result<Vec<_>, _>>()?;
         ensure(events.len() == 1, || format!("{request:?} was answered by {events:?}"))?;
         Ok(events.remove(0))
     }
 
-    /// Runs a shell line in the guest by `vellum exec`; what it printed, if it ended with 0.
+    /// Runs a shell line in the guest by `vellum exec`, which must exit with 0. Returns its output.
     pub fn shell(&self, line: &str) -> Result<String, Failed> {
         let output = self.vellum(&["exec", &self.name, "--", "sh", "-c", line])?;
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -364,54 +366,54 @@ impl Guest {
         Ok(said)
     }
 
-    /// What a guest that fails has said on its console, and whether it is still there.
+    /// The console output of a guest that fails, and whether its machine still runs.
     fn last_words(&self) -> String {
-        // A process that has ended is a zombie until somebody waits for it.
+        // A process that has ended is a zombie until its parent waits for it.
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
         let gone = stat.rsplit(") ").next().is_none_or(|state| state.starts_with('Z'));
         let said = self.lines.try_iter().collect::<Vec<_>>().join("\n");
         format!("; the machine {}:\n{}", if gone { "has ended" } else { "runs on" }, tail(&said))
     }
 
-    /// `vellum ctl`, which must succeed; its answer, if it prints one.
+    /// Runs `vellum ctl`, which must succeed. Returns its answer, if it prints one.
     pub fn ctl(&self, words: &[&str]) -> Result<Value, Failed> {
         let output = self.vellum(&[&["ctl", &self.name], words].concat())?;
         ensure(output.status.success(), || format!("vellum ctl {words:?}: {output:?}"))?;
-        // A pause is answered in words.
+        // The answer to a pause is not JSON.
         if words == ["pause"] {
             return Ok(Value::String(String::from_utf8(output.stdout)?));
         }
         if output.stdout.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&output.stdout)?) }
     }
 
-    /// The status, as soon as it is as wanted.
+    /// Waits until the status is as wanted.
     pub fn status_when(&self, wanted: impl Fn(&Value) -> bool) -> Result<Value, Failed> {
         let mut last = Value::Null;
         let found = eventually(LIMIT, "the status is as wanted", || {
-            // Until its socket is there nobody answers.
+            // There is no answer before its socket exists.
             last = self.ctl(&["status"]).unwrap_or_default();
             Ok(wanted(&last).then(|| last.clone()))
         });
         found.map_err(|failed| format!("{}: {last}", failed.message().unwrap_or_default()).into())
     }
 
-    /// Any of vellum's commands.
+    /// Runs any command of vellum.
     pub fn vellum(&self, words: &[&str]) -> Result<Output, Failed> {
         Ok(Command::new(VELLUM).args(words).stdin(Stdio::null()).output()?)
     }
 
-    /// Sends vellum a signal.
+    /// Sends a signal to the machine's process.
     pub fn signal(&self, name: &str) -> Result<(), Failed> {
         Command::new("kill").args([&format!("-{name}"), &self.pid().to_string()]).status()?;
         Ok(())
     }
 
-    /// The name by which vellum knows it.
+    /// The machine's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Switches it off by its agent, which cannot say goodbye.
+    /// Powers the guest off by its agent, whose connection then breaks.
     pub fn power_off(&mut self) -> Result<Ended, Failed> {
         match self.ask(&Request::PowerOff)?.next() {
             Some(Err(agent::Error::Closed | agent::Error::Socket { .. })) => self.wait(),
@@ -450,7 +452,7 @@ fn tail(text: &str) -> String {
     lines[lines.len().saturating_sub(40)..].join("\n")
 }
 
-/// Words of no pattern, the same for the same seed (xorshift64).
+/// Pseudo-random bytes, the same for the same seed (xorshift64).
 pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed | 1;
     let mut next = || {
@@ -462,14 +464,14 @@ pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     std::iter::repeat_with(&mut next).take(bytes.div_ceil(8)).flatten().take(bytes).collect()
 }
 
-/// Runs a program of this machine; what it printed, if it ended with 0.
+/// Runs a program of this machine, which must exit with 0. Returns its output.
 pub fn host(line: &[&str]) -> Result<String, Failed> {
     let output = Command::new(line[0]).args(&line[1..]).output()?;
     ensure(output.status.success(), || format!("{line:?}: {output:?}"))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Whether this process may make taps, and if not, what would help.
+/// Whether this process may create taps, and if not, what would help.
 pub fn taps() -> Result<(), String> {
     let root = fs::metadata("/proc/self").is_ok_and(|it| std::os::unix::fs::MetadataExt::uid(&it) == 0);
     match (root, Path::new("/dev/net/tun").exists()) {

@@ -1,5 +1,5 @@
-//! A Linux guest seen from outside: dumped while it runs and when it panics, with what its kernel says of itself; interrupted, and told to crash
-//! by its serial line.
+//! A Linux guest seen from outside. It is dumped while it runs and when it panics, with VMCOREINFO.
+//! It gets an NMI, and SysRq by its serial line.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -13,7 +13,7 @@ use crate::VELLUM;
 use crate::guest::{Guest, Image, Source, for_this_bed, scratch, short_name};
 use crate::whole_matrix;
 
-/// A guest, and a makedumpfile, by which the kdump of distributions reads what a kernel leaves.
+/// Requires a guest, and makedumpfile, which distributions' kdump uses to read dumps.
 pub fn makedumpfile() -> Need {
     whole_matrix()?;
     has_makedumpfile()
@@ -23,8 +23,8 @@ pub fn has_makedumpfile() -> Need {
     support::tools::program("makedumpfile")
 }
 
-/// The kernel's log in the dump at `path`, which makedumpfile finds by VMCOREINFO and the page tables alone; and has it leave out what is
-/// free, which takes the kernel's own lists of pages.
+/// The kernel's log in the dump at `path`. makedumpfile finds it by VMCOREINFO and the page tables
+/// alone. It also filters free pages out, which requires the kernel's own page lists.
 fn log_in(path: &Path, scratch: &Scratch) -> Result<String, Failed> {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let (log, small) = (scratch.path(&format!("{name}.log")), scratch.path(&format!("{name}.kdump")));
@@ -38,7 +38,7 @@ fn log_in(path: &Path, scratch: &Scratch) -> Result<String, Failed> {
     Ok(String::from_utf8_lossy(&fs::read(log)?).into_owned())
 }
 
-/// Where a kernel's text lies that was not moved.
+/// The address of the kernel's text without KASLR.
 const TEXT: u64 = 0xffff_ffff_8100_0000;
 
 /// Whether the dump at `path` has VMCOREINFO among its notes.
@@ -48,7 +48,8 @@ fn has_vmcoreinfo(path: &Path) -> Result<bool, Failed> {
     Ok(head[..count].windows(21).any(|window| window == b"VMCOREINFO\0\0OSRELEASE"))
 }
 
-/// It runs, is paused and panics, and each time makedumpfile reads what was dumped of it.
+/// The guest is dumped while it runs, while it is paused, and when it panics. makedumpfile reads
+/// each dump.
 pub fn is_dumped(image: &Image) -> Result<(), Failed> {
     let scratch = scratch()?;
     let (running, panic) = (scratch.path("running"), scratch.path("panic"));
@@ -60,14 +61,14 @@ pub fn is_dumped(image: &Image) -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))?;
     let release = guest.shell("uname -r")?;
     ensure(said.contains(&format!("Linux {},", release.trim())), || said.clone())?;
-    // A random number moves it, and the dump knows by how much.
+    // KASLR moves the kernel by a random offset, which the dump contains.
     let text = guest.shell("grep ' _stext$' /proc/kallsyms")?;
     let text = u64::from_str_radix(text.split(' ').next().unwrap_or_default(), 16)?;
     ensure(said.contains(&format!("KASLR {:#x},", text - TEXT)), || format!("{text:#x}: {said}"))?;
     ensure(has_vmcoreinfo(&running)?, || "no VMCOREINFO".into())?;
     let log = log_in(&running, &scratch)?;
     ensure(log.contains("Linux version"), || log.clone())?;
-    // One that is paused stays so.
+    // A paused guest stays paused.
     let paused = scratch.path("paused");
     guest.ctl(&["pause"])?;
     let output = guest.vellum(&["dump", guest.name(), &paused.display().to_string()])?;
@@ -93,7 +94,7 @@ pub fn is_dumped(image: &Image) -> Result<(), Failed> {
     )
 }
 
-/// Its console alone says so: the module by which a guest reports a panic is not there yet.
+/// Only the console reports this panic, because the module that reports panics is not loaded yet.
 pub fn is_dumped_before_its_modules(image: &Image) -> Result<(), Failed> {
     let scratch = scratch()?;
     let panic = scratch.path("panic");
@@ -107,8 +108,9 @@ pub fn is_dumped_before_its_modules(image: &Image) -> Result<(), Failed> {
     ensure(log.contains("Kernel panic - not syncing"), || log)
 }
 
-/// The guest of a command is dumped by its machine's name, and its kernel is newer than the makedumpfile that reads the log in there. (What
-/// that leaves out it finds by the layout of the kernel's own lists, which it does not know of that kernel.)
+/// The guest of a command is dumped by its machine's name. Its kernel is newer than the
+/// makedumpfile that reads its log. (makedumpfile cannot filter pages, because it does not know the
+/// layout of that kernel's lists.)
 pub fn of_a_tree_is_dumped(kernel: &Source) -> Result<(), Failed> {
     let scratch = scratch()?;
     let (name, dump, log) = (short_name(&scratch), scratch.path("dump"), scratch.path("log"));

@@ -1,5 +1,6 @@
-//! A Linux guest starts another kernel in its own place, past the firmware: at once, and when its kernel panics. What the first kernel made of
-//! the devices and of the other processor is left as it was, and the second one finds all of it again.
+//! A Linux guest starts another kernel by kexec, without firmware: at once, and when its kernel
+//! panics. Devices and the other CPU stay as the first kernel left them, and the second kernel
+//! finds all of them again.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,10 +13,10 @@ use crate::guest::{Guest, Image, noise, scratch};
 use crate::whole::{entropy, is_read, vsock};
 use crate::whole_matrix;
 
-/// Of the second kernel's command line.
+/// Marks the second kernel's command line.
 const SECOND: &str = "second";
 
-/// The guests' kernels have kexec_file_load(2) on x86 alone.
+/// On Arm the guests' kernels lack kexec_file_load(2).
 fn file_load() -> Need {
     match cfg!(target_arch = "aarch64") {
         true => Err(
@@ -26,7 +27,8 @@ fn file_load() -> Need {
     }
 }
 
-/// The guest has the kernel and the initramfs of the next one on disks, and a disk that both kernels read.
+/// Starts a guest that has the next kernel and initramfs on disks, and a disk that both kernels
+/// read.
 fn start(image: &Image, memory: &str, cmdline: &str) -> Result<(Guest, PathBuf), Failed> {
     let scratch = scratch()?;
     let mut flags =
@@ -51,16 +53,16 @@ fn start(image: &Image, memory: &str, cmdline: &str) -> Result<(Guest, PathBuf),
     Ok((guest, known))
 }
 
-/// What the second kernel is: the first one again, with its command line and more.
+/// The second kernel: the first one again, with its command line and `more`.
 fn next(guest: &Guest, more: &str, on_panic: bool) -> Result<Request, Failed> {
     let params = guest.shell("cat /proc/cmdline")?;
-    // Whoever panicked has memory that is reserved; its successor needs none.
+    // The crashing kernel has reserved memory. Its successor needs none.
     let params = params.split_whitespace().filter(|word| !word.starts_with("crashkernel="));
     let params = params.chain([SECOND, more]).collect::<Vec<_>>().join(" ");
     Ok(Request::Kexec(Kexec { kernel: "/kernel".into(), initrd: Some("/initrd".into()), params, on_panic }))
 }
 
-/// The second kernel is there, with processors as wanted, and has every device.
+/// Checks that the second kernel runs with this number of CPUs, and has every device.
 fn has_every_device(guest: &mut Guest, known: &std::path::Path, processors: u64) -> Result<(), Failed> {
     guest.ready()?;
     let params = guest.shell("cat /proc/cmdline")?;

@@ -1,4 +1,4 @@
-//! A command in a guest that is there for nothing else: its standard streams, its status, and the directories of its host's that it has.
+//! A guest for a single command: its standard streams, its status, and the host's directories.
 
 use std::fs;
 use std::io::Write;
@@ -18,13 +18,14 @@ fn a_command_has_its_streams_and_its_status() -> Result<(), Failed> {
     streams("", 300_000)
 }
 
-/// The same by a port of a virtio console, in a guest whose kernel refuses vsock's driver. It is more than all that lies between can hold.
+/// Through a port of a virtio console, in a guest whose kernel refuses vsock's driver. The data is
+/// larger than all buffers on the way.
 #[test(whole_matrix())]
 fn a_command_has_its_streams_where_there_is_no_vsock() -> Result<(), Failed> {
     streams("module_blacklist=vmw_vsock_virtio_transport", 5_000_000)
 }
 
-/// What goes in comes out again, and its end; what is said of errors comes apart, and the status last.
+/// Input comes back as output up to its end. Standard error is separate, and the status comes last.
 fn streams(params: &str, bytes: usize) -> Result<(), Failed> {
     let image = Image::oldest()?;
     let (flags, cmdline) = for_this_bed();
@@ -48,7 +49,7 @@ fn streams(params: &str, bytes: usize) -> Result<(), Failed> {
     ensure(output.stdout == data, || format!("{} of {} bytes came back", output.stdout.len(), data.len()))
 }
 
-/// A vellum that runs `script` in a guest of the oldest kernel, with `flags`.
+/// The command of a vellum that runs `script` in a guest of the oldest kernel, with `flags`.
 fn command(flags: &[&str], params: &str, script: &str) -> Result<Command, Failed> {
     let (image, (bed_flags, bed_cmdline)) = (Image::oldest()?, for_this_bed());
     let mut command = Command::new(VELLUM);
@@ -59,7 +60,7 @@ fn command(flags: &[&str], params: &str, script: &str) -> Result<Command, Failed
     Ok(command)
 }
 
-/// Bytes go through three guests, as through three commands of a shell's.
+/// Bytes go through three guests like a shell pipeline.
 #[test(whole_matrix())]
 fn three_guests_are_one_pipeline() -> Result<(), Failed> {
     let limit = ["--timeout", "900s"];
@@ -90,12 +91,14 @@ fn three_guests_are_one_pipeline() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A command's status may be any number; what the guest's own end was, and why, is in lines of Vellum's and in the status file.
+/// A command's status may be any number. How the guest itself ended, and why, is in Vellum's
+/// messages and in the status file.
 #[test(whole_matrix())]
 fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
     let scratch = scratch()?;
     let file = scratch.path("status").display().to_string();
-    // A kernel without its first process looks for a root: one that is not there, or one that may yet come.
+    // A kernel without its first process looks for a root: one that does not exist, or one that may
+    // still appear.
     let (nothing, never) = ("rdinit=/none root=/dev/none", "rdinit=/none root=/dev/none rootwait");
     for (limit, params, script, status, ended, says) in [
         ("900s", "", "exit 11", 11, "\"ended\":\"command\"", ""),
@@ -118,7 +121,8 @@ fn a_guest_that_ends_before_its_command_says_why() -> Result<(), Failed> {
     Ok(())
 }
 
-/// One guest with a directory of each kind: data both ways, what is refused, and what the host has of it afterwards.
+/// One guest with a directory of each kind: data in both directions, refusals, and the result on
+/// the host.
 #[test(guests())]
 fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
     let (image, scratch) = (Image::oldest()?, scratch()?);
@@ -134,7 +138,8 @@ fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
         let as_root = if vellum_sys::host::is_root() { ",as-root" } else { "" };
         command.args(["--share", &format!("{},{name}{as_root}", scratch.path(name).display())]);
     }
-    // A share that the guest mounts a second time is as it was: the server keeps it, and not the guest's kernel.
+    // If the guest mounts a share a second time, its access is unchanged: the server enforces it,
+    // not the guest's kernel.
     let script = "cd /mnt && cmp ro/data overlay/data && cp ro/data rw/copy || exit 20
         ! echo x > ro/new || exit 21
         rm overlay/data && mkdir overlay/made && echo x > overlay/made/x || exit 22
@@ -158,11 +163,13 @@ fn directories_of_the_host_are_mounted() -> Result<(), Failed> {
     Ok(())
 }
 
-/// What this program is called with in a guest, before a directory and its way of caching.
+/// The first word with which this program is called in a guest. A directory and its caching mode
+/// follow.
 const IN_GUEST: &str = "checks-of-a-share";
 const CACHES: [(&str, Cache); 3] = [("auto", Cache::Auto), ("always", Cache::Always), ("none", Cache::None)];
 
-/// Where this is a guest, checks what POSIX says of a directory that it has of its host's. Nobody here knows vellum's own words.
+/// In a guest, runs the checks of POSIX on one of the host's directories. This program does not
+/// have vellum's own commands.
 pub fn in_guest() -> Option<ExitCode> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [word, dir, cache] = &arguments[..] else { return None };
@@ -183,7 +190,8 @@ pub fn in_guest() -> Option<ExitCode> {
     }
 }
 
-/// The checks of the test `share`, by a guest's own virtiofs instead of /dev/fuse: the guest runs this very program.
+/// The checks of the test `share`, with a guest's own virtiofs instead of /dev/fuse. The guest runs
+/// this program.
 #[test(whole_matrix())]
 fn calls_on_a_share_do_what_posix_says() -> Result<(), Failed> {
     let (image, scratch) = (Image::oldest()?, scratch()?);

@@ -1,9 +1,10 @@
-//! Stock Linux kernels as guests: boots, devices, ends, and what people type. They run wherever KVM runs them, on
-//! emulated hosts as on metal; `cargo lab test linux` brings hosts and guests.
+//! Stock Linux kernels as guests: boots, devices, ends, and interactive use. They run on every KVM,
+//! on emulated hosts as on real ones. `cargo lab test linux` provides hosts and guests.
 //!
-//! Each guest boots once and is asked for as much as fits, for a boot is what costs. The guests are those below
-//! `$VELLUM_GUESTS`. Without `$VELLUM_LINUX=all` only a slice runs: the oldest kernel with every device. With `root` (or `root,all`) those
-//! run, and they alone, whose guest has the root of a host that is no initramfs.
+//! Each guest boots once and is used for many checks, because booting takes most of the time. The
+//! guests are those below `$VELLUM_GUESTS`. Without `$VELLUM_LINUX=all` only a part runs: the
+//! oldest kernel with every device. With `root` (or `root,all`) only those tests run whose guest
+//! has the root of a host that is not an initramfs.
 
 mod between;
 mod bus;
@@ -35,7 +36,8 @@ use guest::{Image, Source, irqchips};
 
 support::vellum!();
 
-/// A guest with a kernel needs a KVM that runs one; shadow paging without hardware below it does not (kvm_pvm). On Arm there is no other.
+/// Requires hardware virtualization below KVM. kvm_pvm's shadow paging without it does not run
+/// these kernels. On Arm there is always hardware.
 fn hardware() -> Need {
     if cfg!(target_arch = "aarch64") {
         return Ok(());
@@ -48,7 +50,7 @@ fn hardware() -> Need {
     }
 }
 
-/// A KVM and a guest for it.
+/// Requires KVM and a guest for it.
 fn guests() -> Need {
     if has_a_root() {
         return Err("is left to hosts without a disk".into());
@@ -56,7 +58,7 @@ fn guests() -> Need {
     hosts::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))
 }
 
-/// The same, where more than a slice is asked for.
+/// Requires a guest, and a run of all tests.
 fn whole_matrix() -> Need {
     guests().and_then(|()| more_than_a_slice())
 }
@@ -68,12 +70,12 @@ fn more_than_a_slice() -> Need {
     }
 }
 
-/// Whether `$VELLUM_LINUX`, words with commas between them, has `word`.
+/// Whether `$VELLUM_LINUX`, a list of words with commas, contains `word`.
 fn is_asked_for(word: &str) -> bool {
     std::env::var("VELLUM_LINUX").is_ok_and(|value| value.split(',').any(|asked| asked == word))
 }
 
-/// An interrupt controller that takes the messages of devices on a PCI bus.
+/// Requires an interrupt controller that takes MSIs from a PCI bus.
 fn messages(irqchip: &str) -> Need {
     match irqchip {
         "gicv2" => Err("needs a host with a GICv3, which takes messages".into()),
@@ -81,12 +83,12 @@ fn messages(irqchip: &str) -> Need {
     }
 }
 
-/// What is asked of a host whose root is a disk's, and nothing else is.
+/// Whether only the tests for a host with its root on a disk should run.
 fn has_a_root() -> bool {
     is_asked_for("root")
 }
 
-/// A host with a root that is no initramfs, which a guest can have for its own.
+/// Requires a host whose root is not an initramfs, so that a guest can use it.
 fn on_a_root() -> Need {
     hosts::kvm().and_then(|()| hardware()).and_then(|()| Image::all().map(drop))?;
     match has_a_root() {
@@ -97,7 +99,7 @@ fn on_a_root() -> Need {
     }
 }
 
-/// The same, where more than a slice is asked for.
+/// Requires such a host, and a run of all tests.
 fn all_on_a_root() -> Need {
     on_a_root().and_then(|()| more_than_a_slice())
 }
@@ -107,7 +109,7 @@ fn main() -> ExitCode {
         return ended;
     }
     let mut tests = Tests::from_args();
-    // They weigh processes and count free pages.
+    // The tests measure processes and count free pages.
     tests.one_at_a_time();
     let images = Image::all().unwrap_or_default();
     if images.is_empty() {
@@ -124,7 +126,7 @@ fn main() -> ExitCode {
         }
         for &irqchip in irqchips() {
             let name = format!("linux_{}_moves_under_load_{irqchip}_irqchip", image.version);
-            // One guest of an ordinary run moves, too.
+            // An ordinary run migrates one guest, too.
             let need = if at == 0 && irqchip == irqchips()[0] { guests() } else { whole_matrix() };
             let image = image.clone();
             let need = need.and_then(|()| guest::taps()).and_then(|()| wires::bridges());

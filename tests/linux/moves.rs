@@ -1,5 +1,5 @@
-//! A Linux guest moves to another process while it works, in each way in which it can, again and again: memory, disk, clocks, network and
-//! vsock.
+//! A busy Linux guest migrates to another process in every way, again and again: memory, disk,
+//! clocks, network and vsock.
 
 use std::os::unix::fs::symlink;
 
@@ -11,38 +11,38 @@ use crate::guest::{CLOCKSOURCE, Ended, Guest, Image, scratch};
 use crate::wires::{Outage, Reported, Wires};
 use crate::work::{self, Clock, count};
 
-/// Data that the guest has the sum of.
+/// Data in the guest with a known checksum.
 const DATA_MIB: u64 = 48;
-/// For how many seconds the guest writes memory in each hop, which must be over before.
+/// The seconds for which the guest writes memory in each hop. The migration must end earlier.
 const LOAD: u64 = 90;
 
 /// How a guest gets to another process.
 #[derive(Clone, Copy, Debug)]
 pub enum Way {
-    /// Its memory by a stream, and each page compared.
+    /// Memory over a stream, with each page compared.
     Stream,
-    /// Its memory as a descriptor.
+    /// Memory as a descriptor.
     Memfd,
-    /// The guest first, and then its memory.
+    /// The guest first, then its memory.
     Postcopy,
-    /// All of its memory once, the guest, and what it has written meanwhile.
+    /// All memory once, the guest, and then the pages that it wrote meanwhile.
     Hybrid,
-    /// In place: another build of Vellum, with the name and all that the machine has open.
+    /// An upgrade to another build of Vellum, with the name and open files.
     Upgrade,
 }
 
-/// Two moves by streams.
+/// Two migrations by streams.
 pub const THERE_AND_BACK: &[Way] = &[Way::Stream; 2];
-/// Each other way; what came in one of them goes on in the next.
+/// Each other way, one after the other.
 pub const IN_OTHER_WAYS: &[Way] = &[Way::Upgrade, Way::Memfd, Way::Postcopy, Way::Hybrid];
 
 impl Way {
-    /// Whether the machine that the guest comes to is begun for it, with the host's side of its devices.
+    /// Whether the target is started by the test, with the host's side of its devices.
     fn has_target(self) -> bool {
         !matches!(self, Self::Upgrade)
     }
 
-    /// How it is asked for.
+    /// The flags of `vellum migrate`.
     fn flags(self) -> &'static [&'static str] {
         match self {
             Self::Stream => &["--downtime", "5s", "--verify"],
@@ -53,7 +53,7 @@ impl Way {
         }
     }
 
-    /// What is said of a guest that has moved by it.
+    /// A part of the migration's output.
     fn says(self) -> &'static str {
         match self {
             Self::Stream => "pages, all alike",
@@ -63,7 +63,8 @@ impl Way {
     }
 }
 
-/// 2 vCPUs move by each of `ways` while the agent writes memory, others write a disk, look at the clocks and tell over TCP.
+/// A guest with 2 vCPUs migrates by each of `ways` while the agent writes memory, and others write
+/// a disk, check the clocks and report over TCP.
 pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Failed> {
     let scratch = scratch()?;
     let disk = scratch.path("disk");
@@ -75,7 +76,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
     };
     let step = |what: &str| eprintln!("linux {} {irqchip} moves: {what}", image.version);
 
-    // What is handed over has to have a descriptor.
+    // Memory that is handed over must have a descriptor.
     let handed = ways.iter().any(|way| matches!(way, Way::Memfd | Way::Upgrade));
     let memory = if handed { "320m,backing=memfd" } else { "320m" };
     let mut flags = ["--cpus", "2", "--memory", memory, "--irqchip", irqchip].map(str::to_owned).to_vec();
@@ -89,7 +90,8 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
     let mut machines = 0;
     for (hop, way) in (1..).zip(ways) {
         step(&format!("hop {hop}, {way:?}"));
-        // By the serial port, which moves with the guest: a vsock connection would be reset.
+        // The request goes over the serial port, which migrates with the guest. A vsock connection
+        // would be reset.
         let load = MemoryWork { mib: 64, rate_mib: 8, pattern: Pattern::Random, seconds: LOAD, seed: hop };
         guest.type_line(&serde_json::to_string(&Request::Memory(load))?)?;
         let mut serial = String::new();
@@ -109,12 +111,13 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
         let ended = goes(&mut guest, *way, &devices.iter().map(String::as_str).collect::<Vec<_>>())?;
         eprintln!("its network was silent for {:.0?} at most", outage.longest()?);
 
-        // The clocks: as far as the host's, and never back; a connection of before goes on.
+        // The guest's clock has advanced as far as the host's and never went back, and an open TCP
+        // connection goes on.
         let after = Clock::read(&guest)?;
         after.agrees_with(&before)?;
         told.past(after.guest)?;
         work::is_as_it_was(&guest)?;
-        // The connection by vsock ended here, and in the guest.
+        // The vsock connection has ended on this side, and in the guest.
         ensure(open.any(|event| event.is_err()), || "a vsock connection has outlived its machine".into())?;
         eventually(LIMIT, "the guest knows that its vsock connection is gone", || {
             Ok((vsock_connections(&guest)? <= connections).then_some(()))
@@ -122,7 +125,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
         let still = count(&guest)?;
         ensure(still > flushed, || format!("the disk's writer stands still at {still}"))?;
         guest.shell("dd if=/dev/hwrng bs=64 count=1 2>/dev/null | sha256sum")?;
-        // What the guest said by the serial port, from machine to machine without a byte too few.
+        // The serial output of both machines together lacks no byte.
         serial += ended.as_ref().map_or("", |ended| &ended.console);
         ensure(!serial.contains("\"event\":\"done\""), || "the load was over before the move was".into())?;
         guest.hears(&mut serial, "\"event\":\"done\"")?;
@@ -133,15 +136,15 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
     };
     ensure(clocksource == CLOCKSOURCE, || format!("its clock is {clocksource} now"))?;
     let flushed = count(&guest)?;
-    // The machine ends without a word to its guest: what was flushed is on the disk.
+    // The machine ends without notice to its guest. Flushed data is on the disk.
     guest.ctl(&["stop"])?;
     let ended = guest.wait()?.with(0)?;
     ensure(ended.errors.is_empty(), || format!("vellum had to say: {}", ended.errors))?;
     work::holds(&disk, flushed)
 }
 
-/// The guest goes on in another process by `way`, where `devices` are the host's side of its devices; what was left of the machine that it
-/// left, if that has ended.
+/// Moves the guest to another process by `way`. `devices` are the host's side of its devices there.
+/// Returns the end of the old machine, if it has ended.
 pub fn goes(guest: &mut Guest, way: Way, devices: &[&str]) -> Result<Option<Ended>, Failed> {
     if !way.has_target() {
         let process = |guest: &Guest| Ok::<_, Failed>(guest.ctl(&["status"])?["pid"].as_u64());
@@ -168,15 +171,15 @@ pub fn goes(guest: &mut Guest, way: Way, devices: &[&str]) -> Result<Option<Ende
     Ok(Some(ended))
 }
 
-/// The agent's connections: its threads.
+/// The agent's connections, each with a thread.
 fn vsock_connections(guest: &Guest) -> Result<u64, Failed> {
     Ok(guest.shell("ls /proc/1/task | wc -l")?.trim().parse()?)
 }
 
-/// That every second was told, and no page was wrong.
+/// Checks that every second was reported, and that no page was wrong.
 fn seconds_are_right(serial: &str) -> Result<(), Failed> {
     let mut seconds = 0;
-    // The console shows what was typed, too.
+    // The console also echoes what was typed.
     for line in serial.lines().filter_map(|line| Some(&line[line.find("{\"event\"")?..])) {
         match serde_json::from_str(line).map_err(|error| format!("{line:?}: {error}"))? {
             Event::Memory { wrong: 0, .. } => seconds += 1,

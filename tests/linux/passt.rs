@@ -1,4 +1,5 @@
-//! A Linux guest whose network is passt: an address by DHCP, and TCP by a port of the host's that leads in.
+//! A Linux guest on a passt network: an address by DHCP, and TCP through a forwarded port of the
+//! host.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -9,24 +10,26 @@ use support::{Failed, LIMIT, Need, ensure, eventually};
 use crate::guest::{Guest, Image, host, noise, scratch};
 use crate::{all_on_a_root, whole};
 
-/// Where the guest listens, and how /proc/net/tcp and tcp6 write that: the port, then a peer that is none, and the state.
+/// The port on which the guest listens, and its entry in /proc/net/tcp and tcp6: the port, then no
+/// peer, and the state.
 const PORT: u16 = 5000;
 const LISTENING: [&str; 2] = [":1388 ", ":0000 0A "];
-/// What goes each way.
+/// The bytes in each direction.
 const BYTES: usize = 64 << 10;
 
-/// A passt, and a root that it can leave for an empty one, which that of an initramfs is not.
+/// Requires passt, and a root that passt can leave for an empty one, which an initramfs is not.
 pub fn passt() -> Need {
     all_on_a_root()?;
     support::tools::program("passt")
 }
 
-/// What udhcpc runs when there is a lease: the interface gets the address.
+/// The script that udhcpc runs for a lease. It configures the interface.
 const LEASE: &str = "#!/bin/sh
 [ $1 != bound ] || { ip addr add $ip/${mask:-24} dev $interface && ip route add default via $router; }
 ";
 
-/// The guest has the host's address by DHCP, as passt gives it; and whoever connects to the host's port is connected to the guest.
+/// The guest gets the host's address by DHCP, as passt assigns it. A connection to the host's port
+/// reaches the guest.
 pub fn is_its_network(image: &Image) -> Result<(), Failed> {
     let scratch = scratch()?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
@@ -53,10 +56,11 @@ pub fn is_its_network(image: &Image) -> Result<(), Failed> {
     let sent = noise(23, BYTES);
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     stream.set_read_timeout(Some(LIMIT))?;
-    // First of all: the guest's answer to the connection waits for it, in Debian 12's passt.
+    // Sent first, because Debian 12's passt delays the guest's answer to the connection until there
+    // is data.
     stream.write_all(&sent)?;
     let mut got = Vec::new();
-    // The guest has said all and closed its half before this side does.
+    // The guest has sent everything and closed its side first.
     stream.read_to_end(&mut got)?;
     stream.shutdown(Shutdown::Both)?;
     let ended = eventually(LIMIT, "the guest's end is over", || {

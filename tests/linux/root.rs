@@ -1,4 +1,5 @@
-//! A guest of a command whose root is this host's own: it has what commands expect, changes what it likes, and leaves nothing behind.
+//! A guest of a command with this host's root as its own: it has what commands expect, it may
+//! change anything, and nothing changes on the host.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,7 +16,7 @@ use crate::VELLUM;
 use crate::guest::{Image, Source, for_this_bed, noise, scratch, short_name};
 use crate::typed::until;
 
-/// Whoever is root says that its files may be served by root.
+/// Root has to agree that its files are served as root.
 fn host() -> &'static str {
     if vellum_sys::host::is_root() { "host,as-root" } else { "host,overlay" }
 }
@@ -32,12 +33,12 @@ fn run(kernel: &Source, flags: &[&str], script: &str, input: &[u8]) -> Result<Ou
     let input = input.to_owned();
     let writer = std::thread::spawn(move || stdin.write_all(&input));
     let output = child.wait_with_output()?;
-    // A guest that fails reads nothing.
+    // A guest that fails reads no input.
     let _ = writer.join();
     Ok(output)
 }
 
-/// What selftests expect is mounted, and there is entropy; the root can be written to.
+/// The file systems that selftests expect are mounted, there is entropy, and the root is writable.
 pub fn is_the_guests(image: &Image) -> Result<(), Failed> {
     let script = "for place in proc sys dev dev/pts dev/shm tmp run sys/fs/cgroup sys/kernel/debug; do
             grep -q \" /$place \" /proc/mounts || { echo \"no /$place\" >&2; exit 20; }
@@ -54,11 +55,13 @@ pub fn is_the_guests(image: &Image) -> Result<(), Failed> {
     ensure(Path::new("/etc/passwd").exists() && !Path::new("/made").exists(), || "it was changed".into())
 }
 
-/// Root in the guest has the root a second time, as if it could write to it, and tries; somebody else reads. Every name, mode, owner, time but
-/// that of the last access, and content on this host is as it was.
+/// Root in the guest mounts the root a second time, as if it could write to it, and tries to.
+/// Another user reads. Every name, mode, owner, time except the access time, and content on this
+/// host is unchanged.
 pub fn is_as_it_was(kernel: &Source) -> Result<(), Failed> {
     let before = whole()?;
-    // The second mount is the first one's file system, which its agent has read-only: root in the guest may say otherwise, and does.
+    // The second mount is the same file system, which the agent mounted read-only. Root in the
+    // guest can remount it read-write, and does.
     let script = "mkdir /second && mount -t virtiofs /dev/root /second && mount -o remount,rw /second || exit 19
         grep -q '^/dev/root /second virtiofs rw' /proc/mounts && cmp /etc/passwd /second/etc/passwd || exit 20
         ! echo x > /second/new && ! echo x >> /second/etc/passwd && ! rm /second/etc/passwd || exit 21
@@ -67,7 +70,7 @@ pub fn is_as_it_was(kernel: &Source) -> Result<(), Failed> {
     let output = run(kernel, &[], script, &[])?;
     let errors = String::from_utf8_lossy(&output.stderr);
     ensure(output.status.code() == Some(7), || format!("{}: {errors}", output.status))?;
-    // The kernel for any machine has its devices on a bus this time, as on most of those that it boots on.
+    // The generic kernel has its devices on a PCI bus here, as on most machines that it boots on.
     let on_pci = kernel.name.starts_with("generic");
     let bus: &[&str] = if on_pci { &["--transport", "pci"] } else { &[] };
     let flags = [&["--guest-user", "nobody"], bus].concat();
@@ -83,8 +86,9 @@ pub fn is_as_it_was(kernel: &Source) -> Result<(), Failed> {
     ensure(before.len() > 100 && changed.is_empty(), || format!("{changed:?} of {}", before.len()))
 }
 
-/// Modules of an unpacked package, or of a tree in which none was installed, are found by name, with what they need, and by alias: by kmod on
-/// this host's root, and by busybox in an initramfs. What is none is not found.
+/// modprobe finds modules of an unpacked package, or of a tree in which none was installed, by
+/// name, with their dependencies, and by alias. kmod does on this host's root, and busybox in an
+/// initramfs. A name that is no module is not found.
 pub fn modprobe_finds(kernel: &Source) -> Result<(), Failed> {
     let busybox = Image::oldest()?.initrd();
     let (bed_flags, cmdline) = for_this_bed();
@@ -104,8 +108,8 @@ pub fn modprobe_finds(kernel: &Source) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Without a command a terminal has the shell of the guest's root, and its size; the shell's status is vellum's. Such a machine cannot be
-/// saved, and it is said why.
+/// Without a command a terminal gets the shell of the guest's root, with the terminal's size. The
+/// shell's status is vellum's. Such a machine cannot be saved, and the reason is printed.
 pub fn a_shell_has_the_terminal(image: &Image) -> Result<(), Failed> {
     let (mut master, slave, name) = open_pty()?;
     let (bed_flags, cmdline) = for_this_bed();
@@ -139,13 +143,13 @@ pub fn a_shell_has_the_terminal(image: &Image) -> Result<(), Failed> {
     ensure(status.code() == Some(5), || format!("{status}"))
 }
 
-/// The file system at `/`: each path with a hash of all that it is.
+/// The file system at `/`: each path with a hash of its metadata and content.
 fn whole() -> Result<BTreeMap<PathBuf, u64>, Failed> {
     let (mut found, mut left) = (BTreeMap::new(), vec![PathBuf::from("/")]);
     let device = fs::symlink_metadata("/")?.dev();
     while let Some(path) = left.pop() {
         let it = fs::symlink_metadata(&path)?;
-        // What is mounted there is another's.
+        // Another file system is mounted there.
         if it.dev() != device {
             continue;
         }

@@ -1,5 +1,5 @@
-//! A Linux guest is saved while it works, and comes back in each way: what it had is there, its clocks are as asked for, its devices
-//! work, and its random numbers are others each time.
+//! A busy Linux guest is saved and restored in each way. Its data is there, its clocks follow the
+//! policy, its devices work, and its random numbers differ each time.
 
 use std::fs;
 use std::time::Instant;
@@ -10,12 +10,13 @@ use crate::guest::{Guest, Image, scratch};
 use crate::wires::{Wires, answers_soon};
 use crate::work::{self, Clock, count};
 
-/// Data that the guest has the sum of.
+/// Data in the guest with a known checksum.
 const DATA_MIB: u64 = 16;
-/// How its memory comes back, and what its clocks do about the time since.
+/// How memory is restored, and the clock policy.
 const WAYS: [(&str, &str); 3] = [("eager", "advance"), ("map", "stand-still"), ("demand", "advance")];
 
-/// 2 vCPUs are saved while they work, go on, and are saved again, upon which the machine ends; then both points come back.
+/// A guest with 2 vCPUs is saved while it works, runs on, and is saved again, which ends the
+/// machine. Then both points are restored.
 pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
     let scratch = scratch()?;
     let [disk, kept, dir] = ["disk", "kept", "saved"].map(|name| scratch.path(name));
@@ -56,7 +57,7 @@ pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
         step(&format!("comes back, {memory}"));
         let mut flags = vec!["--memory", memory, "--clock", clock];
         if turn > 0 {
-            // It has been written to since: by the machine that came back before.
+            // The machine that was restored before has written to the disk.
             let vsock = scratch.path("vsock").display().to_string();
             let refused = guest.vellum(&[&["restore", &into, "--vsock", &vsock][..], &devices].concat())?;
             let said = String::from_utf8_lossy(&refused.stderr);
@@ -75,7 +76,7 @@ pub fn and_restored(image: &Image, irqchip: &str) -> Result<(), Failed> {
             _ => after.stood_still(&before, gone)?,
         }
         random.push(back.shell("head -c 32 /dev/urandom | sha256sum")?);
-        // Linux knows of VM generations since 5.18, where that is compiled in.
+        // Linux supports VM generation IDs since 5.18, if that is compiled in.
         let knows = !back.shell("ls -d /sys/bus/*/drivers/vmgenid 2>/dev/null; true")?.is_empty();
         let reseeds = back.shell("dmesg | grep -c 'crng reseeded due to virtual machine fork'; true")?;
         eprintln!("vmgenid: {knows}, reseeded {} times", reseeds.trim());

@@ -1,5 +1,5 @@
-//! The largest segment that crosses an interface each way: one larger than a frame shows that offloads are in use, however
-//! slow the host is.
+//! The largest segment that crosses an interface in each direction. A segment larger than a frame
+//! shows that offloads are in use, however slow the host is.
 
 use std::fs::File;
 use std::io;
@@ -10,31 +10,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// A packet socket and who reads it.
+/// A packet socket and its reader.
 pub struct Segments {
     done: Arc<AtomicBool>,
     reader: JoinHandle<io::Result<[usize; 2]>>,
 }
 
 impl Segments {
-    /// Begins with the next packet on `interface`.
+    /// Starts with the next packet on `interface`.
     pub fn watch(interface: &str) -> io::Result<Self> {
         let index = std::fs::read_to_string(format!("/sys/class/net/{interface}/ifindex"))?;
         let index = index.trim().parse().map_err(io::Error::other)?;
         let protocol = (libc::ETH_P_ALL as u16).to_be();
-        // SAFETY: socket takes no pointers, and what it returns belongs to nobody else.
+        // SAFETY: socket takes no pointers, and the new descriptor has no other owner.
         let socket = unsafe {
             match libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol.into()) {
                 -1 => return Err(io::Error::last_os_error()),
                 fd => File::from_raw_fd(fd),
             }
         };
-        // SAFETY: for a socket address all zeroes are a value.
+        // SAFETY: all zeroes are a valid socket address.
         let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         (address.sll_family, address.sll_protocol) = (libc::AF_PACKET as u16, protocol);
         address.sll_ifindex = index;
         let size = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
-        // SAFETY: the address is as large as it is said to be.
+        // SAFETY: the size is that of the address.
         if unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size) } != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -52,25 +52,27 @@ impl Segments {
         Ok(Self { done, reader })
     }
 
-    /// In bytes with the Ethernet header: from the interface, and to it.
+    /// The sizes in bytes with the Ethernet header: from the interface, and to it.
     pub fn largest(self) -> io::Result<[usize; 2]> {
         self.done.store(true, Ordering::Relaxed);
         self.reader.join().map_err(|_| io::Error::other("the reader panicked"))?
     }
 }
 
-/// The next packet's length, and whether this host has sent it; `None` if none comes for a while.
+/// The next packet's length, and whether this host has sent it. `None` if there is none for a
+/// while.
 fn next(socket: &File) -> io::Result<Option<(usize, bool)>> {
     let patience = Duration::from_millis(100).as_millis() as i32;
     let mut ready = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one descriptor, as said.
+    // SAFETY: the count is that of the descriptors, one.
     if unsafe { libc::poll(&mut ready, 1, patience) } < 1 {
         return Ok(None);
     }
-    // SAFETY: for a socket address all zeroes are a value.
+    // SAFETY: all zeroes are a valid socket address.
     let mut from: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     let (mut size, mut head) = (size_of::<libc::sockaddr_ll>() as libc::socklen_t, [0u8; 64]);
-    // SAFETY: both are as large as they are said to be; with MSG_TRUNC the length is the packet's own.
+    // SAFETY: the sizes are those of the address and the buffer. With MSG_TRUNC the length is that
+    // of the packet.
     let len = unsafe {
         libc::recvfrom(
             socket.as_raw_fd(),

@@ -1,4 +1,5 @@
-//! What people type: kvmtool's command line, requests on the serial console, a terminal, a pseudo-terminal, files.
+//! Interactive use: kvmtool's command line, requests on the serial console, a terminal, a
+//! pseudo-terminal, files.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,7 +13,7 @@ use crate::VELLUM;
 use crate::guest::{CLOCKSOURCE, Guest, Image, for_this_bed, scratch, taps};
 use crate::whole_matrix;
 
-/// Runs `vellum run` to its end, with what the bed needs put before `cmdline`.
+/// Runs `vellum run` to its end, with the flags and options that this host needs.
 fn run(flags: &[&str], cmdline: &str) -> Result<Output, Failed> {
     let (bed_flags, bed_cmdline) = for_this_bed();
     let mut command = Command::new(VELLUM);
@@ -20,14 +21,14 @@ fn run(flags: &[&str], cmdline: &str) -> Result<Output, Failed> {
     Ok(command.stdin(Stdio::null()).output()?)
 }
 
-/// The events in what a console said.
+/// The events in a console's output.
 fn events(console: &[u8]) -> Vec<Event> {
     let text = String::from_utf8_lossy(console);
     let event = |line: &str| serde_json::from_str(line[line.find("{\"event\"")?..].trim_end()).ok();
     text.lines().filter_map(event).collect()
 }
 
-/// The agent's request on a kernel's command line, where an equals sign would be cut.
+/// The agent's request on a kernel's command line. The kernel would cut it at an equals sign.
 fn after_dashes(line: &str) -> String {
     let request = Request::Exec { command: ["sh", "-c", line].map(Argument::from).to_vec() };
     format!("-- {}", serde_json::to_string(&request).expect("plain data"))
@@ -44,7 +45,7 @@ fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
     let (kernel, initrd, disk) = (image.kernel(), image.initrd(), disk.display().to_string());
     let line = "grep -c ^processor /proc/cpuinfo; head -n 1 /dev/vda; ip addr add 192.168.33.2/24 dev eth0; \
                 ip link set eth0 up; ping -c 1 192.168.33.1 | grep -o ', 0% packet loss'; free -m | awk 'NR == 2 {print $2}'";
-    // No equals sign may be in there.
+    // It may contain no equals sign.
     let line = line.replace("NR == 2 {print $2}", "/Mem:/ {print $2}");
     let flags = ["-k", &kernel, "-i", &initrd, "-c", "2", "-m", "512", "-d", &disk, "--network", "mode=tap"];
     let output = run(&[&flags[..], &["--timeout", "300s"]].concat(), &after_dashes(&line))?;
@@ -68,7 +69,7 @@ fn kvmtools_command_line_boots_it() -> Result<(), Failed> {
     )
 }
 
-/// Every workload, one after the other on one line, which the kernel shares.
+/// Every workload, one after the other on one line, which kernel messages share.
 #[test(whole_matrix())]
 fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
     let image = &Image::oldest()?;
@@ -94,7 +95,7 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
             format!(r#"{{"do":"memory","mib":16,"rate_mib":8,"pattern":"{pattern}","seconds":2,"seed":3}}"#);
         let seconds = answer(&request)?;
         for event in &seconds {
-            // 8 MiB a second are 2048 pages, and at most a slice more where a second is cut.
+            // 8 MiB a second are 2048 pages, and at most one slice more in a second.
             let Event::Memory { pages: 1..=2100, p50_ns, p99_ns, max_ns, wrong: 0 } = event else {
                 return Err(format!("{pattern}: {event:?}").into());
             };
@@ -122,7 +123,7 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
     ensure(matches!(&refused, Ok(all) if matches!(all[..], [Event::Error { .. }])), || {
         format!("{refused:?}")
     })?;
-    // A cooked terminal would cut it at 4095 bytes.
+    // A terminal in canonical mode would cut it at 4095 bytes.
     let long = "x".repeat(20_000);
     let counted =
         answer(&format!(r#"{{"do":"exec","command":["sh","-c","printf %s $0 | wc -c","{long}"]}}"#))?;
@@ -134,17 +135,18 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
     guest.wait()?.with(0).map(drop)
 }
 
-/// Reads from `file` until it has said `word`.
+/// Reads from `file` until `word` has come. Returns what was read.
 pub fn until(file: &mut impl Read, word: &str) -> Result<String, Failed> {
     until_any(file, &[word])
 }
 
-/// Reads from `file` until it has said one of `words`, with which the result ends.
+/// Reads from `file` until one of `words` has come. Returns what was read, with the word at its
+/// end.
 pub fn until_any(file: &mut impl Read, words: &[&str]) -> Result<String, Failed> {
     let mut said = String::new();
     let mut byte = [0];
     while !words.iter().any(|word| said.ends_with(word)) {
-        // A terminal whose other end is closed is an error, and the end of a file is the end.
+        // A terminal whose other end is closed gives an error. A file ends.
         let count = file.read(&mut byte).map_err(|error| format!("{error} after: {said}"))?;
         ensure(count == 1, || format!("none of {words:?} came: {said}"))?;
         said.push(byte[0].into());
@@ -152,7 +154,7 @@ pub fn until_any(file: &mut impl Read, words: &[&str]) -> Result<String, Failed>
     Ok(said)
 }
 
-/// Ctrl-C is the guest's, like every key but Ctrl-A x; the terminal is as before afterwards.
+/// Ctrl-C goes to the guest, like every key except Ctrl-A x. The terminal is restored afterwards.
 #[test(whole_matrix())]
 fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
     let image = &Image::oldest()?;
@@ -175,7 +177,7 @@ fn a_terminal_is_the_guests_but_for_ctrl_a_x() -> Result<(), Failed> {
     let status = child.wait()?;
     ensure(status.code() == Some(0), || format!("{status:?}"))?;
     let mode = String::from_utf8(stty(&["-a"])?.stdout)?;
-    // busybox leaves out what is as it should be.
+    // busybox prints only settings that differ from the defaults.
     let raw = ["-echo ", "-icanon", "-isig"].into_iter().find(|word| mode.contains(word));
     ensure(raw.is_none(), || format!("the terminal stays raw: {mode}"))
 }

@@ -1,4 +1,5 @@
-//! The same kernels as ELF images, by both of their entries, and on memory whose huge mappings KVM's counters prove.
+//! The same kernels as ELF images, by both of their entries, and on memory whose huge mappings
+//! KVM's counters prove.
 
 use guest_agent::{Event, MemoryWork, Pattern, Request};
 use support::hosts;
@@ -6,9 +7,9 @@ use support::{Failed, Need, Tests, ensure};
 
 use crate::guest::{CLOCKSOURCE, Guest, Image};
 
-/// What the guest writes, so that KVM maps it.
+/// The MiB that the guest writes, so that KVM maps them.
 const MIB: u64 = 256;
-/// 1 GiB of 2 MiB pages.
+/// 2 MiB pages: 1 GiB.
 const PAGES: u64 = 512;
 
 pub fn add(tests: &mut Tests, image: &Image, need: &Need) {
@@ -40,7 +41,8 @@ fn boots(image: &Image, vmlinux: &str, protocol: &str, backing: &str) -> Result<
         let prefix = format!("KVM's {name} ");
         ended.errors.lines().find_map(|line| line.split_once(&prefix)?.1.parse::<u64>().ok()).unwrap_or(0)
     };
-    // Half of what was written is mapped by 2 MiB at least: a guest's own small mappings cost a shadow page table some.
+    // At least half of the written memory is mapped by 2 MiB pages. With shadow paging the guest's
+    // own small mappings cost some.
     let (large, small) = (count("pages_2m"), count("pages_4k"));
     eprintln!("{large} mappings of 2 MiB, {small} of 4 KiB");
     ensure(large >= MIB / 4, || format!("{large} mappings of 2 MiB, {small} of 4 KiB:\n{}", ended.errors))

@@ -1,4 +1,4 @@
-//! One guest with every device there is, all of them used, and looked at from both sides.
+//! One guest with every device, with all of them used and checked from both sides.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -19,24 +19,24 @@ use crate::segments::Segments;
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 1 << 30;
-/// Where the guest finds its host, and where that finds it.
+/// The addresses of host and guest.
 const HOST: &str = "192.168.77.1";
 const GUEST: &str = "192.168.77.2";
-/// TCP over the tap, each way.
+/// Bytes over TCP through the tap, in each direction.
 const TRANSFER: usize = 16 << 20;
 /// The largest frame without offloads: 1500 bytes and a header.
 const ETHERNET: usize = 1514;
-/// Of the disk that is written.
+/// The size of the writable disk.
 const DISK: u64 = 16 * MIB;
 
-/// The tap: made by vellum, or by others before.
+/// The tap: created by vellum, or by the test before.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Tap {
     Ours,
     Others,
 }
 
-/// 2 vCPUs, 1 GiB, two disks, a network, a vsock, a console, entropy and a balloon.
+/// A guest with 2 vCPUs, 1 GiB, two disks, a network, a vsock, a console, entropy and a balloon.
 pub fn every_device(image: &Image, irqchip: &str, tap: Tap) -> Result<(), Failed> {
     let seed = std::process::id().into();
     eprintln!("seed {seed}");
@@ -58,7 +58,7 @@ pub fn every_device(image: &Image, irqchip: &str, tap: Tap) -> Result<(), Failed
     flag("--vsock", scratch.path("vsock").display().to_string());
     flag("--console", format!("file={}", console.display()));
     flags.extend(["--rng".to_owned(), "--balloon".into()]);
-    // A run of many steps says where it is.
+    // A long run prints its steps.
     let step = |what: &str| eprintln!("linux {} {irqchip}: {what}", image.version);
     let mut guest = Guest::start_as(scratch, image, "", flags)?;
     step("boots");
@@ -101,7 +101,7 @@ fn processors_and_memory(guest: &Guest, image: &Image) -> Result<(), Failed> {
     };
     let right = cpus == 2 && clocksource == CLOCKSOURCE && kernel.starts_with(&format!("{}.", image.version));
     ensure(right, || format!("{cpus} CPUs, {clocksource}, {kernel}"))?;
-    // All but the hole below 1 MiB, and the page that Linux takes for itself at 0.
+    // All except the hole below 1 MiB, and the page at 0 that Linux reserves.
     let ram = system_ram(&guest.shell("cat /proc/iomem")?);
     ensure((MEMORY - MIB..=MEMORY).contains(&ram), || format!("the guest sees {ram} bytes of RAM"))?;
     let interrupts = guest.shell("cat /proc/interrupts")?;
@@ -126,7 +126,8 @@ pub fn entropy(guest: &Guest) -> Result<(), Failed> {
     ensure(one != two, || format!("twice the same: {one}"))
 }
 
-/// Output, complaint and status of a command, to the byte; and an agent that goes on after a wrong one.
+/// A command's output, error output and status arrive unchanged, and the agent continues after an
+/// invalid command.
 pub fn vsock(guest: &Guest) -> Result<(), Failed> {
     let line = ["exec", guest.name(), "--", "sh", "-c", "echo out; echo err >&2; exit 7"];
     let output = guest.vellum(&line)?;
@@ -140,7 +141,7 @@ pub fn vsock(guest: &Guest) -> Result<(), Failed> {
     ensure(matches!(facts, Event::Facts { cpus: 2, .. }), || format!("{facts:?}"))
 }
 
-/// The guest's checksum of `device` is the host's of the file behind it.
+/// Checks that the guest's checksum of `device` is the host's of the file behind it.
 pub fn is_read(guest: &Guest, device: &str, file: &Path) -> Result<(), Failed> {
     let sum = |text: String| text.split_whitespace().next().unwrap_or_default().to_owned();
     let ours = sum(host(&["sha256sum", &file.to_string_lossy()])?);
@@ -148,7 +149,8 @@ pub fn is_read(guest: &Guest, device: &str, file: &Path) -> Result<(), Failed> {
     ensure(ours == theirs, || format!("{ours} was read as {theirs}"))
 }
 
-/// Read: the guest's checksum is the host's. Written: each stamp is verified in the guest, and by [`after_erasing`] here.
+/// The disk to read: the guest's checksum equals the host's. The disk to write: the guest verifies
+/// each stamp, and [`after_erasing`] checks the file.
 fn disks(guest: &Guest, known: &Path, written: &Path) -> Result<(), Failed> {
     is_read(guest, "/dev/vda", known)?;
     let facts =
@@ -174,7 +176,7 @@ fn disks(guest: &Guest, known: &Path, written: &Path) -> Result<(), Failed> {
         guest.ask(&zero)?.collect::<Result<Vec<_>, _>>()?;
     }
     let given_back = before.saturating_sub(fs::metadata(written)?.blocks()) * 512;
-    // A file system's own blocks may come or go meanwhile.
+    // The file system may allocate or free its own blocks meanwhile.
     ensure(given_back.abs_diff(8 * MIB) < MIB / 4, || format!("{given_back} bytes were given back of 8 MiB"))
 }
 
@@ -190,7 +192,7 @@ fn after_erasing(disk: &[u8]) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A tap with this machine on it; gone with the test.
+/// A tap with this machine on it. It is removed when this is dropped.
 struct Network {
     tap: String,
     made_by: Tap,
@@ -216,7 +218,8 @@ impl Network {
         }
     }
 
-    /// Noise to the guest and back over TCP, with offloads: segments larger than an Ethernet frame cross the tap.
+    /// Sends random data to the guest and back over TCP, with offloads: segments larger than an
+    /// Ethernet frame cross the tap.
     fn round_trip(&self, guest: &Guest, seed: u64) -> Result<(), Failed> {
         let listener = TcpListener::bind((HOST, 0))?;
         let port = listener.local_addr()?.port();
@@ -234,8 +237,8 @@ impl Network {
         });
         let address = guest.shell("cat /sys/class/net/eth0/address")?;
         ensure(address.trim() == "02:00:00:00:77:02", || format!("the guest's address is {address}"))?;
-        // nc by itself writes 1024 bytes at once. Where each of these is answered before the next, as by a host with shadow paging, its
-        // TCP never has more than one segment to send.
+        // nc writes 1024 bytes at once. If each of these is acknowledged before the next, as on a
+        // host with shadow paging, TCP never has more than one segment to send.
         guest.shell(&format!(
             "set -e; ip addr add {GUEST}/24 dev eth0; ip link set eth0 up
              nc {HOST} {port} > /tmp/got; nc {HOST} {port} -e dd if=/tmp/got bs=64k status=none; rm /tmp/got"
@@ -257,7 +260,7 @@ impl Drop for Network {
     }
 }
 
-/// A guest that is paused while it writes memory stands still, and has lost nothing when it goes on.
+/// A guest that is paused while it writes memory stands still, and loses nothing.
 fn pause_under_load(guest: &Guest, listener: &mut Client) -> Result<(), Failed> {
     let work = MemoryWork { mib: 400, rate_mib: 0, pattern: Pattern::Random, seconds: 2, seed: 7 };
     let mut seconds = guest.ask(&Request::Memory(work))?;
@@ -272,7 +275,7 @@ fn pause_under_load(guest: &Guest, listener: &mut Client) -> Result<(), Failed> 
     })?;
     let before = guest_ticks(guest)?;
     ensure(before.iter().all(|&ticks| ticks > 0), || format!("vCPUs that never ran: {before:?}"))?;
-    // Something that takes a while: these end with the machine still paused.
+    // A slow operation. It ends with the machine still paused.
     for _ in 0..10 {
         guest.ctl(&["pause"])?;
     }
@@ -293,14 +296,15 @@ fn pause_under_load(guest: &Guest, listener: &mut Client) -> Result<(), Failed> 
     ensure(events[0]["event"] == "paused" && events[1]["event"] == "resumed", || format!("{events:?}"))
 }
 
-/// Ticks that found each vCPU's thread in the guest. Those in its own code do not count: it may be asked again to pause.
+/// The ticks that each vCPU thread spent in the guest. Ticks in its own code do not count, because
+/// it may be asked again to pause.
 fn guest_ticks(guest: &Guest) -> Result<Vec<u64>, Failed> {
     let mut all = Vec::new();
     for task in fs::read_dir(format!("/proc/{}/task", guest.pid()))? {
         let stat = fs::read_to_string(task?.path().join("stat"))?;
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
         if stat.contains("(vcpu") {
-            // Field 43 of proc(5), guest_time, and the first two end with the parenthesis.
+            // Field 43 of proc(5), guest_time. The first two fields end with the parenthesis.
             all.push(fields[40].parse()?);
         }
     }
@@ -308,11 +312,12 @@ fn guest_ticks(guest: &Guest) -> Result<Vec<u64>, Failed> {
     Ok(all)
 }
 
-/// Up: the guest's free memory goes down by as much. Down: the guest has it back. Each is waited for, because Linux takes
-/// pages off its free lists while it reports them to the balloon: 32 blocks of 4 MiB at most, half of what is lent here.
+/// Inflated, the balloon takes that much of the guest's free memory. Deflated, it gives it back.
+/// The test waits for each, because Linux takes pages off its free lists while it reports them to
+/// the balloon: at most 32 blocks of 4 MiB, half of the size here.
 fn balloon(guest: &Guest) -> Result<(), Failed> {
     const BALLOON: u64 = 256;
-    /// What Linux may have taken meanwhile, or has on the lists of its CPUs: 17 MiB were seen.
+    /// What Linux may have used meanwhile, or has on its per-CPU lists. 17 MiB were seen.
     const SLACK: u64 = BALLOON / 4;
     let meminfo = |key: &str| -> Result<u64, Failed> {
         let kib = guest.shell(&format!("awk '/^{key}:/ {{print $2}}' /proc/meminfo"))?;
@@ -329,7 +334,7 @@ fn balloon(guest: &Guest) -> Result<(), Failed> {
             Err(Failed::from(format!("{why}: MemFree is {free} MiB:\n{all}")))
         })
     };
-    // What the page cache holds would be given up for the balloon, and not come back.
+    // Linux would reclaim the page cache for the balloon, and it would not come back.
     guest.shell("echo 3 > /proc/sys/vm/drop_caches")?;
     let total = meminfo("MemTotal")?;
     let before = free_when("the balloon is empty", &|free| free + total / 5 >= total)?;
@@ -341,8 +346,9 @@ fn balloon(guest: &Guest) -> Result<(), Failed> {
     free_when("the balloon is down", &|free| free + SLACK >= before).map(drop)
 }
 
-/// Which message a balloon that stands still has lost. Resumed, the device looks at its queues again: what moves it then is
-/// a notification from the guest. Asked again, it interrupts, and the driver looks at its queues: that was an interrupt.
+/// Finds which message a stuck balloon has lost. A resume makes the device look at its queues
+/// again: if that helps, a notification from the guest was lost. A new request interrupts the
+/// guest, whose driver looks at its queues: if that helps, an interrupt was lost.
 fn stuck(guest: &Guest, failed: Failed) -> Failed {
     let size = || -> Result<Value, Failed> { Ok(guest.ctl(&["status"])?["balloon"].clone()) };
     let moves = |words: &[&[&str]]| -> Result<String, Failed> {
@@ -352,7 +358,7 @@ fn stuck(guest: &Guest, failed: Failed) -> Failed {
         Ok(format!("{words:?}: {}", if after.is_ok() { "it moves" } else { "it stays" }))
     };
     let mut said = vec![failed.message().unwrap_or_default().to_owned()];
-    // The guest itself may not answer any more, so it is asked last, and what is known is told before.
+    // The guest itself may not answer, so it is asked last.
     for words in [&[&["pause"][..], &["resume"]][..], &[&["balloon", "128m"]]] {
         said.push(moves(words).unwrap_or_else(|failed| format!("{failed:?}")));
     }
@@ -371,6 +377,6 @@ fn resident_mib(guest: &Guest) -> Result<u64, Failed> {
 fn clocks(guest: &Guest) -> Result<(), Failed> {
     let event = guest.ask_one(&Request::Clock { seconds: 1 })?;
     let Event::Clock { backwards: 0, drift_ns, .. } = event else { return Err(format!("{event:?}").into()) };
-    // Nobody steers the clock here, so the two differ by what reading one after the other takes.
+    // The clock is not adjusted, so the two differ only by the time between the two readings.
     ensure(drift_ns.abs() < 50_000_000, || format!("{event:?}"))
 }

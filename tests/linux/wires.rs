@@ -1,4 +1,5 @@
-//! A network that a guest keeps while it moves: a bridge of this machine, with a tap for each side of the move.
+//! A network that a guest keeps while it migrates: a bridge of this machine, with a tap for each
+//! side.
 
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -11,16 +12,16 @@ use support::{Failed, LIMIT, Scratch, ensure, eventually};
 
 use crate::guest::{Guest, host, scratch, short_name};
 
-/// Where the guest finds its host, and where that finds it.
+/// The addresses of host and guest.
 const HOST: Ipv4Addr = Ipv4Addr::new(192, 168, 78, 1);
 const GUEST: Ipv4Addr = Ipv4Addr::new(192, 168, 78, 2);
 const MAC: &str = "02:00:00:00:78:02";
-/// A port at which nobody listens: a guest whose network works refuses it at once.
+/// A closed port. A guest whose network works refuses a connection to it at once.
 const CLOSED: u16 = 9;
 /// How long one look takes at most.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Whether this machine has bridges.
+/// Requires bridges on this machine.
 pub fn bridges() -> Result<(), String> {
     scratch().and_then(|scratch| Wires::new(&scratch)).map(drop).map_err(|failed| {
         let why = failed.message().unwrap_or_default().to_owned();
@@ -28,7 +29,7 @@ pub fn bridges() -> Result<(), String> {
     })
 }
 
-/// A bridge, and two taps in it: a machine that comes cannot have the tap of the one that it comes from.
+/// A bridge with two taps: the target of a migration cannot use the source's tap.
 pub struct Wires {
     bridge: String,
     taps: [String; 2],
@@ -52,12 +53,12 @@ impl Wires {
         Ok(this)
     }
 
-    /// The flags of the machine that the guest is in after so many moves.
+    /// The flags of the machine that the guest is in after this many moves.
     pub fn flags(&self, moves: usize) -> [String; 2] {
         ["--net".into(), format!("tap={},mac={MAC}", self.taps[moves % 2])]
     }
 
-    /// Gives the guest its address.
+    /// Configures the guest's address.
     pub fn up(&self, guest: &Guest) -> Result<(), Failed> {
         guest.shell(&format!("ip addr add {GUEST}/24 dev eth0 && ip link set eth0 up")).map(drop)
     }
@@ -74,14 +75,14 @@ impl Drop for Wires {
     }
 }
 
-/// Whoever asks the guest's network again and again, and knows for how long it did not answer.
+/// Probes the guest's network again and again, and measures the longest time without an answer.
 pub struct Outage {
     over: Arc<AtomicBool>,
     asker: JoinHandle<(u64, Duration)>,
 }
 
 impl Outage {
-    /// Begins, once the guest answers.
+    /// Starts once the guest answers.
     pub fn watch() -> Result<Self, Failed> {
         answers_soon()?;
         let over = Arc::new(AtomicBool::new(false));
@@ -92,7 +93,7 @@ impl Outage {
                 if answers() {
                     (answered, longest) = (answered + 1, longest.max(last.elapsed()));
                     last = Instant::now();
-                    // The guest is to work, not to answer.
+                    // The guest should work, and not only answer.
                     std::thread::sleep(LOOK);
                 }
             }
@@ -101,7 +102,7 @@ impl Outage {
         Ok(Self { over, asker })
     }
 
-    /// The longest time between two answers, of which the last comes now.
+    /// The longest time between two answers. The last answer comes now.
     pub fn longest(self) -> Result<Duration, Failed> {
         answers_soon()?;
         self.over.store(true, Ordering::Relaxed);
@@ -111,7 +112,7 @@ impl Outage {
     }
 }
 
-/// That the guest's network answers, or does again.
+/// Waits until the guest's network answers.
 pub fn answers_soon() -> Result<(), Failed> {
     eventually(LIMIT, "the guest's network answers", || Ok(answers().then_some(())))
 }
@@ -121,14 +122,14 @@ fn answers() -> bool {
     answer.is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// A TCP connection that the guest tells its uptime on.
+/// A TCP connection on which the guest reports its uptime.
 pub struct Reported {
     lines: BufReader<TcpStream>,
     last: f64,
 }
 
 impl Reported {
-    /// The guest connects, and tells ten times a second.
+    /// The guest connects, and reports ten times a second.
     pub fn begin(guest: &Guest) -> Result<Self, Failed> {
         let listener = TcpListener::bind((HOST, 0))?;
         let port = listener.local_addr()?.port();
@@ -140,7 +141,7 @@ impl Reported {
         Ok(Self { lines: BufReader::new(stream), last: 0.0 })
     }
 
-    /// Reads what has come since, and what comes until the guest has told that it was up for longer than `uptime` seconds: its
+    /// Reads reports until the guest was up for longer than `uptime` seconds, and checks that its
     /// clock never went back.
     pub fn past(&mut self, uptime: f64) -> Result<(), Failed> {
         while self.last <= uptime {

@@ -1,4 +1,5 @@
-//! What a guest does while it moves or is saved, and how it is looked at afterwards: data in memory, a disk that is written, clocks.
+//! A guest's work while it migrates or is saved, and its checks afterwards: data in memory, a disk
+//! that is written, clocks.
 
 use std::fs;
 use std::ops::RangeInclusive;
@@ -10,12 +11,13 @@ use support::{Failed, ensure};
 
 use crate::guest::Guest;
 
-/// Of the disk that is written, in sectors.
+/// The sectors of the disk that is written.
 const SECTORS: u64 = 2048;
-/// By how much the guest's clock may have left the host's meanwhile, in seconds.
+/// How far the guest's clock may deviate from the host's, in seconds.
 const CLOCK: f64 = 0.05;
 
-/// What runs in the guest meanwhile: each sector of the disk is written in turn, with a number that rises.
+/// The programs in the guest: one writes each sector of the disk in turn with increasing numbers,
+/// one checks the clock.
 const WORKERS: &str = "\
     (i=0; while i=$((i+1)); do
        printf %-512d $i | dd of=/dev/vda bs=512 seek=$((i % 2048)) conv=notrunc,fsync 2>/dev/null && echo $i > /tmp/flushed.new &&
@@ -23,32 +25,32 @@ const WORKERS: &str = "\
     (last=0; while :; do now=$(cut -d' ' -f1 /proc/uptime | tr -d .)
        [ $now -ge $last ] || echo back from $last to $now >> /tmp/backwards; last=$now; done) > /dev/null 2>&1 &";
 
-/// An empty disk for it.
+/// Creates an empty disk.
 pub fn empty(disk: &Path) -> Result<(), Failed> {
     Ok(fs::write(disk, vec![0; SECTORS as usize * 512])?)
 }
 
-/// Begins, with so much data of which the guest has the sum.
+/// Starts the work, with `mib` MiB of data with a known checksum.
 pub fn begin(guest: &Guest, mib: u64) -> Result<(), Failed> {
     guest.shell(&format!(
         "dd if=/dev/urandom of=/tmp/data bs=1M count={mib} 2>/dev/null && sha256sum /tmp/data > /tmp/sum"
     ))?;
     guest.shell(WORKERS)?;
-    // What is counted is there from its first round on.
+    // The counter exists from the first round on.
     guest.shell("until [ -e /tmp/flushed ]; do :; done").map(drop)
 }
 
-/// That its data has the sum that it had, and that its clock never went back.
+/// Checks that the data has its checksum, and that the clock never went back.
 pub fn is_as_it_was(guest: &Guest) -> Result<(), Failed> {
     guest.shell("sha256sum -c /tmp/sum && ! cat /tmp/backwards 2>/dev/null").map(drop)
 }
 
-/// How often the writer of the disk has been round.
+/// The last number that was written and flushed.
 pub fn count(guest: &Guest) -> Result<u64, Failed> {
     Ok(guest.shell("cat /tmp/flushed")?.trim().parse()?)
 }
 
-/// That each sector that was flushed before number `last` was holds its number, or one that came later.
+/// Checks that each sector that was flushed up to number `last` holds its number or a later one.
 pub fn holds(disk: &Path, last: u64) -> Result<(), Failed> {
     let disk = fs::File::open(disk)?;
     for number in last.saturating_sub(SECTORS).max(1)..=last {
@@ -63,7 +65,7 @@ pub fn holds(disk: &Path, last: u64) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The guest's uptime, and between which times of this host it was read; in seconds.
+/// The guest's uptime in seconds, and the host's times before and after it was read.
 pub struct Clock {
     pub guest: f64,
     host: [f64; 2],
@@ -78,13 +80,15 @@ impl Clock {
         Ok(Self { guest, host: [from, EPOCH.elapsed().as_secs_f64()] })
     }
 
-    /// That as much time has passed there as here since `before`; how long reading took is not known to either.
+    /// Checks that as much time has passed in the guest as on the host since `before`, within the
+    /// time that reading took.
     pub fn agrees_with(&self, before: &Self) -> Result<(), Failed> {
         let here = self.since(before);
         self.is_within(before, *here.start()..=*here.end())
     }
 
-    /// That the guest saw nothing of `gone` seconds, at least, of what has passed here since `before`.
+    /// Checks that at least `gone` seconds of the host's time since `before` did not pass for the
+    /// guest.
     pub fn stood_still(&self, before: &Self, gone: f64) -> Result<(), Failed> {
         self.is_within(before, 0.0..=*self.since(before).end() - gone)
     }

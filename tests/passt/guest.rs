@@ -1,4 +1,5 @@
-//! A guest's side of the wire: the tests' own driver, and smoltcp's TCP/IP on it, in this process.
+//! A guest's side of the network: the tests' own driver, and smoltcp's TCP/IP on it, in this
+//! process.
 
 use std::time::Instant;
 
@@ -18,30 +19,30 @@ use vellum_devices::virtio::transport::Codec;
 pub const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
-/// How long the event loop is waited for at a time, in milliseconds.
+/// How long one wait for the event loop takes, in milliseconds.
 const TURN: i32 = 5;
 /// Bytes of a frame and of the header before it.
 const FRAME: usize = 1514;
 const HEADER: usize = 12;
 
-/// Where the buffer is that goes with a descriptor: each has its own, for either queue.
+/// The address of the buffer of a descriptor. Each descriptor of each queue has its own.
 fn buffer(queue: usize, head: u16) -> u64 {
     BUFFERS + 0x10000 * queue as u64 + 0x1000 * u64::from(head)
 }
 
-/// An interface of `net`, as the command line says it.
+/// The interface of a `--net` value.
 pub fn interface(net: &str) -> Result<Net, Failed> {
     let config = net::parse(&format!("{net},mac=02:00:00:00:00:09")).map_err(|error| error.to_string())?;
     Ok(Net::open(&config)?)
 }
 
-/// The wire, as smoltcp has it.
+/// The network device for smoltcp.
 pub struct Wire {
     pub driver: Driver,
-    /// Frames that were sent so far, and those of them that the device has given back.
+    /// The number of frames sent, and of those that the device has returned.
     sent: u64,
     given_back: u64,
-    /// Who has sent the last frame that came.
+    /// The sender of the last received frame.
     other: EthernetAddress,
 }
 
@@ -53,7 +54,7 @@ impl Wire {
         }
     }
 
-    /// Sends a frame, where there is room.
+    /// Sends a frame. There must be room.
     pub fn send(&mut self, frame: &[u8]) {
         let at = buffer(TRANSMIT, (self.sent % u64::from(QUEUE_SIZE)) as u16);
         self.driver.put(at, &[&[0; HEADER], frame].concat());
@@ -87,7 +88,7 @@ impl Device for Wire {
 
     fn receive(&mut self, _: Now) -> Option<(Frame, Way<'_>)> {
         self.settle();
-        // What is received may be answered.
+        // smoltcp may answer a received frame, which needs room.
         if self.sent - self.given_back == u64::from(QUEUE_SIZE) {
             return None;
         }
@@ -111,7 +112,7 @@ impl Device for Wire {
     }
 }
 
-/// What DHCP gives.
+/// The result of DHCP.
 pub struct Lease {
     pub address: Ipv4Address,
     pub router: Option<Ipv4Address>,
@@ -140,7 +141,7 @@ impl Guest {
         Ok(Self { wire, interface, sockets, started, next_port: 49152 })
     }
 
-    /// The same guest behind another interface, whose process has none of its connections.
+    /// The same guest behind another interface. Its process has none of the guest's connections.
     pub fn moved_to(self, net: &str) -> Result<Self, Failed> {
         let Self {
             wire: Wire { driver, sent, given_back, other },
@@ -150,8 +151,8 @@ impl Guest {
             next_port,
         } = self;
         let wire = Wire { driver: driver.move_to(interface(net)?, |_| ()), sent, given_back, other };
-        // As its machine does once it runs: a passt that has heard nothing of its guest does not know its MAC address, and begins a connection
-        // with one SYN only.
+        // The machine does this when it runs. A passt that has received nothing from its guest does
+        // not know its MAC address, and starts a connection with a single SYN.
         wire.driver.device.arrived();
         Ok(Self { wire, interface: own, sockets, started, next_port })
     }
@@ -161,7 +162,7 @@ impl Guest {
         self.interface.poll(now, &mut self.wire, &mut self.sockets);
     }
 
-    /// What `done` gives once that is something, while the guest and its device go on.
+    /// Runs the guest and its device until `done` returns a value.
     pub fn until<T>(
         &mut self,
         what: &str,
@@ -181,7 +182,7 @@ impl Guest {
         }
     }
 
-    /// Takes an address by DHCP, and whatever comes with it.
+    /// Gets an address by DHCP.
     pub fn dhcp(&mut self) -> Result<Lease, Failed> {
         let handle = self.sockets.add(dhcpv4::Socket::new());
         let lease = self.until("an address by DHCP", |guest| {
@@ -204,7 +205,7 @@ impl Guest {
         Ok(lease)
     }
 
-    /// The address of `name`, by the resolver `server`.
+    /// Resolves `name` with the resolver `server`.
     pub fn resolve(&mut self, name: &str, server: Ipv4Address) -> Result<Vec<IpAddress>, Failed> {
         let handle = self.sockets.add(dns::Socket::new(&[server.into()], Vec::new()));
         let socket = self.sockets.get_mut::<dns::Socket<'_>>(handle);
@@ -230,14 +231,14 @@ impl Guest {
         self.sockets.get_mut(handle)
     }
 
-    /// A socket that waits for a connection to `port`.
+    /// A socket that listens on `port`.
     pub fn listen(&mut self, port: u16) -> Result<SocketHandle, Failed> {
         let handle = self.tcp_socket();
         self.tcp(handle).listen(port).map_err(|error| format!("{error:?}"))?;
         Ok(handle)
     }
 
-    /// A socket that begins to connect.
+    /// A socket that starts to connect.
     pub fn begin_connect(&mut self, to: Ipv4Address, port: u16) -> Result<SocketHandle, Failed> {
         let handle = self.tcp_socket();
         self.next_port += 1;
@@ -247,7 +248,7 @@ impl Guest {
         Ok(handle)
     }
 
-    /// A socket that is connected; `None` where that was refused.
+    /// A connected socket, or `None` if the connection was refused.
     pub fn connect(&mut self, to: Ipv4Address, port: u16) -> Result<Option<SocketHandle>, Failed> {
         let handle = self.begin_connect(to, port)?;
         self.until("a connection, or none", |guest| match guest.tcp(handle).state() {
@@ -266,12 +267,12 @@ impl Guest {
                 (count > 0).then_some(count)
             })?;
         }
-        // What is queued is on its way when the guest next does something.
+        // Queued data is sent at the next turn.
         self.turn();
         Ok(())
     }
 
-    /// What has come next, at least a byte of it; nothing at the end.
+    /// The next bytes, at least one. Empty at the end.
     pub fn receive(&mut self, handle: SocketHandle) -> Result<Vec<u8>, Failed> {
         self.until("more bytes", |guest| {
             let socket = guest.tcp(handle);
@@ -283,7 +284,7 @@ impl Guest {
         })
     }
 
-    /// A socket of UDP on `port`.
+    /// A UDP socket on `port`.
     pub fn udp(&mut self, port: u16) -> Result<SocketHandle, Failed> {
         let buffer = || udp::PacketBuffer::new(vec![udp::PacketMetadata::EMPTY; 8], vec![0; 8 << 10]);
         let handle = self.sockets.add(udp::Socket::new(buffer(), buffer()));
@@ -296,7 +297,7 @@ impl Guest {
         self.sockets.get_mut(handle)
     }
 
-    /// Sends the beginning of a connection, and a datagram, to an address that no stack lets out.
+    /// Sends a SYN and a datagram to an address that no network stack would send to.
     pub fn strays(&mut self, to: Ipv4Address, port: u16) {
         let from = self.interface.ipv4_addr().unwrap_or(Ipv4Address::UNSPECIFIED);
         let begin = TcpRepr {

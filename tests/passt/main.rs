@@ -1,5 +1,5 @@
-//! A network interface on a real passt: the tests' own driver has the guest's side, and smoltcp its TCP/IP, so that no KVM is needed and no
-//! guest; what Linux makes of it is in tests/linux.
+//! A network interface with a real passt. The tests' own driver is the guest's side, with smoltcp
+//! as its TCP/IP, so no KVM and no guest is needed. tests/linux tests it with Linux.
 
 mod guest;
 mod own;
@@ -22,9 +22,9 @@ use own::{GATEWAY, HOST};
 
 support::vellum!();
 
-/// What is sent through it in one piece.
+/// The bytes that are sent in one piece.
 const MUCH: usize = 64 << 20;
-/// The guest's port that is led to.
+/// The guest's port that is forwarded to.
 const PORT: u16 = 5000;
 
 fn main() -> ExitCode {
@@ -37,7 +37,7 @@ fn passt() -> Need {
     own::network()
 }
 
-/// A port of the host that is free now.
+/// A free port of the host.
 fn free() -> Result<u16, Failed> {
     Ok(UdpSocket::bind("127.0.0.1:0")?.local_addr()?.port())
 }
@@ -55,7 +55,7 @@ fn dhcp_gives_the_host_s_address_and_dns_a_resolver_on_loopback() -> Result<(), 
     let answers = thread::spawn(move || -> std::io::Result<Vec<u8>> {
         let mut query = [0; 512];
         let (len, from) = server.recv_from(&mut query)?;
-        // The question again, as a response (RFC 1035, 4.1), and an address for the name at byte 12.
+        // The query again, as a response (RFC 1035, 4.1), with an address for the name at byte 12.
         let mut response = query[..len].to_vec();
         (response[2], response[3], response[7]) = (0x81, 0x80, 1);
         response.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4]);
@@ -69,11 +69,11 @@ fn dhcp_gives_the_host_s_address_and_dns_a_resolver_on_loopback() -> Result<(), 
     ensure(asked.starts_with(b"\x06vellum\x07example\0"), || format!("{asked:?}"))
 }
 
-/// What the host says first.
+/// What the host sends first.
 const FIRST: &[u8] = b"to the guest";
 
-/// The guest's end of a connection that came by a forward, and the host's, which has said [`FIRST`]: Debian 12's passt leaves the guest's
-/// SYN-ACK unanswered until there is something to send.
+/// The guest's and the host's ends of a forwarded connection. The host has sent [`FIRST`], because
+/// Debian 12's passt does not answer the guest's SYN-ACK until there is data.
 fn connected(guest: &mut Guest, port: u16) -> Result<(smoltcp::iface::SocketHandle, TcpStream), Failed> {
     let handle = guest.listen(PORT)?;
     let stream = TcpStream::connect(("127.0.0.1", port))?;
@@ -100,7 +100,7 @@ fn a_forward_leads_in_by_tcp() -> Result<(), Failed> {
     guest.until("the host has all of it", |_| host.is_finished().then_some(()))?;
     let said = host.join().expect("it does not panic")?;
     ensure(said == "from the guest", || said)?;
-    // At the address that was given and at no other.
+    // At the given address and at no other.
     ensure(TcpStream::connect((HOST, port)).is_err(), || "the first forward is everywhere".into())?;
     ensure(TcpStream::connect(("127.0.0.1", other)).is_err(), || "the second forward is everywhere".into())?;
     TcpStream::connect((HOST, other))?;
@@ -110,7 +110,8 @@ fn a_forward_leads_in_by_tcp() -> Result<(), Failed> {
 #[test(passt())]
 fn a_forward_leads_in_by_udp() -> Result<(), Failed> {
     let port = free()?;
-    // Debian 12's passt loses a guest's answers by UDP to senders on the host itself where the gateway does not stand for it.
+    // Without the gateway as the host's loopback, Debian 12's passt loses the guest's UDP answers
+    // to senders on the host itself.
     let mut guest = Guest::new(&format!("user,host-loopback,forward=[udp:{port}:{PORT}]"))?;
     guest.dhcp()?;
     let handle = guest.udp(PORT)?;
@@ -160,7 +161,7 @@ fn sixty_four_mebibytes_go_through_each_way_unharmed() -> Result<(), Failed> {
     ensure((back.len(), checksum(&back)) == (MUCH, sum), || format!("{} bytes have come back", back.len()))
 }
 
-/// A listener on the host's loopback, who has a connection or has none.
+/// Sockets on the host's loopback, which may be reached or not.
 struct Loopback(TcpListener, UdpSocket);
 
 impl Loopback {
@@ -202,13 +203,15 @@ fn the_host_s_loopback_is_reached_where_that_was_asked_for_and_else_not() -> Res
             })?;
             continue;
         }
-        // A passt may leave what it cannot connect to without an answer.
+        // A passt may not answer if it cannot connect.
         let connection = guest.begin_connect(GATEWAY, there.port())?;
-        // Nor by the addresses that mean it: they are the guest's own, and no driver sends them anywhere.
+        // Nor by loopback addresses. They are the guest's own, and a network stack would not send
+        // them.
         for address in [Ipv4Addr::LOCALHOST, Ipv4Addr::new(127, 1, 2, 3), Ipv4Addr::UNSPECIFIED] {
             guest.strays(address, there.port());
         }
-        // passt takes frames in order: what came before an answer to a second question has had its effect.
+        // passt handles frames in order. Everything before the answer to a second DHCP request has
+        // had its effect.
         guest.dhcp()?;
         let (reached, state) = (there.is_reached(), guest.tcp(connection).state());
         ensure(reached == (false, false) && state != State::Established, || {
@@ -218,7 +221,7 @@ fn the_host_s_loopback_is_reached_where_that_was_asked_for_and_else_not() -> Res
     Ok(())
 }
 
-/// The passt that was given this port, by its command line.
+/// The process ID of the passt with this port on its command line.
 fn passt_of(port: u16) -> Result<Option<u32>, Failed> {
     let told = format!("127.0.0.1/{port}:{PORT}");
     for entry in std::fs::read_dir("/proc")?.flatten() {
@@ -247,7 +250,7 @@ fn a_passt_that_is_killed_takes_the_link_down() -> Result<(), Failed> {
     guest.until("the link goes down", |guest| (guest.wire.driver.config(6, 2) == [0, 0]).then_some(()))
 }
 
-/// It ends with the interface.
+/// passt ends with the interface.
 #[test(passt())]
 fn no_passt_is_left_behind() -> Result<(), Failed> {
     let port = free()?;
@@ -264,10 +267,10 @@ fn a_guest_that_moves_keeps_its_address_and_loses_its_connections() -> Result<()
     let address = guest.dhcp()?.address;
     let (_, mut old) = connected(&mut guest, before)?;
     let mut guest = guest.moved_to(&format!("user,forward={after}:{PORT}"))?;
-    // What held it has ended with the interface that was left.
+    // The passt that held it has ended with the old interface.
     let end = old.read(&mut [0; 16]);
     ensure(matches!(end, Ok(0) | Err(_)), || format!("{end:?}"))?;
-    // Its address is good before it asks anybody, and the one that it would be given.
+    // The guest's address works before DHCP, and is the one that DHCP would assign.
     let (handle, _stream) = connected(&mut guest, after)?;
     let heard = guest.receive(handle)?;
     ensure(heard == FIRST, || format!("{heard:?}"))?;
@@ -296,12 +299,12 @@ fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
         let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
         let mut machine = env.start("p", &mut env.command(&run))?;
         let pid = passt_of(port)?.ok_or("there is no passt")?;
-        // Kept until the machine has ended, which may have more to say.
+        // Kept until the machine has ended, because it may print more.
         let mut stderr = machine.child.stderr.take().map(BufReader::new).ok_or("no standard error")?;
         let mut said = String::new();
         if killed {
             kill(pid)?;
-            // It has to have noticed before it is stopped.
+            // The machine must have noticed before it is stopped.
             stderr.read_line(&mut said)?;
             ensure(is_running(&env, "p")?, || "it does not run on".into())?;
         }
@@ -334,7 +337,8 @@ fn a_machine_moves_to_a_passt_of_its_own() -> Result<(), Failed> {
     eventually(LIMIT, "passt ends", || Ok(passt_of(other)?.is_none().then_some(())))
 }
 
-/// Whether `command` is refused by one line, with status 2, that names `flag` and says `says`.
+/// Checks that `command` is refused with status 2 and one line that names `flag` and contains
+/// `says`.
 fn refused(command: &mut Command, flag: &str, says: &str) -> Result<(), Failed> {
     let output = command.output()?;
     let said = String::from_utf8_lossy(&output.stderr);

@@ -1,5 +1,6 @@
-//! A network of this program's own, so that nothing depends on the host's: an interface whose other end nobody answers, a default route, and
-//! a resolver on loopback, which the tests play.
+//! A network of this program's own, so that the tests do not depend on the host's: an interface
+//! whose other end does not answer, a default route, and a resolver on loopback, which the tests
+//! provide.
 
 use std::net::Ipv4Addr;
 use std::os::unix::process::CommandExt;
@@ -8,20 +9,21 @@ use std::{env, fs, process};
 
 use support::Need;
 
-/// Says that the program is in there.
+/// Set if the program runs in that network.
 const VARIABLE: &str = "VELLUM_TEST_NETWORK";
 
-/// The host's address, its gateway's, and its resolver's.
+/// The addresses of the host, its gateway and its resolver.
 pub const HOST: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 10);
 pub const GATEWAY: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 pub const RESOLVER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 53);
 
-/// What makes it; `$0` is a file that is mounted over resolv.conf. The gateway itself is unreachable at once, and not after a while.
+/// The script that creates the network. `$0` is a file that is mounted over resolv.conf. The
+/// gateway itself is unreachable at once, not after a timeout.
 const MADE: &str = "rm=$0; ip link set lo up && ip link add host0 type veth peer name wire0 && ip address add 192.0.2.10/24 dev host0 \
     && ip link set host0 up && ip link set wire0 up && ip route add default via 192.0.2.1 && ip route add unreachable 192.0.2.1 \
     && mount --bind \"$0\" /etc/resolv.conf && rm \"$rm\" && exec \"$@\"";
 
-/// Runs `command` in one.
+/// Runs `command` in such a network.
 fn within(command: &[String]) -> Option<Command> {
     let resolv = env::temp_dir().join(format!("vellum-resolv-{}", process::id()));
     fs::write(&resolv, format!("nameserver {RESOLVER}\n")).ok()?;
@@ -30,7 +32,7 @@ fn within(command: &[String]) -> Option<Command> {
     Some(unshare)
 }
 
-/// Has the program run again in one, where that can be made.
+/// Runs the program again in such a network, if one can be created.
 pub fn enter() {
     if env::var_os(VARIABLE).is_some() {
         return;
@@ -47,7 +49,7 @@ pub fn enter() {
     }
 }
 
-/// That there is one.
+/// Requires such a network.
 pub fn network() -> Need {
     ["unshare", "ip"].into_iter().try_for_each(support::tools::program)?;
     let remedy = "needs a network of its own: root, and veth interfaces";

@@ -1,10 +1,12 @@
-//! `cargo bench --bench boot`: from exec to the first byte on the serial port of a guest of a few bytes with 128 MiB,
-//! Vellum against the floor, and what Vellum occupies beside the guest's memory while that guest runs.
+//! `cargo bench --bench boot`: the time from exec to the first byte on the serial port, of a guest
+//! of a few bytes with 128 MiB, for Vellum and for the floors. Also Vellum's memory beside the
+//! guest's while that guest runs.
 //!
-//! Copies of all programs are started in turn, so that whatever else the host does falls on all alike; the medians of each are
-//! printed, and of their ratios to both floors, round by round, with the quartiles. On a host that does other work, a real-time
-//! priority (`chrt -f 10`) keeps most of it out of the figures. The floors are a static C program, `tests/perf/floor.c`, which `cc` compiles first: the
-//! calls that Vellum makes, and the fewest that bring a guest's byte out.
+//! Copies of all programs are started in turn, so that other load affects all alike. The benchmark
+//! prints the median of each, and the medians of the ratios to both floors, round by round, with
+//! quartiles. On a busy host a real-time priority (`chrt -f 10`) keeps most of the load out of the
+//! figures. The floors are a static C program, `tests/perf/floor.c`, which `cc` compiles first. One
+//! makes the calls that Vellum makes, the other the fewest that print a guest's byte.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -16,7 +18,7 @@ use support::perf::floor::{compiled, installed, median, multiples};
 
 const ROUNDS: usize = 100;
 
-/// Starts `program` and waits for its first byte; the milliseconds that took.
+/// Starts `program` and waits for its first byte. Returns the milliseconds that it took.
 fn start(program: &Path, args: &[&str]) -> (f64, Child) {
     let start = Instant::now();
     let mut child = Command::new(program)
@@ -32,8 +34,8 @@ fn start(program: &Path, args: &[&str]) -> (f64, Child) {
     (took, child)
 }
 
-/// The same once it does not change any more: code that only start-up needed is given back when nothing has happened for a
-/// moment.
+/// The overhead once it no longer changes. Code that only start-up needed is released after a
+/// moment without events.
 fn settled(pid: u32) -> u64 {
     let mut last = overhead(pid);
     loop {
@@ -46,7 +48,7 @@ fn settled(pid: u32) -> u64 {
     }
 }
 
-/// KiB of the process's proportional share of memory, without the mapping that is the guest's.
+/// The KiB of the process's proportional share of memory, without the mapping of the guest.
 fn overhead(pid: u32) -> u64 {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
     let number = |line: &str| line.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
@@ -54,7 +56,7 @@ fn overhead(pid: u32) -> u64 {
     for line in maps.lines() {
         match line.split(':').next() {
             Some("Size") => size = number(line).unwrap_or(0),
-            // The guest's memory is one mapping of 128 MiB, or what its slots make of it.
+            // The guest's memory is one mapping of 128 MiB, or one for each slot.
             Some("Pss") if size < 100 << 10 => total += number(line).unwrap_or(0),
             _ => {}
         }
@@ -63,7 +65,7 @@ fn overhead(pid: u32) -> u64 {
 }
 
 fn main() {
-    // `cargo test --benches` asks every benchmark whether it works.
+    // `cargo test --benches` runs every benchmark.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return;

@@ -1,9 +1,10 @@
 //! `cargo bench --bench dirty`: what Vellum adds to KVM's ioctls when a dirty log is harvested.
 //!
-//! A guest of 4 GiB dirties none, 1 % and all of its pages; a harvest is collect, scan and clear, through
-//! `DirtyTracker`, against the same ioctls made bare (one get and, where a page is dirty, one clear of the whole memslot, over a
-//! buffer of their own). The two take turns, so that whatever else the host does falls on both alike. A clean bitmap of 512 KiB (16 GiB of
-//! guest) is scanned too. `-- 0 1` measures only these percentages.
+//! A guest of 4 GiB dirties none, 1 % and all of its pages. A harvest is collect, scan and clear
+//! through `DirtyTracker`. It is compared with the bare ioctls: one get, and if a page is dirty one
+//! clear of the whole memslot, over a buffer of their own. The two take turns, so that other load
+//! affects both alike. A clean bitmap of 512 KiB (16 GiB of guest) is scanned too. `-- 0 1`
+//! measures only these percentages.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,7 +17,7 @@ use vellum_kvm::vm;
 use vellum_sys::dirty as sys;
 
 const SIZE: u64 = 4 << 30;
-/// Few where a round takes seconds, many where it takes milliseconds.
+/// Few rounds if one takes seconds, many if it takes milliseconds.
 fn rounds(percent: u64) -> usize {
     if percent > 10 { 41 } else { 401 }
 }
@@ -36,7 +37,7 @@ fn dirty(guest: &Guest, percent: u64) {
     guest.wait_all_rung().expect("the guest's pass");
 }
 
-/// Collects by the bare ioctls: seconds of get and of clear.
+/// Collects by the bare ioctls. Returns the seconds of get and of clear.
 fn bare(guest: &Guest, words: &mut [u64]) -> [f64; 2] {
     let slots = guest.vm.memory.slots();
     let mut parts = [0.0; 2];
@@ -45,10 +46,11 @@ fn bare(guest: &Guest, words: &mut [u64]) -> [f64; 2] {
         let pages = slot.pages();
         let (own, others) = rest.split_at_mut(scan::words_for(pages));
         let start = Instant::now();
-        // SAFETY: as many words as the memslot has pages, by 64.
+        // SAFETY: one word for each 64 pages of the memslot.
         unsafe { sys::get_log(&guest.vm.fd, slot.id(), own) }.expect("KVM_GET_DIRTY_LOG");
         parts[0] += start.elapsed().as_secs_f64();
-        // Nobody clears an empty log. To find that out is not among the ioctls, so it is not timed.
+        // An empty log is not cleared. Finding that out is not one of the ioctls, so it is not
+        // timed.
         if !scan::is_clean(own) {
             let start = Instant::now();
             sys::clear_log(&guest.vm.fd, slot.id(), 0, pages as u32, own).expect("KVM_CLEAR_DIRTY_LOG");
@@ -59,7 +61,8 @@ fn bare(guest: &Guest, words: &mut [u64]) -> [f64; 2] {
     parts
 }
 
-/// Collects as migration would: seconds of get, clear and the scan for runs, and the pages found.
+/// Collects as a migration would. Returns the seconds of get, clear and the scan for runs, and the
+/// pages found.
 fn harvest(tracker: &mut dyn DirtyTracker) -> ([f64; 3], u64) {
     let mut last = Instant::now();
     let mut lap = || {
@@ -108,7 +111,8 @@ fn main() {
         let rounds = rounds(percent);
         for round in 0..rounds {
             let (mut ioctls, mut vellum) = ([0.0; 2], [0.0; 3]);
-            // Each goes first every other time: what follows finds the host's caches as the other has left them.
+            // They take turns to go first, because the second one finds the host's caches as the
+            // first has left them.
             for turn in 0..2 {
                 dirty(&guest, percent);
                 if (round + turn) % 2 == 0 {
@@ -123,7 +127,8 @@ fn main() {
         let [get, clear, own_get, own_clear, scan] = samples.map(|mut samples| median(&mut samples) * 1e6);
         ratios.sort_by(f64::total_cmp);
         let more = |ratio: f64| (ratio - 1.0) * 100.0;
-        // Ranks around the median by the binomial distribution, which for a half is nearly normal.
+        // Ranks around the median by the binomial distribution, which is nearly normal for one
+        // half.
         let spread = (0.98 * (rounds as f64).sqrt()).ceil() as usize;
         println!(
             "  {percent:3} % dirty ({found:7} pages): bare get {get:.1} + clear {clear:.1} us; Vellum get {own_get:.1} + clear \

@@ -1,12 +1,12 @@
-//! `cargo bench --bench disk`: what a read of a qcow2 image costs beside one of a raw image.
+//! `cargo bench --bench disk`: the cost of a read of a qcow2 image compared to one of a raw image.
 //!
-//! The probe begins and ends around [`Image::read`], which is all that differs between the two: guest,
-//! queue and thread are the same. So the ratio is an upper bound of what a guest sees. Both files have the
-//! same 256 MiB and are in the page cache. Clusters are of 64 KiB and none is compressed.
+//! Only [`Image::read`] is timed, which is all that differs between the two. Guest, queue and
+//! thread are the same, so the ratio is an upper bound of what a guest sees. Both files have the
+//! same 256 MiB and are in the page cache. Clusters have 64 KiB, and none is compressed.
 //!
-//! The rivals take turns. Printed are medians of nanoseconds a read, and the median of the ratios of each
-//! round with its quartiles. On an emulated host whose clock counts instructions (`cargo lab run svm`)
-//! the ratios are of instructions.
+//! The rivals take turns. The benchmark prints the medians in nanoseconds per read, and the median
+//! of the ratios of each round with its quartiles. On an emulated host whose clock counts
+//! instructions (`cargo lab run svm`) the ratios are of instructions.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -24,7 +24,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 const BYTES: u64 = 256 << 20;
 const ROUNDS: usize = 31;
 
-/// Nanoseconds of each read of `len` bytes at the places `at`.
+/// The nanoseconds of each read of `len` bytes at the offsets `at`.
 fn reads(image: &Image, memory: &Memory, len: usize, at: &[u64]) -> Result<f64, Failed> {
     let start = Instant::now();
     for &at in at {
