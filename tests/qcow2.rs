@@ -1,4 +1,5 @@
-//! qcow2 images: QEMU's own tools make them, write to them and check them; Vellum reads and writes the same disks.
+//! qcow2 images. QEMU's tools create them, write to them and check them. Vellum reads and writes
+//! the same disks.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -19,9 +20,9 @@ fn main() -> ExitCode {
     Tests::from_args().run()
 }
 
-/// Bytes of each disk: no whole number of the larger clusters.
+/// The size of each disk in bytes. It is not a multiple of the larger cluster sizes.
 const SIZE: usize = (9 << 20) + 512;
-/// The longest request.
+/// The longest request in bytes.
 const MAX_REQUEST: usize = 300 << 10;
 
 /// The path of a file in `scratch`.
@@ -40,7 +41,7 @@ fn open(path: &str, write: bool) -> Result<File, Failed> {
     Ok(File::options().read(true).write(write).open(path)?)
 }
 
-/// Guest memory, from which requests are written and to which they are read.
+/// Guest memory for the data of requests.
 struct Guest(Memory);
 
 impl Guest {
@@ -48,7 +49,7 @@ impl Guest {
         Ok(Self(Memory::map(layout::RAM, MemoryConfig::new(2 << 20))?))
     }
 
-    /// `len` bytes of memory, in pieces of odd sizes, as a driver may give them.
+    /// `len` bytes of memory, in pieces of odd sizes, which a driver may use.
     fn slices(&self, len: usize) -> Slices<'_> {
         let (mut slices, mut at) = (Slices::default(), 0);
         while at < len {
@@ -83,7 +84,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Fails unless `image` has exactly `model`.
+    /// Fails unless the contents of `image` are exactly `model`.
     fn compare(&self, image: &Image, model: &[u8]) -> Result<(), Failed> {
         for (number, due) in model.chunks(MAX_REQUEST).enumerate() {
             let at = number * MAX_REQUEST;
@@ -94,7 +95,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Random requests to `image` and to `model` alike.
+    /// Applies random requests to both `image` and `model`.
     fn exercise(
         &self,
         image: &mut Image,
@@ -114,7 +115,7 @@ impl Guest {
                     part.fill(0);
                 }
                 1 => {
-                    // It reads as zeroes, or nothing has changed.
+                    // A discarded range reads as zeroes. If nothing was discarded, it is unchanged.
                     if image.discard(at as u64, len as u64)? {
                         part.fill(0);
                     }
@@ -146,7 +147,7 @@ fn contents(random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// The options with which QEMU makes an image, and those of the conversion.
+/// The options with which QEMU creates an image, and the options of the conversion.
 const KINDS: [(&str, &[&str]); 30] = [
     ("compat=0.10", &[]),
     ("compat=0.10,cluster_size=512", &[]),
@@ -184,7 +185,7 @@ fn writable(path: &str) -> Result<Image, Failed> {
     Ok(Image::Qcow2(Box::new(Qcow2::open(open(path, true)?, true, Named::default())?)))
 }
 
-/// What QEMU says of the image: it is sound, and has exactly `model`.
+/// Checks with QEMU that the image is valid and has exactly the contents `model`.
 fn is_sound(scratch: &Scratch, path: &str, model: &[u8]) -> Result<(), Failed> {
     run("qemu-img", &["check", "-q", path])?;
     let due = file(scratch, "due.raw");
@@ -297,7 +298,8 @@ fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
             refused(options, due)?;
         }
     }
-    // Header fields: crypt_method, and the dirty and the corrupt bit of incompatible_features.
+    // Fields of the header: crypt_method, and the dirty and the corrupt bit of
+    // incompatible_features.
     for (at, byte, due) in [(35, 2, "encrypted"), (79, 1, "not closed in order"), (79, 2, "corrupt")] {
         let mut was = [0];
         let file = open(&path, true)?;
@@ -309,8 +311,8 @@ fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
     Ok(())
 }
 
-/// An image that another machine has is refused before a byte of it is changed: imago clears the autoclear features of an
-/// image that it opens for writing.
+/// An image that another machine uses is refused before any byte of it changes. imago clears the
+/// autoclear features of an image when it opens it for writing.
 #[test(tools::program("qemu-img"))]
 fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
@@ -329,7 +331,7 @@ fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
     Ok(Blk::open(&config).map(drop)?)
 }
 
-/// An overlay on a qcow2 image has what the guest writes; the image stays as it is.
+/// An overlay on a qcow2 image holds what the guest writes. The image does not change.
 #[test(tools::program("qemu-img"))]
 fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
@@ -347,7 +349,8 @@ fn an_overlay_leaves_its_image_alone() -> Result<(), Failed> {
     ensure(fs::read(&path)? == before, || "the image has changed".into())
 }
 
-/// Damaged tables end in an error or in other contents, never in a panic, an endless loop or more memory than the image has.
+/// Damaged tables may cause an error or wrong contents. They must not cause a panic, an endless
+/// loop, or the use of more memory than the image has.
 #[test(tools::program("qemu-img"))]
 fn damaged_images_end_in_errors() -> Result<(), Failed> {
     let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
@@ -361,7 +364,7 @@ fn damaged_images_end_in_errors() -> Result<(), Failed> {
         fs::write(&damaged, &sound)?;
         let file = open(&damaged.display().to_string(), true)?;
         match random.below(4) {
-            // The header, the tables behind it, anything; or the end is missing.
+            // Damages the header, the tables behind it, or any byte, or cuts off the end.
             0 => file.write_all_at(&random.below(u64::MAX).to_be_bytes(), random.below(104))?,
             1 => file.write_all_at(
                 &random.below(u64::MAX).to_be_bytes(),

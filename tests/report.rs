@@ -1,5 +1,5 @@
-//! Result files: what is written is what the schema says, what is read is believed only where it can be, and whatever
-//! the bytes are, reading and showing them ends.
+//! Result files. Files that are written match the schema. Files that are read are checked. Reading
+//! and showing always ends, for any bytes.
 
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -57,12 +57,12 @@ fn example() -> Value {
     serde_json::from_str(include_str!("data/dirty-log.json")).unwrap()
 }
 
-/// Everything about a result, as text.
+/// The complete result as text.
 fn shown(report: &Report, width: usize) -> String {
     terminal::render(std::slice::from_ref(report), Form::Text(width), Extent::Whole)
 }
 
-/// A file of this test's own that goes away with it.
+/// A file of this test, which is removed at the end.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -77,7 +77,8 @@ impl Drop for Scratch {
     }
 }
 
-/// The part of JSON Schema (draft 2020-12) that the schema uses; a keyword beyond it fails the test rather than pass.
+/// Checks the part of JSON Schema (draft 2020-12) that the schema uses. The test fails on any other
+/// keyword.
 fn violations(schema: &Value, root: &Value, value: &Value, at: &str, found: &mut Vec<String>) {
     let is = |name: &str| match name {
         "object" => value.is_object(),
@@ -172,7 +173,7 @@ fn what_is_written_is_what_the_schema_says() {
     assert_eq!(check(&example()), [""; 0]);
 }
 
-/// A result of the version before is read as if it had been written today, and has no cases.
+/// A result of the previous version reads the same as a current one. It has no cases.
 #[test]
 fn the_last_version_is_read() {
     let old = json::read(Path::new("tests/golden/report-2.json")).unwrap();
@@ -243,7 +244,7 @@ fn a_run_that_never_starts_leaves_the_earlier_result_or_nothing() {
     open().write(&json::text(&[produced()]).unwrap()).unwrap();
     open().discard();
     assert_eq!(json::read(&file.0).unwrap().len(), 1);
-    // Opened, then the run failed.
+    // The file is opened, then the run fails.
     drop(open());
     assert_eq!(json::read(&file.0).unwrap().len(), 1);
 }
@@ -258,7 +259,7 @@ fn what_is_no_result_is_not_written_over() {
         assert!(error.contains(what) && error.contains("disk.img"), "{error}");
     }
     assert_eq!(std::fs::read(&file.0).unwrap(), image);
-    // A result is no page, and may be of another version.
+    // A result file is not a page, and may have another version.
     std::fs::write(&file.0, "{\"schema\": 1, \"vellum\": \"0.1.0\"}").unwrap();
     assert!(Writer::open(&file.0, Kind::Page).is_err());
     Writer::open(&file.0, Kind::Results).unwrap().write(&json::text(&[produced()]).unwrap()).unwrap();
@@ -284,7 +285,7 @@ fn a_page_is_not_written_over_what_it_is_made_of() {
     assert_eq!(std::fs::read(&file.0).unwrap(), text);
 }
 
-/// As on a full disk: a file may not grow beyond 8 KiB, and a page is larger.
+/// A file size limit of 8 KiB, which is less than a page, acts like a full disk.
 #[test]
 fn what_does_not_fit_leaves_what_was_there() {
     let (file, page) = (Scratch::new("fits.json"), Scratch::new("page.html"));
@@ -411,7 +412,7 @@ fn the_text_stands_alone() {
     }
     let widest = text.lines().filter(|l| !l.starts_with("$ ")).map(|l| l.chars().count()).max().unwrap();
     assert!(widest <= 100, "{widest} columns:\n{text}");
-    // What does not fit beside the rest follows below it.
+    // Text that does not fit beside the rest is shown below it.
     for width in [72, 80, 200] {
         let text = shown(&report, width);
         let widest = text.lines().filter(|l| !l.starts_with("$ ")).map(|l| l.chars().count()).max().unwrap();
@@ -430,7 +431,8 @@ fn the_corpus_and_its_mutations_do_no_harm() {
     for input in &inputs {
         fuzz_targets::report(input);
     }
-    // Changes that keep much of the structure, so that many get past the parser. The seed is printed on failure.
+    // The changes keep much of the structure, so that many inputs get past the parser. The seed is
+    // printed if the test fails.
     let seed = std::env::var("VELLUM_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_26u64);
     println!("VELLUM_TEST_SEED={seed}");
     let mut state = seed;

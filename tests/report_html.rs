@@ -1,7 +1,9 @@
-//! The HTML page in a browser: nothing is cut off, a phone does not scroll sideways, and dark is dark.
+//! The HTML page in a browser: nothing is cut off, a phone does not scroll sideways, and the dark
+//! scheme is dark.
 //!
-//! A probe script, which the page itself would forbid, is added to a copy of it and measures what headless Chromium
-//! laid out. The screenshots stay in the target's tmp directory, to be looked at.
+//! The page itself forbids scripts. The test adds a probe script to a copy of it, which measures
+//! the layout in headless Chromium. The screenshots stay in the target's tmp directory for
+//! inspection.
 
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -25,7 +27,8 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-/// Leaves its findings as JSON in the outer page's title, which `--dump-dom` prints.
+/// The script leaves its findings as JSON in the title of the outer page, which `--dump-dom`
+/// prints.
 const PROBE: &str = r#"<script>
 // A comparison has its own colours in the legend, or none.
 const css = (e, p) => e && getComputedStyle(e).getPropertyValue(p);
@@ -62,7 +65,7 @@ top.document.title = JSON.stringify({
 fn look(browser: &Path, name: &str, width: u32, dark: bool) -> Result<(), Failed> {
     let mut results = json::read(Path::new("tests/data/dirty-log.json"))?;
     results[0].fail(Some("planted".into()), Premise::OneCpu);
-    // What benchmarks have by tests and by rows, whose names do not fit below their bars.
+    // Benchmarks have such figures by test and by row. Their names do not fit below the bars.
     for (i, index) in ["map", "unmap_chunked", "move_inactive", "hugetlb-1g-20g-40"].into_iter().enumerate() {
         results[0].figure(Label::of("call_time", index), "s", 0.001 * (i + 1) as f64);
     }
@@ -107,13 +110,13 @@ fn look(browser: &Path, name: &str, width: u32, dark: bool) -> Result<(), Failed
     Ok(())
 }
 
-/// What the browser laid out of `page`.
+/// The findings of the probe about `page`.
 fn measured(browser: &Path, directory: &Path, width: u32, dark: bool, page: &str) -> Result<Value, Failed> {
     let file = directory.join("page.html");
     std::fs::write(&file, page)?;
     let policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">";
     assert!(page.contains(policy), "the page does not forbid scripts");
-    // A window has a smallest width that is wider than a phone; a frame has none.
+    // A window cannot be as narrow as a phone, but a frame can.
     let framed = directory.join("framed.html");
     let inner =
         page.replace(policy, "").replace("</body>", PROBE).replace('&', "&amp;").replace('"', "&quot;");

@@ -1,4 +1,4 @@
-//! `vellum run` without a kernel, as a user types it: what it prints, how it ends, and what it refuses.
+//! `vellum run` without a kernel, as a user enters it: its output, its exit status, and its errors.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -53,7 +53,7 @@ fn preallocated_and_locked() -> Result<(), Failed> {
     succeed("--memory 16m,prealloc,lock")
 }
 
-/// A memory control group of this test's own, of 64 MiB; or why there is none.
+/// A memory control group of 64 MiB for this test. The error says why there is none.
 struct Group(PathBuf);
 
 impl Group {
@@ -96,7 +96,7 @@ fn memory_beyond_the_control_groups_limit() -> Result<Completion, Failed> {
         let good = output.status.code() == Some(2) && said.lines().count() == 1;
         ensure(good && says.iter().all(|part| said.contains(part)), || format!("{output:?}"))?;
     }
-    // Of 256 MiB it touches one page in each.
+    // The workload touches one page in each MiB, 256 in all.
     let output = group.vellum("run --memory 256m --workload write,stride=1m --passes 1")?;
     let said = String::from_utf8_lossy(&output.stderr);
     let warned = said.lines().count() == 1 && said.contains("256m of guest memory is more than the");
@@ -107,7 +107,7 @@ fn memory_beyond_the_control_groups_limit() -> Result<Completion, Failed> {
     Ok(Completion::Completed)
 }
 
-/// At each of the descriptors that a machine needs.
+/// Tests the limit at each descriptor that a machine needs.
 #[test(kvm())]
 fn too_few_descriptors_are_named_with_the_remedy() -> Result<(), Failed> {
     for limit in 6..=10 {
@@ -121,7 +121,7 @@ fn too_few_descriptors_are_named_with_the_remedy() -> Result<(), Failed> {
     Ok(())
 }
 
-/// KVM's own limit on a memslot is told before KVM says "invalid argument".
+/// Vellum reports KVM's limit on a memslot before KVM fails with "invalid argument".
 #[test(kvm())]
 fn a_memslot_that_kvm_does_not_take_is_refused() -> Result<(), Failed> {
     let output = Command::new(VELLUM).args(["run", "-m", "20t", "--passes", "1"]).output()?;
@@ -132,7 +132,8 @@ fn a_memslot_that_kvm_does_not_take_is_refused() -> Result<(), Failed> {
     })
 }
 
-/// Not UTF-8, as the first argument, as another one, and as this program's name.
+/// Tests words that are not UTF-8: as the first argument, as another argument, and as the name of
+/// the program.
 #[test]
 fn words_that_are_no_text_are_bad_input() -> Result<(), Failed> {
     let odd = OsStr::from_bytes(b"o\xff");
@@ -186,7 +187,8 @@ fn figure(report: &Report, name: &str) -> Result<f64, Failed> {
     found.map(|figure| figure.value()).ok_or_else(|| format!("no figure {name}").into())
 }
 
-/// Twice to one path that is not UTF-8, the second time over what the first run wrote, by a process that is confined by then.
+/// Writes twice to one path that is not UTF-8. The second run replaces the result of the first,
+/// from a confined process.
 #[test(kvm())]
 fn a_result_is_replaced_whatever_its_name() -> Result<(), Failed> {
     let name = [format!("vellum-run-{}-", std::process::id()).as_bytes(), b"\xff.json"].concat();
@@ -309,13 +311,13 @@ fn json_is_all_that_standard_output_carries() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn a_duration_ends_the_workload() -> Result<(), Failed> {
-    // Without an end of its own, only the duration can end it.
+    // The workload has no end of its own, so only the duration can end it.
     let result = report("--memory 16m --duration 200ms --cpus 2")?;
     ensure(result.asked["passes"] == 0, || format!("{:?}", result.asked))?;
     ensure(figure(&result, "wrong_stamps")? == 0.0, || format!("{:?}", result.invalid))
 }
 
-/// Waits until the guest runs: the third thread is the first vCPU's loop being watched.
+/// Waits until the guest runs, which is when a thread of a vCPU has its name.
 fn wait_until_it_runs(child: &Child) -> Result<(), Failed> {
     let tasks = format!("/proc/{}/task", child.id());
     eventually(LIMIT, "there is a vCPU's thread", || {
@@ -340,13 +342,13 @@ fn ctrl_c_ends_cleanly_with_the_results_so_far() -> Result<(), Failed> {
     ensure(said.starts_with("CUT OFF  ended by signal 2") && said.contains(", 0 wrong"), || said)
 }
 
-/// Signals are blocked then, for the event loop that is to come.
+/// At this time, signals are blocked for the event loop that starts later.
 #[test(kvm())]
 fn ctrl_c_ends_populating_too() -> Result<(), Failed> {
     let mut child = vellum("--memory 2g,prealloc --passes 0").stderr(Stdio::piped()).spawn()?;
     let status = format!("/proc/{}/status", child.id());
     eventually(LIMIT, "memory is populated", || {
-        // Blocked, and part of the memory is there.
+        // Signals are blocked, and a part of the memory is populated.
         let status = std::fs::read_to_string(&status)?;
         let field =
             |name| status.lines().find_map(|line: &str| line.strip_prefix(name)?.split_whitespace().next());

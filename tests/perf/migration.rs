@@ -1,10 +1,17 @@
-//! `cargo bench --bench migration`: what Vellum's way of sending memory costs beside the barest that could be written.
+//! `cargo bench --bench migration` compares how Vellum sends memory with the simplest program that
+//! could do it.
 //!
-//! Memory of 1 GiB, all touched, goes over a socket pair into memory that nobody has touched: by blocks and frames
-//! (`migration/pages/`), against a sender that sums and writes memory where it lies and a receiver that reads it to where it
-//! belongs and sums it there, with the sums and without. That one is right only while nobody writes to memory. Touched memory
-//! that is all zero is compared with a scan for a word that is not zero, and two connections, a thread each on both sides, with one. The rivals take turns, and so does who begins; printed
-//! are their medians and the median of the ratios of one round's two, with quartiles. `-- 256` measures with 256 MiB.
+//! Memory of 1 GiB, all touched, is sent over a socket pair into memory that is untouched. Vellum
+//! uses blocks and frames (`migration/pages/`). The simple sender checksums memory and writes it
+//! directly from where it is. The simple receiver reads it directly to its destination and
+//! checksums it there. It runs with and without checksums. It is correct only while nothing writes
+//! to the memory.
+//!
+//! Two more comparisons: touched memory that is all zero against a scan for a word that is not
+//! zero, and two connections (each with a thread on both sides) against one.
+//!
+//! The rivals take turns, and so does which one begins. The benchmark prints their medians, and the
+//! median and quartiles of the ratio in each round. `-- 256` measures with 256 MiB.
 
 use std::hint::black_box;
 use std::io::{Read, Write};
@@ -27,7 +34,7 @@ const SESSION: SessionId = SessionId([7; 16]);
 
 fn memory(bytes: u64) -> Slot {
     let mapping = Mapping::new(bytes, 2 << 20, Source::Anonymous).expect("memory");
-    // As guest memory without huge pages is.
+    // Guest memory without huge pages is the same.
     let _ = mapping.advise(libc::MADV_NOHUGEPAGE);
     Slot::new(0, 0, &Arc::new(mapping), 0..bytes).expect("a slot")
 }
@@ -35,11 +42,12 @@ fn memory(bytes: u64) -> Slot {
 /// The memory as bytes, for the rivals.
 #[allow(clippy::mut_from_ref, reason = "the rivals take one after the other, each for a part of a round")]
 fn bytes(slot: &Slot) -> &mut [u8] {
-    // SAFETY: the slot is a part of a mapping that this program made; while the result lives, nobody else writes to it.
+    // SAFETY: the slot is a part of a mapping that this program made. While the result lives,
+    // nothing else writes to it.
     unsafe { std::slice::from_raw_parts_mut(slot.hva() as *mut u8, slot.bytes() as usize) }
 }
 
-/// Seconds from the first byte until the receiver has the last in its memory.
+/// Seconds from the first byte until the receiver has the last one in its memory.
 fn timed(
     from: &Slot,
     send: impl FnOnce(&Slot, UnixStream) + Send,
@@ -72,7 +80,7 @@ fn send_share(outgoing: &Outgoing, share: Share, mut link: UnixStream) {
     }
 }
 
-/// Seconds over so many connections, each with a thread on both sides.
+/// Seconds with `connections` connections. Each has a thread on both sides.
 fn over(connections: u32, from: &Slot) -> f64 {
     let to = memory(from.bytes());
     let (outgoing, incoming) = (Outgoing::new(from.clone(), 0, true), Incoming::new(to.clone(), true));
@@ -96,7 +104,7 @@ fn vellum_receive(to: &Slot, link: UnixStream) {
 
 fn receive_share(incoming: &Incoming, pages: u64, mut link: UnixStream) {
     let mut decoder = Decoder::new(Some(SESSION), PAGE_SIZE as u32);
-    // A payload and the header that follows it come by one call.
+    // One call reads a payload and the header that follows it.
     let mut buffer = vec![0; HEADER + Kind::Pages.most(PAGE_SIZE as u32) as usize + HEADER];
     let (mut at, mut end) = (0, 0);
     let mut header: Option<Header> = None;
@@ -156,7 +164,8 @@ fn bare_receive(sums: bool) -> impl FnOnce(&Slot, UnixStream) {
     }
 }
 
-/// Lets `ours` and `theirs` take turns and prints how much of the other's speed the first has.
+/// Runs `ours` and `theirs` in turns. Prints the speed of `ours` as a fraction of the speed of
+/// `theirs`.
 fn compare(what: &str, goal: f64, gib: f64, mut ours: impl FnMut() -> f64, mut theirs: impl FnMut() -> f64) {
     let (mut mine, mut bare, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..ROUNDS {
@@ -222,10 +231,10 @@ fn main() {
     let theirs = || {
         let start = Instant::now();
         let memory = black_box(&*bytes(&from));
-        // SAFETY: words are valid from any bytes.
+        // SAFETY: any bytes are valid words.
         let (head, words, tail) = unsafe { memory.align_to::<u64>() };
         assert!(head.is_empty() && tail.is_empty());
-        // In parts, each without a branch inside: the compiler makes vector instructions of them.
+        // Each part has no branch inside, so the compiler generates vector instructions.
         assert!(words.chunks(512).all(|part| part.iter().fold(0, |all, word| all | word) == 0));
         start.elapsed().as_secs_f64()
     };

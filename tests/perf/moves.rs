@@ -1,13 +1,16 @@
-//! `cargo bench --bench moves`: live migrations between processes, as users start them, where the speed of a socket is not what counts.
+//! `cargo bench --bench moves` measures live migrations between processes, as users start them. The
+//! speed of the socket is not the subject here.
 //!
-//! - A guest with 128 GiB of which it has touched 1 GiB moves beside one that has 1 GiB and has touched all of it. Both are paused
-//!   first, so that both send the same pages, once.
-//! - A guest of 1 GiB moves over a Unix socket and over loopback TCP.
-//! - A guest whose memory is handed over as a descriptor stands still for how long: one of 8 GiB beside one of 256 MiB, both of which have
-//!   touched 256 MiB.
-//! - The target of a migration that is under way is killed: how long until the source says that its guest runs on.
+//! - A guest with 128 GiB that has touched 1 GiB against a guest with 1 GiB that has touched all of
+//!   it. Both are paused first, so both send the same pages once.
+//! - A guest of 1 GiB over a Unix socket against the same over loopback TCP.
+//! - The downtime of a guest whose memory is handed over as a descriptor: 8 GiB against 256 MiB.
+//!   Both guests have touched 256 MiB.
+//! - The time from the death of the target during a migration until the source says that its guest
+//!   runs on.
 //!
-//! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
+//! The rivals take turns. The benchmark prints medians, and the median and quartiles of the ratio
+//! in each round.
 
 use std::net::TcpListener;
 use std::time::Instant;
@@ -23,11 +26,11 @@ use vellum_sys::mmap::PAGE_SIZE;
 support::vellum!();
 
 const ROUNDS: usize = 15;
-/// What the guests have touched that are moved, and those that are handed over.
+/// How much the guests have touched, in a live migration and in a handover.
 const TOUCHED: u64 = 1 << 30;
 const HANDED: u64 = 256 << 20;
 
-/// What connects the two sides.
+/// What connects source and target.
 #[derive(Clone, Copy)]
 enum Kind {
     Unix,
@@ -39,7 +42,8 @@ fn receive(env: &TestEnv) -> Result<Machine, Failed> {
     env.start("there", &mut env.command(&format!("receive --listen unix:{}", socket.display())))
 }
 
-/// A guest with `memory` bytes that writes to the first `bytes` of them alone, over and over again, and has written to all of these.
+/// A guest with `memory` bytes that writes only to the first `bytes` of them, over and over. It has
+/// written to all of these.
 fn written(env: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) -> Result<Machine, Failed> {
     let percent = bytes as f64 * 100.0 / memory as f64;
     let hot = if bytes < memory { format!(",hot={percent},share=100") } else { String::new() };
@@ -56,7 +60,7 @@ fn written(env: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) ->
     Ok(here)
 }
 
-/// For how many milliseconds a guest of `memory` stands still that is handed over while it runs.
+/// The downtime in milliseconds of a guest of `memory` that is handed over while it runs.
 fn handed(memory: u64) -> Result<f64, Failed> {
     let env = TestEnv::new()?;
     let here = written(&env, HANDED, memory, ",backing=memfd", ",rate=100000")?;
@@ -74,14 +78,15 @@ fn handed(memory: u64) -> Result<f64, Failed> {
     Ok(stood.ok_or("nobody said for how long")? as f64 / 1e3)
 }
 
-/// Milliseconds that a paused guest of `memory` takes to move over a socket of `kind`, once it has written to [`TOUCHED`] bytes.
+/// The milliseconds that a paused guest of `memory` takes to move over a socket of `kind`, after it
+/// has written to [`TOUCHED`] bytes.
 fn moves(memory: u64, kind: Kind) -> Result<f64, Failed> {
     let env = TestEnv::new()?;
     let here = written(&env, TOUCHED, memory, "", "")?;
     env.ctl("here pause")?;
     let to = match kind {
         Kind::Unix => format!("unix:{}", env.path("there.in").display()),
-        // The port is free again, and hardly anybody takes it until the target listens.
+        // The port is free again. Another process is unlikely to take it before the target listens.
         Kind::Tcp => format!("tcp:{}", TcpListener::bind("127.0.0.1:0")?.local_addr()?),
     };
     let there = env.start("there", &mut env.command(&format!("receive --listen {to}")))?;
@@ -95,7 +100,7 @@ fn moves(memory: u64, kind: Kind) -> Result<f64, Failed> {
     Ok(took)
 }
 
-/// Milliseconds from the end of the target of a migration until the source says that its guest runs on.
+/// Milliseconds from the end of a migration's target until the source says that its guest runs on.
 fn closed() -> Result<f64, Failed> {
     let env = TestEnv::new()?;
     let arguments = "run --memory 64m --passes 0 --workload write,rate=1000";
@@ -120,7 +125,8 @@ fn closed() -> Result<f64, Failed> {
     Ok(took)
 }
 
-/// The two rivals by turns, the one of `true` first in the results: the medians and quartiles of each, and of each round's ratio.
+/// Measures the two rivals in turns. Returns the median and quartiles of `measure(true)`, of
+/// `measure(false)`, and of the ratio in each round.
 fn in_turn(measure: impl Fn(bool) -> Result<f64, Failed>) -> Result<[[f64; 3]; 3], Failed> {
     let [mut larges, mut smalls, mut ratios] = [const { Vec::new() }; 3];
     for round in 0..ROUNDS {
@@ -140,7 +146,7 @@ fn in_turn(measure: impl Fn(bool) -> Result<f64, Failed>) -> Result<[[f64; 3]; 3
 }
 
 fn main() -> Result<(), Failed> {
-    // `cargo test --benches` asks every benchmark whether it works.
+    // `cargo test --benches` only checks that every benchmark works.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());

@@ -1,8 +1,10 @@
-//! `cargo bench --bench order`: writes `resources/start-up.order`, the functions that run until a guest's first byte. To be run again where
-//! `cargo bench --bench boot` shows that memory at the first byte has grown. It needs cc and nm.
+//! `cargo bench --bench order` writes `resources/start-up.order`: the functions that run until the
+//! first byte of a guest. Run it again if `cargo bench --bench boot` shows that the memory at the
+//! first byte has grown. It needs cc and nm.
 //!
-//! `tests/perf/steps.c` runs the program step by step; `nm` says which functions its instructions are of. The names of functions carry
-//! hashes that change with each build, so that all functions that differ in a hash alone count as one.
+//! `tests/perf/steps.c` runs the program in single steps, and `nm` gives the function of each
+//! instruction. The names of functions contain hashes that change with each build. So all functions
+//! whose names differ only in a hash count as one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,7 +14,7 @@ use support::guests::Code;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/resources/start-up.order");
 
-/// A function: its size, and its names.
+/// Functions by address: the size of each, and its names.
 type Functions = BTreeMap<u64, (u64, Vec<String>)>;
 
 fn output(command: &mut Command) -> String {
@@ -25,7 +27,7 @@ fn number(text: &str) -> u64 {
     u64::from_str_radix(text, 16).expect("a hexadecimal number")
 }
 
-/// The functions of `program`, by their addresses.
+/// The functions of `program` by address.
 fn functions(program: &Path) -> Functions {
     let mut all = Functions::new();
     for line in output(Command::new("nm").args(["-S", "--defined-only"]).arg(program)).lines() {
@@ -38,7 +40,7 @@ fn functions(program: &Path) -> Functions {
     all
 }
 
-/// `name` with a star for each hash in it.
+/// `name` with each hash replaced by a star.
 fn stem(name: &str) -> String {
     let name = name.split(".llvm.").next().expect("the first part");
     if name.starts_with("_ZN")
@@ -50,7 +52,7 @@ fn stem(name: &str) -> String {
     if !name.starts_with("_R") {
         return name.to_owned();
     }
-    // Cs and a number in base 62 stand before a crate's name.
+    // "Cs" and a base-62 number come before the name of a crate.
     let mut parts = name.split("Cs");
     let mut stem = parts.next().expect("the first part").to_owned();
     for part in parts {
@@ -64,7 +66,8 @@ fn stem(name: &str) -> String {
 }
 
 fn main() {
-    // `cargo test --benches` asks every benchmark whether it works; this one writes into the source, which only `cargo bench` is to do.
+    // `cargo test --benches` only checks that every benchmark works. This one writes to the source
+    // tree, which only `cargo bench` should do.
     if !std::env::args().any(|argument| argument == "--bench") {
         println!("skipped: cargo bench --bench order");
         return;
@@ -93,7 +96,7 @@ fn main() {
             );
         }
     }
-    // How much comes along that did not run.
+    // By stem, the bytes of the functions that have this stem and did not run.
     let mut beside: BTreeMap<String, u64> = BTreeMap::new();
     for (address, (size, names)) in &functions {
         for name in names {
@@ -104,11 +107,11 @@ fn main() {
     let mut stems: BTreeSet<(u64, String)> = BTreeSet::new();
     for name in names {
         let stem = stem(name);
-        // The sections of the C library's functions have the names that C leaves to it.
+        // Functions of the C library may be in sections with two more underscores in the name.
         if !stem.starts_with('_') {
             stems.insert((0, format!("__{stem}")));
         }
-        // Those with the most beside them come last, where fewer of their pages are used.
+        // Stems with the most unused code come last. There, fewer of their pages are used.
         stems.insert((beside[&stem] >> 10, stem));
     }
     let old = std::fs::read_to_string(FILE).expect("the file");

@@ -1,7 +1,7 @@
-//! `cargo bench --bench pass`: a warm pass of the write workload in a guest, against the same code as a function of this
-//! process on the same memory.
+//! `cargo bench --bench pass` compares a warm pass of the write workload in a guest with the same
+//! code as a function of this process on the same memory.
 //!
-//! Passes alternate, so that whatever else the host does falls on both alike.
+//! The passes alternate, so other load on the host affects both alike.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -33,7 +33,7 @@ fn main() {
     let config = GuestConfig { pins: Some(vec![cpu]), ..GuestConfig::new(1) };
     let guest = Guest::build(&kvm, memory, config).expect("a guest");
     let process = Process::new(ram, guest.tsc_hz);
-    // The process runs where the vCPU does: they never run at the same time.
+    // The process runs on the same CPU as the vCPU. They never run at the same time.
     vellum_sys::affinity::pin(cpu).expect("a CPU of ours");
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
@@ -65,7 +65,7 @@ fn median(mut samples: Vec<f64>) -> f64 {
     samples[samples.len() / 2]
 }
 
-/// How long pass `round` took.
+/// The ticks that pass `round` took.
 fn ticks(control: &Control, round: usize) -> f64 {
     let end = control.pass_ends[round].load(Ordering::Relaxed);
     (end - control.started.load(Ordering::Relaxed)) as f64

@@ -1,11 +1,14 @@
-//! `cargo bench --bench restore`: a guest that is restored and goes over its working set, by each way in which its memory can come.
+//! `cargo bench --bench restore` measures a guest that is restored and then uses its working set,
+//! for each way to load its memory.
 //!
-//! A kernel of a few bytes has written to all of its 512 MiB, and goes round and round over an eighth of that, a page in each eight, and says
-//! on its serial port when it has been round. Measured is the time from the start of `vellum restore` until it has said that twice: until
-//! one round at least was whole. The snapshot's pages are in the page cache, or nothing of them is (`dd oflag=nocache`).
+//! A kernel of a few bytes has written to all of its 512 MiB. It then writes in rounds to every
+//! eighth page, and writes a byte to its serial port after each round. The benchmark measures the
+//! time from the start of `vellum restore` to the second byte, so at least one round is complete.
+//! It measures with all of the snapshot's pages in the page cache, and with none (`dd
+//! oflag=nocache`).
 //!
-//! The rivals take turns; printed are medians with quartiles, and the median of the ratios of each round's demand with `--prefetch` to
-//! demand without.
+//! The rivals take turns. The benchmark prints medians with quartiles, and the median of the ratio
+//! in each round of demand with `--prefetch` to demand without.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +26,7 @@ support::vellum!();
 const ROUNDS: usize = 15;
 const WAYS: [&str; 4] = ["eager", "map", "demand", "demand --prefetch"];
 
-/// Writes to each page of 512 MiB but the first 8, and then to every eighth, round by round.
+/// Writes to each page of 512 MiB except the first 8 MiB, and then in rounds to every eighth page.
 fn kernel() -> Vec<u8> {
     // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 512 MiB; jb fill
     let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
@@ -41,7 +44,7 @@ fn len(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |data| data.len())
 }
 
-/// Has nothing of `file` in the page cache.
+/// Removes all of `file` from the page cache.
 fn forget(file: &Path) -> Result<(), Failed> {
     let to = format!("of={}", file.display());
     let output =
@@ -49,7 +52,7 @@ fn forget(file: &Path) -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-/// Milliseconds until a machine has been round.
+/// Milliseconds until a restored machine has finished at least one whole round.
 fn round(env: &TestEnv, dir: &Path, how: &str) -> Result<f64, Failed> {
     let serial = env.path("again.out");
     let _ = fs::remove_file(&serial);
@@ -68,7 +71,7 @@ fn round(env: &TestEnv, dir: &Path, how: &str) -> Result<f64, Failed> {
 }
 
 fn main() -> Result<(), Failed> {
-    // `cargo test --benches` asks every benchmark whether it works.
+    // `cargo test --benches` only checks that every benchmark works.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());

@@ -1,12 +1,16 @@
-//! `cargo bench --bench snapshot`: what a snapshot costs to write, and how soon a machine that shows its files runs.
+//! `cargo bench --bench snapshot` measures the cost of writing a snapshot, and how soon a machine
+//! runs whose memory is mapped from the snapshot's files.
 //!
-//! - A paused guest of 512 MiB, which has written to all of it, is saved, beside a process that writes as many bytes of memory into a file,
-//!   a mebibyte at a time, and has them on the disk (pwrite(2), fsync(2)).
-//! - From exec to the first byte on the serial port: `vellum run` of a kernel of a few bytes with 256 MiB, and `vellum restore --memory map`
-//!   of a machine of 256 MiB and of one of 8 GiB, both of which have touched 192 MiB. Their files are in the page cache. What `vellum run`
-//!   takes with 8 GiB is the floor of what the larger machine can come to.
+//! - It saves a paused guest of 512 MiB that has written to all of its memory. The rival is a
+//!   process that writes as many bytes of memory to a file, one mebibyte at a time, and syncs them
+//!   to the disk (pwrite(2), fsync(2)).
+//! - It measures the time from exec to the first byte on the serial port: for `vellum run` of a
+//!   kernel of a few bytes with 256 MiB, and for `vellum restore --memory map` of a machine of 256
+//!   MiB and of one of 8 GiB. Both have touched 192 MiB, and their files are in the page cache. The
+//!   time of `vellum run` with 8 GiB is a lower bound for the larger machine.
 //!
-//! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
+//! The rivals take turns. The benchmark prints medians, and the median and quartiles of the ratio
+//! in each round.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -26,14 +30,14 @@ use vellum_sys::mmap::PAGE_SIZE;
 
 support::vellum!();
 
-/// Bytes that are written, how many at a time by who does it bare, and how often.
+/// The bytes that are written, the block size of the simple writer, and the number of rounds.
 const BYTES: u64 = 512 << 20;
 const BLOCK: usize = 1 << 20;
 const WRITES: usize = 9;
-/// How often machines are started.
+/// How often each machine is started.
 const STARTS: usize = 60;
 
-/// Each of `one` by that of `other`.
+/// The quartiles of the ratios of `one` to `other`, pair by pair.
 fn ratios(one: &[f64], other: &[f64]) -> [f64; 3] {
     quartiles(one.iter().zip(other).map(|(one, other)| one / other).collect())
 }
@@ -42,7 +46,7 @@ fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
-/// Writes as much as the guest has.
+/// Writes as many bytes as the guest has. Returns the milliseconds.
 fn bare(file: &Path, content: &[u8]) -> Result<f64, Failed> {
     let start = Instant::now();
     let to = File::create_new(file)?;
@@ -65,7 +69,8 @@ fn writing(env: &TestEnv) -> Result<(), Failed> {
     })?;
     env.ctl("here pause")?;
     let content: Vec<u8> = (0..BYTES / 8).flat_map(|word| word.to_ne_bytes()).collect();
-    // Beside each other on the disk where the compiler's output is, not on one in memory.
+    // Both are on the disk with the compiler's output. A file system in memory would measure
+    // nothing.
     let at = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let (dir, file) = (at.join("saved"), at.join("bare"));
     let (mut saved, mut written) = (Vec::new(), Vec::new());
@@ -94,7 +99,7 @@ fn writing(env: &TestEnv) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Writes to all of memory from 8 MiB to 200 MiB, and then, for ever, on the serial port.
+/// Writes to all memory from 8 MiB to 200 MiB, then writes to the serial port forever.
 fn touches() -> Vec<u8> {
     // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 200 MiB; jb fill
     let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
@@ -104,7 +109,7 @@ fn touches() -> Vec<u8> {
     Code::default().bytes(&code).elf64()
 }
 
-/// Milliseconds until a machine's first byte.
+/// Milliseconds until the first byte of a machine.
 fn first_byte(command: &mut Command) -> Result<f64, Failed> {
     let start = Instant::now();
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
@@ -182,7 +187,7 @@ fn starting(env: &TestEnv) -> Result<(), Failed> {
 }
 
 fn main() -> Result<(), Failed> {
-    // `cargo test --benches` asks every benchmark whether it works.
+    // `cargo test --benches` only checks that every benchmark works.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());

@@ -1,7 +1,9 @@
-//! `cargo bench --bench startup`: from exec to the first doorbell of a guest with 128 MiB, Vellum against the floor.
+//! `cargo bench --bench startup` measures the time from exec to the first doorbell of a guest with
+//! 128 MiB, for Vellum and for the floor.
 //!
-//! Both are started in turn, so that whatever else the host does falls on both alike; the medians of each are printed, and of
-//! their ratio, round by round, with the quartiles. The floor is the same calls of a static C program, `tests/perf/floor.c`, which `cc` compiles first.
+//! They are started in turns, so other load on the host affects both alike. The benchmark prints
+//! the median of each, and the median and quartiles of the ratio in each round. The floor is a
+//! static C program with the same system calls, `tests/perf/floor.c`. `cc` compiles it first.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -22,7 +24,7 @@ fn once(program: &Path, args: &[&str]) -> f64 {
 }
 
 fn main() {
-    // `cargo test --benches` asks every benchmark whether it works.
+    // `cargo test --benches` only checks that every benchmark works.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return;
@@ -35,7 +37,7 @@ fn main() {
         }
     };
     let vellum = installed(Path::new(env!("CARGO_BIN_EXE_vellum")), Path::new(env!("CARGO_TARGET_TMPDIR")));
-    // Two pages, 64 MiB apart: what is timed is the way there.
+    // Two pages, 64 MiB apart: the benchmark measures the start, not the workload.
     let args = ["test", "startup", "--memory", "128m", "--passes", "1", "--workload", "write,stride=64m"];
     let sandboxes = [["--sandbox", "on"], ["--sandbox", "off"]];
     let mut samples = vec![Vec::new(); 3];
@@ -58,7 +60,7 @@ fn main() {
     }
 }
 
-/// The proportional set size of a running Vellum in KiB, without the mappings of guest RAM.
+/// The proportional set size of a running Vellum in KiB, without the mapping of guest RAM.
 fn overhead(vellum: &Path) -> Option<u64> {
     let mut child = Command::new(vellum)
         .args(["run", "--memory", "128m", "--passes", "0"])
@@ -73,7 +75,7 @@ fn overhead(vellum: &Path) -> Option<u64> {
     {
         std::thread::yield_now();
     }
-    // What only start-up needed is given back a moment later.
+    // Memory that only start-up needs is freed a moment later.
     std::thread::sleep(std::time::Duration::from_millis(300));
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", child.id()));
     let _ = child.kill();
@@ -84,7 +86,7 @@ fn overhead(vellum: &Path) -> Option<u64> {
         let mut words = line.split_whitespace();
         match (words.next()?, words.next().and_then(|word| word.parse::<u64>().ok())) {
             ("Size:", Some(kib)) => size = kib,
-            // RAM is one mapping of exactly its size.
+            // RAM is the only mapping with exactly this size.
             ("Pss:", Some(kib)) if size != 128 << 10 => total += kib,
             _ => {}
         }

@@ -1,4 +1,4 @@
-//! The machine is killed while it writes, twenty times.
+//! The VMM is killed twenty times while the guest writes.
 
 use std::io::Read;
 use std::path::Path;
@@ -12,12 +12,12 @@ use vellum_sys::signal;
 
 use crate::{ask, overlaid};
 
-/// The word of the command line by which this program writes.
+/// The command-line argument that makes this program write.
 pub const WORD: &str = "write";
 const KILLS: u32 = 20;
 const SECTORS: u64 = 4096;
 
-/// The sectors that version `version` of the disk writes to.
+/// The sectors that version `version` of the disk writes.
 fn written(version: u64) -> impl Iterator<Item = u64> {
     (0..1 + version % 5).map(move |part| (version * 97 + part * 1031) % SECTORS)
 }
@@ -31,7 +31,8 @@ fn sector(number: u64, version: u64) -> [u8; 512] {
     bytes
 }
 
-/// Writes one version after the other until somebody kills it; of each it prints a byte once it is flushed.
+/// Writes one version after another until it is killed. After the flush of each version it prints a
+/// byte.
 pub fn write() -> Result<(), String> {
     use std::io::Write;
     let argument = |at| std::env::args().nth(at).ok_or("an argument is missing");
@@ -65,7 +66,7 @@ fn what_was_flushed_outlives_its_process() -> Result<(), Failed> {
         signal::end_with_parent(&mut command);
         let mut child = command.spawn()?;
         let mut out = child.stdout.take().expect("piped");
-        // It has begun, and is somewhere in what it does.
+        // The writer has started. The kill comes at a random point of its work.
         out.read_exact(&mut [0])?;
         std::thread::sleep(Duration::from_micros(random.below(20_000)));
         child.kill()?;
@@ -75,7 +76,8 @@ fn what_was_flushed_outlives_its_process() -> Result<(), Failed> {
         flushed += 1 + said.len() as u64;
         check(&base, &over, flushed)
             .map_err(|error| Failed::from(format!("kill {kill}: {}", error.message().unwrap_or("?"))))?;
-        // What was not flushed may be there: the next one goes on behind it.
+        // The version after the last flush may be partly on the disk. The next writer begins after
+        // it.
         flushed += 1;
         let mut driver = disk(Codec::Mmio, &overlaid(base.clone(), over.clone()));
         driver.start();
@@ -87,7 +89,7 @@ fn what_was_flushed_outlives_its_process() -> Result<(), Failed> {
     ensure(std::fs::read(&base)? == original, || "the base has changed".into())
 }
 
-/// Each sector is of the last version up to `flushed` that wrote it, or of the next one.
+/// Each sector must have the last version up to `flushed` that wrote it, or the next version.
 fn check(base: &Path, over: &Path, flushed: u64) -> Result<(), Failed> {
     let mut due = vec![0; SECTORS as usize];
     (1..=flushed).for_each(|version| written(version).for_each(|number| due[number as usize] = version));

@@ -1,4 +1,4 @@
-//! Power is lost.
+//! The host loses power.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -14,7 +14,7 @@ use vellum_share::{Cache, Config};
 
 use crate::{ask, overlaid};
 
-/// How often it is lost, unless VELLUM_CUTS says another number.
+/// The number of power losses. VELLUM_CUTS sets another number.
 const CUTS: u32 = 50;
 const SECTOR: usize = 512;
 const BYTES: u64 = 16 << 20;
@@ -30,7 +30,7 @@ fn ext4() -> Need {
     ["mkfs.ext4", "e2fsck", "debugfs"].into_iter().try_for_each(support::tools::program)
 }
 
-/// Runs a command: its status, and what it said.
+/// Runs a command. Returns its exit status and its output.
 fn run(line: &[&str]) -> Result<(Option<i32>, String), Failed> {
     let output = Command::new(line[0]).args(&line[1..]).stdin(Stdio::null()).output()?;
     let said = [&output.stdout[..], &output.stderr].concat();
@@ -47,14 +47,14 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("a name of this test's own")
 }
 
-/// A file whose contents were to last, and after how many acts on the disk they were said to.
+/// A file that was synced, and the number of acts on the disk when the sync returned.
 struct Promise {
     name: String,
     contents: Vec<u8>,
     acts: usize,
 }
 
-/// What ext4 did to a disk whose contents were in the file `disk` before.
+/// The acts of ext4 on a disk whose first contents were `original`, and the files that were synced.
 fn workload(
     scratch: &Scratch,
     original: &[u8],
@@ -76,13 +76,13 @@ fn workload(
     Ok((acts(&fs::read(&record)?), promises))
 }
 
-/// Uses a file system as programs do that want their data to last.
+/// Uses a file system as a program does that syncs its data.
 fn used(root: &Path, record: &Path, random: &mut Random) -> Result<Vec<Promise>, Failed> {
     let mut promises = Vec::new();
     for step in 0..60u32 {
         let directory = root.join(format!("d{}", step / 10));
         fs::create_dir_all(&directory)?;
-        // What is written and soon gone, without ever being asked to last.
+        // Files that soon disappear or are renamed. They are never synced.
         for number in 0..random.below(6) {
             let short = directory.join(format!("short{number}"));
             fs::write(&short, vec![step as u8; random.below(20_000) as usize])?;
@@ -109,9 +109,10 @@ fn used(root: &Path, record: &Path, random: &mut Random) -> Result<Vec<Promise>,
 fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     let (mut random, scratch) = (Random::new(), Scratch::new()?);
     let base = scratch.path("base");
-    // Where nothing was ever written there is something, so that what is lost is not what was there by chance.
+    // Sectors that are never written are not zero, so that lost data cannot be right by accident.
     fs::write(&base, (0..BYTES).map(|at| (at / 512) as u8 | 1).collect::<Vec<u8>>())?;
-    // Half of a superblock is none where it has a checksum, and there is no journal of it; everything else is in the journal.
+    // With checksums a torn superblock would be invalid, and the journal does not contain the
+    // superblock. The journal contains everything else.
     works(&[
         "mkfs.ext4",
         "-q",
@@ -130,14 +131,14 @@ fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     fs::create_dir(&there)?;
     fs::create_dir(&mounted)?;
     let over = mounted.join("overlay");
-    // It is made, and so is there, before it is used.
+    // The overlay is created before its file system is recorded, so it exists in every case.
     drop(disk(Codec::Mmio, &overlaid(base.clone(), there.join("overlay"))));
     let begin = fs::read(there.join("overlay"))?;
     let config = Config { writable: true, cache: Cache::None, ..Config::default() };
     let mount = Mount::recorded(&there, mounted, config, Some(&record))?;
     let mut driver = disk(Codec::Mmio, &overlaid(base.clone(), over));
     driver.start();
-    // How much was recorded when each act began.
+    // The length of the record when each act began.
     let mut starts = Vec::with_capacity(asked.len() + 1);
     let length = || fs::metadata(&record).map_or(0, |it| it.len());
     for act in &asked {
@@ -159,7 +160,8 @@ fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     let mut repaired = 0;
     for cut in 0..cuts {
         let at = random.below(test.done.len() as u64 + 1) as usize;
-        // By turns when the most is under way: right before the overlay asks for what it has written to last.
+        // In every second case, power is lost right before the overlay syncs. Then the most writes
+        // are pending.
         let next = test.done[at..].iter().position(|act| matches!(act, Act::Sync)).unwrap_or(0);
         let at = at + if cut % 2 == 0 { next } else { 0 };
         let lost = test.lost(at, &mut random, &scratch).map_err(|error| {
@@ -171,7 +173,7 @@ fn what_was_flushed_outlives_a_loss_of_power() -> Result<(), Failed> {
     ensure(fs::read(&base)? == test.original, || "the base has changed".into())
 }
 
-/// All that is known of a run.
+/// The results of a run.
 struct Cut<'a> {
     base: &'a Path,
     original: Vec<u8>,
@@ -192,11 +194,12 @@ impl Cut<'_> {
         self.done[..count].iter().map(len).sum()
     }
 
-    /// Power is lost after `cut` acts on the overlay; whether the journal was needed.
+    /// Simulates a power loss after `cut` acts on the overlay. Returns whether the journal was
+    /// needed.
     fn lost(&self, cut: usize, random: &mut Random, scratch: &Scratch) -> Result<bool, Failed> {
         let mut medium = self.begin.clone();
         let synced = self.done[..cut].iter().rposition(|act| matches!(act, Act::Sync)).unwrap_or(0);
-        // All that was not synced, nothing, or any part of it.
+        // Of the writes since the last sync, none, all or a random part is on the disk.
         let share = random.below(5);
         for (number, act) in self.done[..cut].iter().enumerate() {
             let Act::Write(at, data) = act else { continue };
@@ -219,7 +222,7 @@ impl Cut<'_> {
         ensure(matches!(status, Some(0 | 1)), || format!("e2fsck -p: {status:?}: {said}"))?;
         let all = works(&["e2fsck", "-fn", text(&image)]);
         all.map_err(|error| format!("more than the journal: {}", error.message().unwrap_or("?")))?;
-        // One of the files that were to last.
+        // Checks one of the synced files.
         let kept: Vec<&Promise> = self.promises.iter().filter(|promise| promise.acts <= flushed).collect();
         if let Some(promise) = kept.get(random.below(kept.len() as u64) as usize) {
             let out = scratch.path("out");
@@ -233,11 +236,12 @@ impl Cut<'_> {
         Ok(said.contains("recovering journal"))
     }
 
-    /// Compares `found` with what may be there when so much was recorded: how many of the acts that were asked for were flushed.
+    /// Checks `found` against the contents that are possible when `recorded` bytes were recorded.
+    /// Returns how many of the requested acts come before the end of the last completed flush.
     fn is_old_or_new(&self, recorded: u64, found: &[u8]) -> Result<usize, Failed> {
         let ended = |act: usize| self.starts[act + 1] <= recorded;
         let is_flush = |act: usize| matches!(self.asked[act], Act::Sync);
-        // A flush has ended where a later act has recorded something, or there is no more of it.
+        // A flush is complete if the record reaches to where the next act began.
         let flushed =
             (0..self.asked.len()).rev().find(|act| is_flush(*act) && ended(*act)).map_or(0, |act| act + 1);
         let mut old = self.original.clone();

@@ -1,8 +1,10 @@
-//! A disk with an overlay loses power, or its machine is killed: what was flushed is there, and of the rest each sector is old or new.
+//! A disk with an overlay loses power, or its VMM is killed. Flushed data must be there. Each other
+//! sector must be old or new.
 //!
-//! An ext4 of this host's works on a disk by way of /dev/fuse, where what it writes and flushes is recorded. The tests' own driver does that
-//! again on a disk with an overlay, whose file lies on such a mount, too: the record is what the overlay wrote, and when it asked for that to
-//! last. Power is lost at any place of that record.
+//! An ext4 of this host runs on a disk through /dev/fuse, which records its writes and flushes. The
+//! tests' own driver repeats these on a disk with an overlay. The overlay's file is on such a mount
+//! too, so there is a record of the overlay's writes and syncs. Power is lost at any point of that
+//! record.
 
 mod killed;
 mod lost;
@@ -23,7 +25,8 @@ fn main() -> ExitCode {
         Some(killed::WORD) => killed::write(),
         _ => {
             let mut tests = Tests::from_args();
-            // A process that another test starts has this one's descriptors until it runs its program, and with them an overlay's lock.
+            // A process that another test starts inherits this one's descriptors until it executes
+            // its program. With them it holds the lock of the overlay.
             tests.one_at_a_time();
             return tests.run();
         }
@@ -37,19 +40,19 @@ fn main() -> ExitCode {
     }
 }
 
-/// A disk of `base`, with an overlay in the file `over`.
+/// A disk with the base `base` and an overlay in the file `over`.
 fn overlaid(base: PathBuf, over: PathBuf) -> BlkConfig {
     BlkConfig { overlay: Some(Place::File(over)), ..BlkConfig::new(base) }
 }
 
-/// What a driver asks of a disk.
+/// The requests of a driver to a disk.
 mod ask {
     use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 
     use support::virtio::disk::{DATA, STATUS, header};
     use support::virtio::driver::{Buf, Driver, readable, writable};
 
-    /// Bytes of a request.
+    /// The largest request in bytes.
     pub const MAX_WRITE: usize = 64 << 10;
 
     fn request(driver: &mut Driver, kind: u32, at: u64, data: &[Buf]) {
