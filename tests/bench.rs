@@ -330,6 +330,36 @@ fn rounds(report: &Report, name: impl Into<Label>) -> Result<Vec<f64>, Failed> {
     Ok(values)
 }
 
+/// A guest that writes is forked three times a round. Every figure is there, and no page is wrong.
+#[test(kvm())]
+fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
+    let (output, report) = bench("fork -b 8m --dirty-rate 16m --around 100ms --changed 100 --repeat 2")?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    hosts::premises(&report)?;
+    json::check(&report).map_err(Failed::from)?;
+    for name in ["pause", "later_pause", "longest_gap", "remap_at_once", "command", "later_command"] {
+        let rounds = rounds(&report, name)?;
+        ensure(rounds.len() == 2 && rounds.iter().all(|value| *value > 0.0), || {
+            format!("{name}: {rounds:?}")
+        })?;
+    }
+    // The later fork copies what was written since the first one, and the guest's own memory.
+    let (first, later) = (rounds(&report, "pages_copied")?, rounds(&report, "later_pages_copied")?);
+    ensure(later.iter().all(|pages| *pages >= 100.0), || format!("{first:?}, {later:?} pages"))?;
+    let further = rounds(&report, "further_machine")?;
+    ensure(further.len() == 2 && further.iter().all(|bytes| *bytes > 0.0), || format!("{further:?}"))?;
+    let refused = bench_refused("fork -s anonymous")?;
+    ensure(refused.contains("has no file that others could map"), || refused.clone())
+}
+
+/// The line by which a benchmark is refused.
+fn bench_refused(arguments: &str) -> Result<String, Failed> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
+    let output = command.arg("bench").args(arguments.split(' ')).stdin(Stdio::null()).output()?;
+    ensure(output.status.code() == Some(2), || format!("{output:?}"))?;
+    Ok(String::from_utf8(output.stderr)?)
+}
+
 /// A guest migrates between two processes. Every figure is there, and they agree with each other.
 #[test(kvm())]
 fn a_guest_is_moved_and_measured() -> Result<(), Failed> {

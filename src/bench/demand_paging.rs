@@ -163,7 +163,7 @@ fn run_round(
 ) -> Result<Measured, Error> {
     let kvm = vm::open()?;
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, memory)?;
-    let alias = match (&memory.file, config.mode) {
+    let alias = match (memory.shared_file(), config.mode) {
         (Some(file), Mode::Minor) => {
             let map =
                 Mapping::new(memory.config.size, memory.config.backing.page_size(), Source::Shared(file));

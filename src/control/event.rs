@@ -213,6 +213,35 @@ pub enum Event {
         #[serde(default)]
         disks: Vec<Disk>,
     },
+    /// The machine was forked and continues. The client now starts the new machines.
+    Forked {
+        /// The downtime in microseconds.
+        us: u64,
+        /// Whether its memory became a base by this fork.
+        first: bool,
+        /// When the guest was paused, in nanoseconds since 1970.
+        taken: u64,
+        /// The number of pages in total.
+        pages: u64,
+        /// The number of pages with content in the files: those that differ from the base.
+        present: u64,
+        /// The number of pages that differ from the base and are zero.
+        zero: u64,
+        /// The CRC32C of the map.
+        map_crc: u32,
+        /// The size of the state in bytes.
+        state_bytes: u64,
+        /// The CRC32C of the state.
+        state_crc: u32,
+        /// The disks.
+        #[serde(default)]
+        disks: Vec<Disk>,
+    },
+    /// A fork failed. The guest continues.
+    NotForked {
+        /// The reason.
+        why: String,
+    },
     /// Memory that was loaded on demand is complete.
     Fetched(Fetched),
     /// A snapshot is finished: its files have their final names.

@@ -10,6 +10,7 @@
 //! | operation | if its client disconnects | how to end it |
 //! |---|---|---|
 //! | snapshot | `no-snapshot`, the guest continues | any client: `snapshot-cancel` |
+//! | fork | `not-forked`, the guest continues | its owner: disconnect |
 //! | dump | `not-dumped`, the guest continues | its owner: disconnect |
 //! | upgrade | `stayed`, unless the guest is handed over already | any client: `migrate-cancel` |
 //! | migration | it continues | any client: `migrate-cancel` |
@@ -42,6 +43,8 @@ pub struct Asker {
 pub enum Kind {
     /// Writes memory and state to files.
     Snapshot,
+    /// Freezes memory for other machines, and writes what differs from it and the state to files.
+    Fork,
     /// Writes memory to a core dump.
     Dump,
     /// Moves the machine to another process.
@@ -55,6 +58,7 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Self::Snapshot => "snapshot",
+            Self::Fork => "fork",
             Self::Dump => "dump",
             Self::Migration => "migration",
             Self::Upgrade => "upgrade",
@@ -65,6 +69,7 @@ impl Kind {
     pub fn state(self) -> MachineState {
         match self {
             Self::Snapshot => MachineState::Snapshotting,
+            Self::Fork => MachineState::Forking,
             Self::Dump => MachineState::Dumping,
             Self::Migration => MachineState::Migrating,
             Self::Upgrade => MachineState::Upgrading,
@@ -80,7 +85,7 @@ impl Kind {
     pub fn remedy(self) -> &'static str {
         match self {
             Self::Snapshot => "to end it, use snapshot-cancel or stop its client",
-            Self::Dump => "to end it, stop its client",
+            Self::Dump | Self::Fork => "to end it, stop its client",
             Self::Migration => "to end it, use migrate-cancel; another client can follow it",
             Self::Upgrade => "to end it, use migrate-cancel or stop its client",
         }

@@ -76,6 +76,12 @@ pub enum Do {
     },
     /// Stop dirty tracking.
     SnapshotEnd {},
+    /// Fork the machine: freeze its memory as a base, and write what differs from it, and the
+    /// machine's state, to the three files whose descriptors come with this: pages, map, state.
+    Fork {},
+    /// Get a descriptor of the base that this machine shares with those forked from it. It comes
+    /// with the answer.
+    ForkBase {},
     /// Lend descriptors of all open files to a process that takes the machine over. The answer is a
     /// [`Lending`] with the descriptors from this number on, as many as fit into a message.
     Lend {
@@ -107,6 +113,7 @@ impl Do {
             Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
             // Larger numbers than fit into one message are rejected.
             Self::MigrateRecover {} => 2,
+            Self::Fork {} => 3,
             Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
                 let connections = asked.connections.clamp(1, MAX_DESCRIPTORS as u32) as usize;
@@ -125,6 +132,7 @@ impl Do {
             | Self::SnapshotNamed {}
             | Self::SnapshotCancel { .. }
             | Self::SnapshotEnd {}
+            | Self::ForkBase {}
             | Self::Lend { .. }
             | Self::Nmi {}
             | Self::Sysrq { .. }

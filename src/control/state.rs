@@ -20,6 +20,8 @@ pub enum MachineState {
     Upgrading,
     /// Its memory and state are written into files.
     Snapshotting,
+    /// Its memory becomes a base for other machines.
+    Forking,
     /// It has sent COMMIT, and does not know whether the target runs the guest.
     HandoverUnconfirmed,
     /// The guest runs on the target, and some of its memory is still at the source.
@@ -47,6 +49,7 @@ impl MachineState {
             Self::Migrating => "migrating",
             Self::Upgrading => "upgrading",
             Self::Snapshotting => "snapshotting",
+            Self::Forking => "forking",
             Self::HandoverUnconfirmed => "handover-unconfirmed",
             Self::Postcopy => "postcopy",
             Self::PostcopyPaused => "postcopy-paused",
@@ -78,7 +81,7 @@ impl std::fmt::Display for MachineState {
 mod tests {
     use super::*;
 
-    const ALL: [MachineState; 14] = [
+    const ALL: [MachineState; 15] = [
         MachineState::Running,
         MachineState::Paused,
         MachineState::Debugged,
@@ -86,6 +89,7 @@ mod tests {
         MachineState::Migrating,
         MachineState::Upgrading,
         MachineState::Snapshotting,
+        MachineState::Forking,
         MachineState::HandoverUnconfirmed,
         MachineState::Postcopy,
         MachineState::PostcopyPaused,

@@ -25,6 +25,9 @@ pub struct Status {
     /// The memory backing: `anonymous`, `memfd`, …
     #[serde(default)]
     pub backing: Option<String>,
+    /// Whether the memory was forked. No descriptor has all of it then.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub forked: bool,
     /// The size of the balloon, if there is one.
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's vsock.

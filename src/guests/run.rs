@@ -197,6 +197,7 @@ impl Machine for BuiltinMachine {
             vcpus: self.guest.vcpus.len(),
             memory: self.guest.vm.memory.config.size,
             backing: Some(self.guest.vm.memory.config.backing),
+            forked: self.guest.vm.memory.is_forked(),
             dirty_ring: self.guest.vm.dirty_ring.as_deref().map(vellum_machine::dirty_rings),
             ..MachineInfo::default()
         }

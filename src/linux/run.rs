@@ -112,6 +112,7 @@ impl Machine for LinuxMachine {
             vcpus: self.vcpus.len(),
             memory: self.vm.memory.config.size,
             backing: Some(self.vm.memory.config.backing),
+            forked: self.vm.memory.is_forked(),
             balloon: self.virtio.find::<BalloonHandle>().map(|(balloon, _)| balloon.actual()),
             dirty_ring: self.vm.dirty_ring.as_deref().map(vellum_machine::dirty_rings),
             cr3_cache: self

@@ -63,6 +63,8 @@ pub struct MachineInfo {
     pub memory: u64,
     /// What backs its RAM.
     pub backing: Option<Backing>,
+    /// Whether it shares memory with machines that were forked from it, or that it was forked from.
+    pub forked: bool,
     /// The size of the balloon in bytes, if there is one.
     pub balloon: Option<u64>,
     /// The unix socket that connects to the guest's sockets, if there is one.
@@ -281,6 +283,12 @@ pub trait SessionMachine: HandOver {
 
     /// The operation in progress.
     fn under_way(&self) -> Option<UnderWay>;
+
+    /// The frozen file that it shares with machines that were forked from it.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn base(&mut self) -> Result<OwnedFd, String>;
 
     /// The socket to the process that it has moved to, if that process stands in for this one.
     /// Returned once.

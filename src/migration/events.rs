@@ -104,6 +104,13 @@ pub enum SenderEvent {
     Written(Written),
     /// The files have their final names.
     Named,
+    /// The machine was forked; whether its memory became a base by that, and what differs from it.
+    Forked {
+        /// Whether this was the first time.
+        first: bool,
+        /// What is in the files.
+        written: Written,
+    },
 }
 
 /// The result of a snapshot.

@@ -21,6 +21,7 @@
 //! | [`fetching`] | memory on demand, from a snapshot or from a source after the hand-over |
 //! | [`postcopy_memory`] | which memory is missing, and how arriving pages are placed |
 //! | [`saving`], [`loading`] | moving a machine to and from the files of a [`snapshot`] |
+//! | [`forking`] | freezing a machine's memory as the base of others, which [`loading`] makes |
 //! | [`since`] | what one snapshot keeps for the next |
 //! | [`threads`], [`events`] | how these threads and the event loop's thread communicate |
 //! | [`migratable`], [`incoming`] | each side's machine, driven on the event loop's thread |
@@ -90,6 +91,7 @@ pub mod commit_flag;
 pub mod events;
 pub mod fetching;
 pub mod fit;
+pub(crate) mod forking;
 pub mod incoming;
 pub mod link;
 pub mod loading;

@@ -1,16 +1,17 @@
 //! The thread that restores a snapshot. A [`receiver`](super::receiver) makes a machine from a
 //! link; this thread makes it from the files of [`crate::snapshot`], with the same demands.
 
+use std::fs::File;
 use std::ops::Range;
 use std::time::Duration;
 
 use super::fetching::{Fetching, Work};
 use super::pages::fresh;
-use super::receiver::{Demand, Done, Offer, Place, ReceiverCommand, Said};
+use super::receiver::{Demand, Done, Offer, Place, Ram, ReceiverCommand, Said};
 use super::threads::{Mine, Orphaned};
 use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
 use crate::snapshot::manifest::Point;
-use crate::snapshot::source::Source;
+use crate::snapshot::source::{Chosen, Source, read_state};
 use crate::snapshot::working_set::WorkingSet;
 use crate::snapshot::{Error, Files};
 use vellum_kvm::memory::short_size;
@@ -64,20 +65,52 @@ pub enum Way {
         /// Whether the recorded working set is fetched first.
         prefetch: bool,
     },
+    /// It shows the base of a fork already. What differs from that is read, and each page compared with its sum.
+    Base,
+}
+
+/// What a machine is made of.
+#[derive(Debug)]
+pub enum Origin {
+    /// A snapshot.
+    Snapshot {
+        /// Its files.
+        source: Box<Source>,
+        /// Which point, or the newest.
+        point: Option<u32>,
+        /// How its memory comes.
+        way: Way,
+    },
+    /// A fork of a machine of this host.
+    Fork(Box<Forked>),
+}
+
+/// A fork.
+#[derive(Debug)]
+pub struct Forked {
+    /// What is in the files.
+    pub point: Point,
+    /// What differs from the base, and the state.
+    pub files: Files,
+    /// What the memory of the machine was, for the most part. Nobody writes to it.
+    pub base: File,
 }
 
 /// The thread.
 pub(crate) struct Loading {
     way: Way,
     machine: Mine<Said, ReceiverCommand>,
-    source: Option<Source>,
-    point: Option<u32>,
+    origin: Option<Origin>,
 }
 
 impl Loading {
-    /// Restores point `point` of `source`, or the newest.
-    pub fn new(machine: Mine<Said, ReceiverCommand>, source: Source, point: Option<u32>, way: Way) -> Self {
-        Self { way, machine, source: Some(source), point }
+    /// Makes the machine of `origin`.
+    pub fn new(machine: Mine<Said, ReceiverCommand>, origin: Origin) -> Self {
+        let way = match &origin {
+            Origin::Snapshot { way, .. } => *way,
+            Origin::Fork(_) => Way::Base,
+        };
+        Self { way, machine, origin: Some(origin) }
     }
 
     /// Runs until the machine runs, or until restoring fails.
@@ -94,10 +127,19 @@ impl Loading {
     }
 
     fn load(&mut self) -> Result<(), End> {
-        let Some(source) = self.source.take() else { return Ok(()) };
-        let chosen = source.choose(self.point)?;
+        let (chosen, base, from) = match self.origin.take() {
+            Some(Origin::Snapshot { source, point, .. }) => (source.choose(point)?, None, "the snapshot"),
+            Some(Origin::Fork(forked)) => {
+                let Forked { point, files, base } = *forked;
+                let (machine, sections) = read_state(&point, &files)?;
+                let layers = vec![(point, files)];
+                (Chosen { machine, sections, layers, working_set: None }, Some(base), "the machine")
+            }
+            None => return Ok(()),
+        };
         let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
-        let offer = Offer { disks: Some(disks), ..Offer::new(chosen.machine) };
+        let ram = base.map(Ram::Base);
+        let offer = Offer { disks: Some(disks), ram, ..Offer::new(chosen.machine) };
         self.machine.say(Said::Demand(Demand::Judge(offer)))?;
         // Maps are read while the machine is being made. If they have too many pages, they are read
         // only once the machine is known to have as many.
@@ -112,7 +154,11 @@ impl Loading {
             Done::Misfits(misfits) => {
                 let each = misfits.iter().map(|misfit| {
                     let (what, there, here) = (&misfit.what, &misfit.source, &misfit.target);
-                    format!("{what}: the snapshot has {there}, and this host {here}")
+                    let remedy = &misfit.remedy;
+                    match self.way {
+                        Way::Base => format!("{what}: {from} has {there}, and the new one {here}: {remedy}"),
+                        _ => format!("{what}: {from} has {there}, and this host {here}"),
+                    }
                 });
                 return Err(End::Refused(each.collect::<Vec<_>>().join("; ")));
             }
@@ -161,7 +207,7 @@ impl Loading {
         for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
             let end = first + slot.pages();
             let mut at = first;
-            if fresh && self.way != Way::Eager {
+            if fresh && !matches!(self.way, Way::Eager | Way::Base) {
                 first = end;
                 continue;
             }
@@ -177,7 +223,8 @@ impl Loading {
                         // If it fails, each page faults instead.
                         let _ = slot.mapping().populate(offset, bytes.len() as u64);
                     }
-                    None if fresh => continue,
+                    // Memory that was just made is zero, unless it shows a base.
+                    None if fresh && self.way != Way::Base => continue,
                     None => bytes.fill(0),
                 }
                 slot.mapping().copy_from(offset, bytes);

@@ -66,8 +66,8 @@ pub struct Place {
     pub disks: Vec<machine::Disk>,
 }
 
-/// Why a snapshot fails.
-enum End {
+/// Why a snapshot or a fork fails.
+pub(crate) enum End {
     /// The machine is gone.
     Orphaned,
     /// The guest continues as before.
@@ -86,8 +86,64 @@ impl From<dirty::Error> for End {
     }
 }
 
-fn failed(what: &'static str) -> impl Fn(std::io::Error) -> End {
+pub(crate) fn failed(what: &'static str) -> impl Fn(std::io::Error) -> End {
     move |error| End::Failed(format!("{what}: {error}"))
+}
+
+impl Mine<Said, SenderCommand> {
+    /// Has the event loop's thread do something.
+    pub(crate) fn demand(&self, what: Demand) -> Result<Done, End> {
+        self.say(Said::Demand(what))?;
+        loop {
+            match self.wait()? {
+                SenderCommand::Done(Done::Failed(why)) | SenderCommand::Cancel(why) => {
+                    return Err(End::Failed(why));
+                }
+                SenderCommand::Done(done) => return Ok(done),
+                _ => {}
+            }
+        }
+    }
+
+    /// Pauses the machine and saves its state.
+    pub(crate) fn save(&self) -> Result<Vec<Section>, End> {
+        match self.demand(Demand::Save)? {
+            Done::Saved(sections) => Ok(sections),
+            _ => Err(End::Failed("the machine cannot be saved".into())),
+        }
+    }
+
+    /// Whether somebody does not want it any more.
+    pub(crate) fn is_wanted(&self) -> Result<(), End> {
+        while let Some(told) = self.heard()? {
+            if let SenderCommand::Cancel(why) = told {
+                return Err(End::Failed(why));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What of a point was written beside its pages.
+pub(crate) struct WrittenDown {
+    pub layer: layer::Written,
+    pub state_bytes: u64,
+    pub state_crc: u32,
+}
+
+/// Brings the state and the map to the disk, and the pages.
+pub(crate) fn write_down(
+    files: &Files,
+    describe: &Value,
+    sections: &[Section],
+    writer: Writer,
+) -> Result<WrittenDown, End> {
+    let bytes = state::bytes(describe, sections);
+    let bytes = bytes.map_err(|error| End::Failed(format!("the state: {error}")))?;
+    files.state.write_all_at(&bytes, 0).map_err(failed("writing the state"))?;
+    files.state.sync_all().map_err(failed("writing the state"))?;
+    let layer = writer.finish(&files.map).map_err(failed("writing the map"))?;
+    Ok(WrittenDown { layer, state_bytes: bytes.len() as u64, state_crc: layer::sum(&bytes) })
 }
 
 /// The thread.
@@ -170,7 +226,7 @@ impl Saving {
             self.taken = since.owed.none();
             return Ok(since);
         }
-        let tracker = match self.demand(Demand::Track(self.options.method))? {
+        let tracker = match self.machine.demand(Demand::Track(self.options.method))? {
             Done::Tracker(tracker) => tracker,
             _ => return Err(End::Failed("the machine cannot be followed".into())),
         };
@@ -206,9 +262,7 @@ impl Saving {
             self.collect(since)?;
         }
         while self.pass(since)? == Decision::Again {}
-        let Done::Saved(sections) = self.demand(Demand::Save)? else {
-            return Err(End::Failed("the machine cannot be saved".into()));
-        };
+        let sections = self.machine.save()?;
         let taken = clocks::now();
         // After saving the state: saving a vCPU makes KVM write to guest memory.
         self.collect(since)?;
@@ -216,7 +270,7 @@ impl Saving {
         self.copy(since, Phase::Final)?;
         let disks = disk::saved(&self.place.disks, &self.place.files.clones).map_err(End::Failed)?;
         if !self.options.stop {
-            self.demand(Demand::Resume)?;
+            self.machine.demand(Demand::Resume)?;
         }
         let written = self.write_down(taken, &sections, disks)?;
         self.machine.say(Said::SenderEvent(SenderEvent::Written(written)))?;
@@ -248,7 +302,7 @@ impl Saving {
     fn copy(&mut self, since: &Since, phase: Phase) -> Result<(), End> {
         let (all, mut at) = (Share::new(0, 1), At::default());
         loop {
-            self.hear()?;
+            self.machine.is_wanted()?;
             self.tell(since, phase)?;
             let Some((outgoing, run)) = since.owed.next(&mut at, &all)? else { return Ok(()) };
             // Settled before they are read: a later write makes them owed again.
@@ -268,16 +322,11 @@ impl Saving {
 
     /// Writes and syncs the state, the map and the pages.
     fn write_down(&mut self, taken: u64, sections: &[Section], disks: Vec<Disk>) -> Result<Written, End> {
-        let bytes = state::bytes(&self.describe, sections);
-        let bytes = bytes.map_err(|error| End::Failed(format!("the state: {error}")))?;
-        let state = &self.place.files.state;
-        state.write_all_at(&bytes, 0).map_err(failed("writing the state"))?;
-        state.sync_all().map_err(failed("writing the state"))?;
         let Some(writer) = self.writer.take() else {
             return Err(End::Failed("it is written already".into()));
         };
-        let layer = writer.finish(&self.place.files.map).map_err(failed("writing the map"))?;
-        let (state_bytes, state_crc) = (bytes.len() as u64, layer::sum(&bytes));
+        let WrittenDown { layer, state_bytes, state_crc } =
+            write_down(&self.place.files, &self.describe, sections, writer)?;
         Ok(Written { full: self.full, taken, passes: self.passes, layer, state_bytes, state_crc, disks })
     }
 
@@ -300,30 +349,6 @@ impl Saving {
                 }
             }
         }
-    }
-
-    /// Makes a demand on the event loop's thread and waits for the answer.
-    fn demand(&mut self, what: Demand) -> Result<Done, End> {
-        self.machine.say(Said::Demand(what))?;
-        loop {
-            match self.machine.wait()? {
-                SenderCommand::Done(Done::Failed(why)) | SenderCommand::Cancel(why) => {
-                    return Err(End::Failed(why));
-                }
-                SenderCommand::Done(done) => return Ok(done),
-                _ => {}
-            }
-        }
-    }
-
-    /// Checks for a cancellation.
-    fn hear(&mut self) -> Result<(), End> {
-        while let Some(told) = self.machine.heard()? {
-            if let SenderCommand::Cancel(why) = told {
-                return Err(End::Failed(why));
-            }
-        }
-        Ok(())
     }
 
     fn tell(&mut self, since: &Since, phase: Phase) -> Result<(), Orphaned> {

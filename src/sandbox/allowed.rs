@@ -115,13 +115,10 @@ fn commands(kind: ThreadKind) -> Rule {
         // The locks of a machine's disks move to the process where the machine continues.
         commands.push(F_OFD_SETLK);
     }
-    if kind == ThreadKind::Receiver {
-        // The memory that it creates for a machine is sealed.
-        commands.push(F_ADD_SEALS);
-    }
     if matches!(kind, ThreadKind::Main | ThreadKind::Receiver | ThreadKind::Migration) {
-        // For a migration's fence or a machine's memory that arrives from another process.
-        commands.push(F_GET_SEALS);
+        // For a migration's fence or a machine's memory that arrives from another process; and for
+        // memory that is created for a machine or becomes the base of a fork.
+        commands.extend([F_GET_SEALS, F_ADD_SEALS]);
     }
     one_of(SYS_fcntl, 1, &commands.iter().map(|&command| command as u32).collect::<Vec<_>>())
 }

@@ -61,10 +61,22 @@ pub enum Source<'a> {
     SharedAnonymous,
     /// `MAP_SHARED` of a file, from its start.
     Shared(&'a File),
+    /// `MAP_PRIVATE` of a file from its start: a page that is written to parts from it.
+    Private {
+        /// The file.
+        file: &'a File,
+        /// Whether its pages are the pool's huge ones, all of which are reserved by the call.
+        huge: bool,
+    },
 }
 
 fn check(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A private mapping of a file. Huge pages of the pool are reserved, so that a write never finds none (SIGBUS).
+fn private(huge: bool) -> libc::c_int {
+    libc::MAP_PRIVATE | if huge { 0 } else { libc::MAP_NORESERVE }
 }
 
 impl Mapping {
@@ -82,6 +94,7 @@ impl Mapping {
             }
             Source::SharedAnonymous => (libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
             Source::Shared(file) => (libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd()),
+            Source::Private { file, huge } => (private(huge), file.as_raw_fd()),
         };
         // The kernel aligns to a page only. So reserve enough address space to contain an aligned
         // range, map over that range, and unmap the rest.
@@ -248,6 +261,58 @@ impl Mapping {
         self.advise_range(offset, len, libc::MADV_DONTDUMP)
     }
 
+    /// Replaces `[offset, offset + len)`, a shared mapping of the same range of `file`, by a private
+    /// one. Its content stays. A write then copies the page. A concurrent access finds the old
+    /// mapping or the new one: the new one is made elsewhere and moved over the old one. If the
+    /// file's pages are `huge` ones of the pool, all of them are reserved. The range is left out of
+    /// core dumps, and has no transparent huge pages. All are multiples of the file's pages.
+    ///
+    /// # Errors
+    /// The range is not inside, the pool lacks huge pages, or the process has too many mappings. The
+    /// old mapping stays.
+    pub fn part(&self, offset: u64, len: u64, file: &File, huge: bool) -> io::Result<()> {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
+        if end.is_none() || !(offset | len).is_multiple_of(host_page()) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        let (access, length) = (libc::PROT_READ | libc::PROT_WRITE, len as usize);
+        // SAFETY: a new mapping at an address that the kernel chooses changes no other.
+        let made = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                length,
+                access,
+                private(huge),
+                file.as_raw_fd(),
+                offset as libc::off_t,
+            )
+        };
+        if made == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the range is the mapping made above. No advice here drops content.
+        let advise = |advice| check(unsafe { libc::madvise(made, length, advice) });
+        let advised = advise(libc::MADV_DONTDUMP);
+        if !huge {
+            // Fails on a kernel without huge pages, which needs no advice.
+            let _ = advise(libc::MADV_NOHUGEPAGE);
+        }
+        // SAFETY: the target is inside this mapping. The new mapping has the same access and the
+        // same content, as file and offset are the same.
+        let moved = advised.and_then(|()| unsafe {
+            let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            match libc::mremap(made, length, length, flags, self.as_ptr().add(offset as usize)) {
+                libc::MAP_FAILED => Err(io::Error::last_os_error()),
+                _ => Ok(()),
+            }
+        });
+        if moved.is_err() {
+            // SAFETY: the mapping made above has not moved and has no users.
+            unsafe { libc::munmap(made, length) };
+        }
+        moved
+    }
+
     /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not
     /// a signal later.
     pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
@@ -318,14 +383,52 @@ fn memfd_with(name: &CStr, len: u64, huge_log2: Option<u32>, more: MemfdFlags) -
     Ok(file)
 }
 
-/// Like `memfd`, but its length can no longer be changed.
+/// Like `memfd`, but its length can no longer be changed, and no seal can be added.
 ///
 /// # Errors
 /// The kernel's error.
 pub fn sealed_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
-    let file = memfd_with(name, len, huge_log2, MemfdFlags::ALLOW_SEALING)?;
-    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    let file = freezable_memfd(name, len, huge_log2)?;
+    fcntl_add_seals(&file, SealFlags::SEAL)?;
     Ok(file)
+}
+
+/// Like `memfd`, but its length can no longer be changed. It can be [frozen](freeze) later.
+///
+/// # Errors
+/// Fails as the kernel does.
+pub fn freezable_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result<File> {
+    let file = memfd_with(name, len, huge_log2, MemfdFlags::ALLOW_SEALING)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(file)
+}
+
+/// Seals `file` against writes, forever. Does nothing if it is sealed so already.
+///
+/// # Errors
+/// EBUSY: a shared mapping can write to it. EPERM: it does not allow more seals.
+pub fn freeze(file: &File) -> io::Result<()> {
+    if is_frozen(file)? {
+        return Ok(());
+    }
+    Ok(fcntl_add_seals(file, SealFlags::WRITE | SealFlags::SEAL)?)
+}
+
+/// Whether `file` is sealed against writes.
+///
+/// # Errors
+/// EINVAL: it is no memfd.
+pub fn is_frozen(file: &File) -> io::Result<bool> {
+    Ok(fcntl_get_seals(file)?.contains(SealFlags::WRITE))
+}
+
+/// Whether `file` is frozen or can be.
+///
+/// # Errors
+/// EINVAL: it is no memfd.
+pub fn can_be_frozen(file: &File) -> io::Result<bool> {
+    let seals = fcntl_get_seals(file)?;
+    Ok(seals.contains(SealFlags::WRITE) || !seals.contains(SealFlags::SEAL))
 }
 
 /// Whether `file` can no longer be made shorter. An access to its mapping then never faults.
@@ -394,6 +497,34 @@ mod tests {
             let refused = std::panic::catch_unwind(|| map.copy_to(offset, &mut vec![0; len]));
             assert!(refused.is_err(), "{len} bytes at {offset:#x}");
         }
+    }
+
+    #[test]
+    fn what_parts_from_a_file_keeps_its_content_and_lets_the_file_be_frozen() {
+        let len = 4 * PAGE_SIZE;
+        let file = freezable_memfd(c"vellum-test", len, None).unwrap();
+        let map = Mapping::new(len, PAGE_SIZE, Source::Shared(&file)).unwrap();
+        let other = Mapping::new(len, PAGE_SIZE, Source::Private { file: &file, huge: false }).unwrap();
+        let word = |map: &Mapping, page: usize| map.words()[page * 512].load(Ordering::Relaxed);
+        (0..4).for_each(|page| map.words()[page * 512].store(page as u64 + 1, Ordering::Relaxed));
+        let part = |offset, len| map.part(offset, len, &file, false);
+        part(0, 2 * PAGE_SIZE).unwrap();
+        let busy = freeze(&file).unwrap_err();
+        assert_eq!(busy.raw_os_error(), Some(libc::EBUSY));
+        // What is still shared is seen by all, and what has parted by nobody else.
+        map.words()[512].store(7, Ordering::Relaxed);
+        map.words()[3 * 512].store(8, Ordering::Relaxed);
+        assert_eq!([0, 1, 2, 3].map(|page| word(&other, page)), [1, 2, 3, 8]);
+        part(2 * PAGE_SIZE, 2 * PAGE_SIZE).unwrap();
+        freeze(&file).unwrap();
+        freeze(&file).unwrap();
+        assert!(is_frozen(&file).unwrap() && can_be_frozen(&file).unwrap() && seals_hold(&file).unwrap());
+        assert_eq!([0, 1, 2, 3].map(|page| word(&map, page)), [1, 7, 3, 8]);
+        map.words()[2 * 512].store(9, Ordering::Relaxed);
+        assert_eq!([0, 1, 2, 3].map(|page| word(&other, page)), [1, 2, 3, 8]);
+        assert!(part(3 * PAGE_SIZE, 2 * PAGE_SIZE).is_err() && part(8, PAGE_SIZE).is_err());
+        let sealed = sealed_memfd(c"vellum-test", len, None).unwrap();
+        assert!(!can_be_frozen(&sealed).unwrap() && freeze(&sealed).is_err());
     }
 
     #[test]

@@ -51,13 +51,16 @@ struct Region {
     categories: u64,
 }
 
-/// `PAGE_IS_PRESENT`, `PAGE_IS_SWAPPED`, `PAGE_IS_PFNZERO`.
+/// `PAGE_IS_FILE`, `PAGE_IS_PRESENT`, `PAGE_IS_SWAPPED`, `PAGE_IS_PFNZERO`.
+const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
 const IS_PFNZERO: u64 = 1 << 5;
 
 /// Bits 62 and 63 of an entry: the page is in swap, or in memory.
 const THERE: u64 = 3 << 62;
+/// Bit 61 of an entry: a file's page, or shared.
+const OF_FILE: u64 = 1 << 61;
 /// The sandbox knows this size from the request's number (`sandbox/ioctls.rs`).
 const _: () = assert!(size_of::<Scan>() == 96);
 /// Regions or entries per call.
@@ -67,6 +70,15 @@ const ENTRIES: usize = 4096;
 /// The file. It is opened before a sandbox that would refuse it.
 #[derive(Debug)]
 pub struct Pagemap(File);
+
+/// Which pages are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Which {
+    /// All that are there.
+    There,
+    /// Those that are no file's.
+    Parted,
+}
 
 impl Pagemap {
     /// Opens it. Fails without `/proc`.
@@ -86,6 +98,32 @@ impl Pagemap {
         mapping: &Mapping,
         offset: u64,
         pages: u64,
+        found: impl FnMut(Range<u64>),
+    ) -> io::Result<()> {
+        self.find(Which::There, mapping, offset, pages, found)
+    }
+
+    /// The same of the pages that have parted from the file which `mapping` shows privately: this process has written to them, and they
+    /// are its own. With huge pages of a pool, all of each.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn parted(
+        &self,
+        mapping: &Mapping,
+        offset: u64,
+        pages: u64,
+        found: impl FnMut(Range<u64>),
+    ) -> io::Result<()> {
+        self.find(Which::Parted, mapping, offset, pages, found)
+    }
+
+    fn find(
+        &self,
+        which: Which,
+        mapping: &Mapping,
+        offset: u64,
+        pages: u64,
         mut found: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
         let start = mapping.as_ptr() as u64 + offset;
@@ -98,19 +136,28 @@ impl Pagemap {
             }
         };
         let whole = start / host_page() * host_page()..end.next_multiple_of(host_page());
-        match Self::scan(&self.0, whole.clone(), &mut found) {
+        match Self::scan(&self.0, which, whole.clone(), &mut found) {
             // Linux before 6.7.
             Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
-                Self::read(&self.0, whole, &mut found)
+                Self::read(&self.0, which, whole, &mut found)
             }
             result => result,
         }
     }
 
-    /// Calls `found` with the populated addresses in `range`, in whole host pages, with
+    /// Calls `found` with the addresses of such pages in `range`, in whole host pages, with
     /// PAGEMAP_SCAN.
-    fn scan(file: &File, range: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    fn scan(
+        file: &File,
+        which: Which,
+        range: Range<u64>,
+        found: &mut dyn FnMut(Range<u64>),
+    ) -> io::Result<()> {
         let Range { start, end } = range;
+        let but = match which {
+            Which::There => IS_PFNZERO,
+            Which::Parted => IS_FILE,
+        };
         let mut regions = [Region::default(); REGIONS];
         let mut at = start;
         while at < end {
@@ -120,8 +167,8 @@ impl Pagemap {
                 end,
                 vec: regions.as_mut_ptr() as u64,
                 vec_len: REGIONS as u64,
-                category_inverted: IS_PFNZERO,
-                category_mask: IS_PFNZERO,
+                category_inverted: but,
+                category_mask: but,
                 category_anyof_mask: IS_PRESENT | IS_SWAPPED,
                 return_mask: IS_PRESENT,
                 ..Scan::default()
@@ -143,7 +190,12 @@ impl Pagemap {
     }
 
     /// Like `scan`, entry by entry.
-    fn read(file: &File, range: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+    fn read(
+        file: &File,
+        which: Which,
+        range: Range<u64>,
+        found: &mut dyn FnMut(Range<u64>),
+    ) -> io::Result<()> {
         let first = range.start / host_page();
         let pages = range.end / host_page() - first;
         let mut buffer = vec![0; ENTRIES * 8];
@@ -153,7 +205,10 @@ impl Pagemap {
             let bytes = &mut buffer[..count as usize * 8];
             file.read_exact_at(bytes, (first + page) * 8)?;
             let (entries, _) = bytes.as_chunks::<8>();
-            let there = |index: &u64| u64::from_ne_bytes(entries[*index as usize]) & THERE != 0;
+            let there = |index: &u64| {
+                let entry = u64::from_ne_bytes(entries[*index as usize]);
+                entry & THERE != 0 && (which == Which::There || entry & OF_FILE == 0)
+            };
             let mut at = 0;
             while let Some(begin) = (at..count).find(there) {
                 at = (begin..count).find(|index| !there(index)).unwrap_or(count);
@@ -224,13 +279,13 @@ mod tests {
         let addresses = |pages: u64| first..first + pages * PAGE_SIZE;
         let page = |run: Range<u64>| (run.start - first) / PAGE_SIZE..(run.end - first) / PAGE_SIZE;
         let mut runs = Vec::new();
-        Pagemap::read(&pagemap.0, addresses(1900), &mut |run| runs.push(page(run))).unwrap();
+        Pagemap::read(&pagemap.0, Which::There, addresses(1900), &mut |run| runs.push(page(run))).unwrap();
         assert_eq!(runs, expected);
         runs.clear();
         pagemap.there(&mapping, 4 * PAGE_SIZE, 1900, |run| runs.push(run)).unwrap();
         assert_eq!(runs, expected);
         let mut scanned = Vec::new();
-        match Pagemap::scan(&pagemap.0, addresses(1996), &mut |run| scanned.push(page(run))) {
+        match Pagemap::scan(&pagemap.0, Which::There, addresses(1996), &mut |run| scanned.push(page(run))) {
             Ok(()) => {
                 // The page of zeroes is not reported. The entries cannot distinguish it from other
                 // pages.
@@ -242,6 +297,36 @@ mod tests {
                 println!("not tested here: PAGEMAP_SCAN (Linux 6.7)");
             }
         }
+    }
+
+    #[test]
+    fn what_has_parted_from_a_file_is_told_from_what_shows_it() {
+        let file = mmap::memfd(c"vellum-test", PAGES * PAGE_SIZE, None).unwrap();
+        let shared = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Shared(&file)).unwrap();
+        touch(&shared, [0, 1, 2, 900]);
+        let source = Source::Private { file: &file, huge: false };
+        let mapping = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, source).unwrap();
+        mapping.advise(libc::MADV_NOHUGEPAGE).unwrap();
+        let pagemap = Pagemap::open().unwrap();
+        let told = |offset: u64, pages| {
+            let mut runs = Vec::new();
+            pagemap.parted(&mapping, offset * PAGE_SIZE, pages, |run| runs.push(run)).unwrap();
+            let start = mapping.as_ptr() as u64 + offset * PAGE_SIZE;
+            let (mut read, all) = (Vec::new(), start..start + pages * PAGE_SIZE);
+            let page = |run: Range<u64>| (run.start - start) / PAGE_SIZE..(run.end - start) / PAGE_SIZE;
+            Pagemap::read(&pagemap.0, Which::Parted, all, &mut |run| read.push(page(run))).unwrap();
+            assert_eq!(runs, read);
+            runs
+        };
+        // What is only read stays the file's, be it content or a hole.
+        let words = [0, 1, 5].map(|page| mapping.words()[page * 512].load(Ordering::Relaxed));
+        assert_eq!((words, told(0, PAGES)), ([1, 1, 0], Vec::new()));
+        touch(&mapping, [1, 7, 8, 1999]);
+        assert_eq!(told(0, PAGES), [1..2, 7..9, 1999..2000]);
+        assert!(told(8, 1991).into_iter().eq(std::iter::once(0..1)));
+        // Given back, a page shows the file again.
+        mapping.advise_range(7 * PAGE_SIZE, PAGE_SIZE, libc::MADV_DONTNEED).unwrap();
+        assert_eq!(told(0, 100), [1..2, 8..9]);
     }
 
     #[test]

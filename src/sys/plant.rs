@@ -83,11 +83,17 @@ pub enum Mistake {
     /// MSRs that make KVM write to guest memory are restored with the others, before the target
     /// owns the guest.
     WritingMsrsEarly,
+    /// The last piece of memory that is forked does not part from its file.
+    PieceLeftShared,
+    /// The first pages that have parted from a fork's base are not copied.
+    PartedLeftOut,
+    /// A machine that is forked goes on before what has parted from the base is copied.
+    CopiedAfterResume,
 }
 
 impl Mistake {
     /// The mistakes by the names that `VARIABLE` takes.
-    pub const NAMES: [(&str, Self); 30] = [
+    pub const NAMES: [(&str, Self); 33] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -118,6 +124,9 @@ impl Mistake {
         ("layer-off-by-a-slot", Self::LayerOffByASlot),
         ("kvmclock-ctrl-left-out", Self::KvmclockCtrlLeftOut),
         ("writing-msrs-early", Self::WritingMsrsEarly),
+        ("piece-left-shared", Self::PieceLeftShared),
+        ("parted-left-out", Self::PartedLeftOut),
+        ("copied-after-resume", Self::CopiedAfterResume),
     ];
 }
 

@@ -11,6 +11,7 @@ mod bus;
 mod cloud;
 mod debugged;
 mod ends;
+mod forks;
 mod guest;
 mod inside;
 mod kexec;
@@ -143,6 +144,11 @@ fn main() -> ExitCode {
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());
             let image = image.clone();
             tests.add(name, need, move || saves::and_restored(&image, irqchip));
+        }
+        for &irqchip in irqchips() {
+            let name = format!("linux_{}_is_forked_{irqchip}_irqchip", image.version);
+            let image = image.clone();
+            tests.add(name, whole_matrix(), move || forks::while_it_works(&image, irqchip));
         }
         for &irqchip in irqchips() {
             let name = format!("linux_{}_works_moves_and_comes_back_on_pci_{irqchip}_irqchip", image.version);

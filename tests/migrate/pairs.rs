@@ -24,7 +24,7 @@ use crate::VELLUM;
 use crate::upgrade::upgrade;
 use crate::{ends_with, every_page_is_right, succeeds};
 
-const KINDS: [Kind; 4] = [Kind::Snapshot, Kind::Dump, Kind::Migration, Kind::Upgrade];
+const KINDS: [Kind; 5] = [Kind::Snapshot, Kind::Fork, Kind::Dump, Kind::Migration, Kind::Upgrade];
 const MEMORY: u64 = 16 << 20;
 /// The time after the start of both clients in which one is killed.
 const WINDOW_US: u64 = 150_000;
@@ -54,6 +54,7 @@ fn line(env: &TestEnv, kind: Kind, at: usize) -> String {
             format!("snapshot m {} --downtime 1s --timeout 3s", env.path(&format!("s{at}")).display())
         }
         Kind::Dump => format!("dump m {}", env.path(&format!("d{at}")).display()),
+        Kind::Fork => format!("fork m --name f{at} --json {}", env.path(&format!("f{at}.json")).display()),
         Kind::Upgrade => format!("ctl m upgrade --downtime 1m {VELLUM}"),
         Kind::Migration => {
             let to = env.path(&format!("t{at}.in"));
@@ -135,6 +136,8 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
             }
             Kind::Snapshot => is_whole(&env, &format!("s{at}"), done)
                 .map_err(|error| wrong(format!("snapshot {at}: {}", error.message().unwrap_or("?"))))?,
+            Kind::Fork => forked_is_right(&env, &format!("f{at}"), done)
+                .map_err(|error| wrong(format!("fork {at}: {}", error.message().unwrap_or("?"))))?,
             Kind::Dump => {
                 let path = env.path(&format!("d{at}"));
                 ensure(path.exists() || !done, || format!("no dump; {context}"))?;
@@ -153,6 +156,14 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
         ends_with(targets.swap_remove(at).1, 0)?;
     }
     every_page_is_right(&json(&place))
+}
+
+/// Checks every page of a machine that was forked. If its client was killed, nothing may be left.
+fn forked_is_right(env: &TestEnv, name: &str, done: bool) -> Result<(), Failed> {
+    let stopped = env.vellum(&format!("ctl {name} stop"))?;
+    ensure(stopped.status.success() || !done, || format!("{stopped:?}"))?;
+    eventually(LIMIT, "it ends", || Ok((!env.socket(name).exists()).then_some(())))?;
+    if done { every_page_is_right(&env.path(&format!("{name}.json"))) } else { Ok(()) }
 }
 
 /// The number of pages of a dump that are not zero.

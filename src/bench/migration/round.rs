@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::answer::{self, Answer};
 use super::measured::{Parts, Round};
-use super::process::{Directory, Process, printed};
 use super::{Config, Paths};
 use crate::Error;
+use crate::process::{Directory, Process, printed};
 use vellum_control::client::{self, Client};
 use vellum_control::{Came, Do, Event, Left, Pass, Waited};
 use vellum_guests::guest;

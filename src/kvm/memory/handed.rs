@@ -40,6 +40,16 @@ impl Memory {
     /// # Errors
     /// The file could shrink or has another size, and as [`Memory::map`].
     pub fn adopt(space: Space, config: MemoryConfig, file: File) -> Result<Self, Error> {
+        Self::of_file(space, config, file, |file| Source::Shared(file))
+    }
+
+    /// The same, mapped as `source` says.
+    pub(super) fn of_file(
+        space: Space,
+        config: MemoryConfig,
+        file: File,
+        source: impl FnOnce(&File) -> Source<'_>,
+    ) -> Result<Self, Error> {
         let MemoryConfig { size, lock, .. } = config;
         let backing = Backing::of_handed(&file)?;
         let len = file.metadata().map_err(|error| Error::Handed(error.to_string()))?.len();
@@ -53,7 +63,7 @@ impl Memory {
         if !size.is_multiple_of(backing.page_size()) {
             return Err(Error::Unaligned { size, backing });
         }
-        let mapping = Mapping::new(size, backing.alignment(), Source::Shared(&file))
+        let mapping = Mapping::new(size, backing.alignment(), source(&file))
             .and_then(|mapping| advise(&mapping, backing).map(|()| mapping))
             .map_err(|source| Error::Map { size, backing, source })?;
         let memory = Self::lay(space, MemoryConfig { backing, ..config }, mapping, Some(file))?;
@@ -83,7 +93,7 @@ mod tests {
     fn both_see_the_same_memory_and_neither_can_shorten_it() {
         let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(SIZE) };
         let made = Memory::map(SPACE, config).unwrap();
-        let file = made.file.as_ref().unwrap();
+        let file = made.shared_file().unwrap();
         assert!(file.set_len(PAGE_SIZE).is_err() && file.set_len(2 * SIZE).is_err());
         made.mapping.words()[700].store(5, Ordering::Relaxed);
         // The file determines the backing.

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 mod error;
+mod forked;
 mod handed;
 pub mod plan;
 pub mod slices;
@@ -21,6 +22,7 @@ mod touched;
 pub(crate) mod write_log;
 
 pub use error::Error;
+use forked::Parted;
 pub use slot::Slot;
 
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegionBuilder};
@@ -129,9 +131,10 @@ pub struct Memory {
     pub config: MemoryConfig,
     /// All of RAM, in one mapping.
     pub mapping: Arc<Mapping>,
-    /// The file of a shared backing, for userfaultfd's minor faults and for passing to another
-    /// process.
-    pub file: Option<Arc<std::fs::File>>,
+    /// The file of a shared backing.
+    file: Option<Arc<std::fs::File>>,
+    /// How much of the mapping has parted from that file.
+    parted: Arc<Parted>,
     /// RAM by guest physical address.
     pub guest: GuestMemory,
     /// The ranges of the mapping that map files, or that are fetched from them on demand.
@@ -222,7 +225,8 @@ impl Memory {
         if config.lock {
             mapping.lock(true).map_err(Error::Lock)?;
         }
-        Ok(Self { config, mapping, file: file.map(Arc::new), guest: regions, shown: Arc::default(), slots })
+        let (file, parted, shown) = (file.map(Arc::new), Arc::default(), Arc::default());
+        Ok(Self { config, mapping, file, parted, guest: regions, shown, slots })
     }
 
     /// Faults in all of it, on as many threads as there are CPUs. Calls `go_on` with the bytes
@@ -379,7 +383,7 @@ fn advise(mapping: &Mapping, backing: Backing) -> io::Result<()> {
 
 fn shared(size: u64, align: u64, huge_log2: Option<u32>) -> io::Result<(Mapping, Option<std::fs::File>)> {
     // Another process may receive it. The seals guarantee that process the file's size.
-    let file = mmap::sealed_memfd(c"vellum-guest", size, huge_log2)?;
+    let file = mmap::freezable_memfd(c"vellum-guest", size, huge_log2)?;
     Ok((Mapping::new(size, align, Source::Shared(&file))?, Some(file)))
 }
 

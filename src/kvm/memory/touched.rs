@@ -38,8 +38,14 @@ impl Memory {
                 found((start - slot.offset()) / PAGE_SIZE..(end - slot.offset()) / PAGE_SIZE);
             }
         }
-        let found = |run: Range<u64>| found(first + run.start..first + run.end);
+        let mut found = |run: Range<u64>| found(first + run.start..first + run.end);
         match (self.config.backing, pagemap, &self.file) {
+            // What has parted from its file is in that or was written since, or both.
+            (Backing::Memfd, Some(pagemap), Some(file)) if self.is_forked() => {
+                pagemap::data(file, offset, count, &mut found)?;
+                pagemap.there(slot.mapping(), offset, count, found)?;
+            }
+            (Backing::Memfd, None, _) if self.is_forked() => return Ok(false),
             (Backing::Anonymous | Backing::Thp, Some(pagemap), _) => {
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }

@@ -1,7 +1,6 @@
 //! Assembles a machine like the source's from this process's resources, or returns every reason why
 //! it cannot.
 
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use super::{Arrived, Host};
 use crate::fit::{self, Parts, Tsc};
 use crate::message::Misfit;
 use crate::migratable::MigratableMachine;
+use crate::receiver::Ram;
 use vellum_guests::guest::{Guest, GuestConfig};
 use vellum_guests::run::BuiltinMachine;
 use vellum_guests::state as guest_state;
@@ -36,17 +36,18 @@ fn failed(error: impl std::fmt::Display) -> Refused {
     Refused::Failed(error.to_string())
 }
 
-/// The source of memory: the host's memory within `room`, or the file that was handed over.
+/// The source of memory: the host's memory within `room`, or what there is already.
 struct Source {
     room: Room,
-    handed: Option<File>,
+    there: Option<Ram>,
 }
 
 /// Maps memory of the source's size, with the source's memslots.
 fn map(from: Source, config: MemoryConfig, size: u64, places: &[state::Place]) -> Result<Memory, Refused> {
     let config = MemoryConfig { size, slots: 1, ..config };
-    let (mapped, remedy) = match from.handed {
-        Some(file) => (Memory::adopt(layout::RAM, config, file), "have it copied"),
+    let (mapped, remedy) = match from.there {
+        Some(Ram::Handed(file)) => (Memory::adopt(layout::RAM, config, file), "have it copied"),
+        Some(Ram::Base(file)) => (Memory::on_base(layout::RAM, config, file), "restore a snapshot of it"),
         None => {
             let mapped = Memory::map_within(&from.room, layout::RAM, config);
             (mapped, "use a target with more memory, or another backing there")
@@ -70,12 +71,12 @@ fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
 }
 
 /// Assembles a machine like the one that `config` describes.
-pub(super) fn assemble(host: Host, config: Value, handed: Option<File>) -> Result<Arrived, Refused> {
+pub(super) fn assemble(host: Host, config: Value, there: Option<Ram>) -> Result<Arrived, Refused> {
     let Host { kvm, begun, devices, serial, mut memory, room, pagemap, other_tsc, sandbox, .. } = host;
-    if let Some(file) = &handed {
+    if let Some(Ram::Handed(file) | Ram::Base(file)) = &there {
         memory.backing = Backing::of_handed(file).map_err(failed)?;
     }
-    let from = Source { room, handed };
+    let from = Source { room, there };
     if config["kind"] == "built-in" {
         if let Some(name) = devices.names().next() {
             return Err(Refused::Misfits(vec![Misfit {

@@ -164,6 +164,10 @@ impl SessionMachine for Incoming {
         self.running().and_then(SessionMachine::under_way)
     }
 
+    fn base(&mut self) -> Result<OwnedFd, String> {
+        self.running_mut().map_or(Err(Error::Absent.to_string()), |machine| machine.base())
+    }
+
     fn successor(&mut self) -> Option<OwnedFd> {
         self.running_mut().and_then(SessionMachine::successor)
     }

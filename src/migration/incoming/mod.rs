@@ -21,7 +21,7 @@ use vmm_sys_util::eventfd::EventFd;
 use self::assembly::{Refused, assemble};
 use super::commit_flag::{CommitFlag, Ownership};
 use super::fetching::{self, Fetching, Gate};
-use super::loading::{Loading, Way};
+use super::loading::{Loading, Origin};
 use super::message::Misfit;
 use super::migratable::{Error, HELD, HELD_VERSION, HeldState, MigratableMachine, now};
 use super::populating::Populating;
@@ -29,7 +29,6 @@ use super::receiver::lanes::Lanes;
 use super::receiver::{Demand, Done, Offer, Place, ReceiverCommand, Receiving, Said};
 use super::threads;
 use crate::snapshot::disk;
-use crate::snapshot::source::Source;
 use vellum_control::{self as control, Came, Event, MachineState};
 use vellum_devices::console;
 use vellum_guests::run::BuiltinMachine;
@@ -151,20 +150,16 @@ pub struct Incoming {
 pub enum Arrival {
     /// A source. The duration is how long it may be silent.
     Process(Duration),
-    /// A snapshot's point, or the newest.
-    Snapshot {
-        /// Its files.
-        source: Box<Source>,
-        /// The number of the point.
-        point: Option<u32>,
+    /// Files, from which other machines may be made too.
+    Files {
+        /// The files.
+        origin: Origin,
         /// How its clocks treat the time since it was saved.
         meanwhile: ClockPolicy,
         /// Whether it stays paused until it is resumed.
         paused: bool,
         /// Whether changed disks are accepted.
         disk_changed: bool,
-        /// How its memory is restored.
-        way: Way,
     },
 }
 
@@ -191,16 +186,16 @@ impl Incoming {
     pub fn new(host: Host, arrival: Arrival) -> io::Result<Self> {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
-        let restored = matches!(arrival, Arrival::Snapshot { .. });
+        let restored = matches!(arrival, Arrival::Files { .. });
         let mut accepted = false;
         let (bringer, state, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {
                 let receiving = Box::new(Receiving::new(mine, liveness));
                 (Bringer::Receiving(receiving), MachineState::Waiting, ClockPolicy::Passes, false)
             }
-            Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way } => {
+            Arrival::Files { origin, meanwhile, paused, disk_changed } => {
                 accepted = disk_changed;
-                let loading = Loading::new(mine, *source, point, way);
+                let loading = Loading::new(mine, origin);
                 (Bringer::Loading(loading), MachineState::Restoring, meanwhile, paused)
             }
         };

@@ -11,6 +11,7 @@ use super::MigratableMachine;
 use super::operation::{Operation, SaveOperation, Work};
 use crate::commit_flag::CommitFlag;
 use crate::events::{Moving, Options};
+use crate::forking::Forking;
 use crate::link::GiveUp;
 use crate::message::SessionId;
 use crate::saving::{self, Saving};
@@ -22,7 +23,6 @@ use vellum_control::operation::{Asker, Kind};
 use vellum_control::{self as control, Loses, MigrateRequest, MigrationBlocker, Snapshot};
 use vellum_kvm::dirty::Method;
 use vellum_kvm::dirty::log::ends_on_a_huge_page;
-use vellum_kvm::memory::Backing;
 use vellum_machine::SaveState;
 use vellum_sandbox::ThreadKind;
 
@@ -134,12 +134,19 @@ impl<P: SaveState> MigratableMachine<P> {
         Ok(json!({}))
     }
 
+    pub(super) fn fork(&mut self, by: Asker, files: Vec<OwnedFd>) -> Result<Value, String> {
+        self.may_leave()?;
+        let [ram, map, state] = <[OwnedFd; 3]>::try_from(files).map_err(|_| "it takes three descriptors")?;
+        let files = Files { ram: ram.into(), map: map.into(), state: state.into(), clones: Vec::new() };
+        let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
+        let forking = Forking::new(self.moving(), files, self.machine.disks(), mine)?;
+        self.begin(Kind::Fork, by, SaveOperation::new(thread_end, None), || forking.run())?;
+        Ok(json!({}))
+    }
+
     /// Checks that another process can map its RAM too.
     fn can_hand_over(&self, asked: &MigrateRequest) -> Result<(), String> {
-        let backing = self.machine.ram().config.backing;
-        if !backing.can_be_handed_over() {
-            return Err(not_handed_over(backing));
-        }
+        self.machine.ram().can_be_handed_over()?;
         if asked.connections != 1 || !asked.fence {
             return Err("memory is handed over by one connection, with a fence".into());
         }
@@ -202,10 +209,6 @@ impl<P: SaveState> MigratableMachine<P> {
             ),
         }
     }
-}
-
-pub(super) fn not_handed_over(backing: Backing) -> String {
-    format!("its memory is {backing}, of which no other process can be handed a descriptor")
 }
 
 fn refused(error: io::Error) -> String {

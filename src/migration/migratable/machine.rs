@@ -2,12 +2,11 @@
 //! migration or a snapshot takes part.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::leaving::not_handed_over;
 use super::{Error, MigratableMachine};
 use crate::events::SenderCommand;
 use crate::share::MAX_CONNECTIONS;
@@ -122,6 +121,7 @@ where
         let kind = self.operation.kind();
         match what {
             Do::Snapshot(asked) => return self.snapshot(by, asked, descriptors),
+            Do::Fork {} => return self.fork(by, descriptors),
             Do::SnapshotEnd {} => self.since = None,
             Do::SnapshotNamed {} | Do::SnapshotCancel { .. } if kind != Some(Kind::Snapshot) => {
                 return Err("no snapshot of this machine is under way".into());
@@ -231,10 +231,7 @@ where
 {
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         self.may_leave()?;
-        let backing = self.machine.ram().config.backing;
-        if !backing.can_be_handed_over() {
-            return Err(not_handed_over(backing));
-        }
+        self.machine.ram().can_be_handed_over()?;
         self.machine.lend(lent)
     }
 }
@@ -282,6 +279,11 @@ where
 
     fn under_way(&self) -> Option<UnderWay> {
         self.operation.under_way()
+    }
+
+    fn base(&mut self) -> Result<OwnedFd, String> {
+        let base = self.machine.ram().base().map_err(|error| error.to_string())?;
+        base.as_fd().try_clone_to_owned().map_err(|error| error.to_string())
     }
 
     fn successor(&mut self) -> Option<OwnedFd> {

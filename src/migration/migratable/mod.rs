@@ -312,6 +312,22 @@ impl<P: SaveState> MigratableMachine<P> {
                 self.tell(Event::SnapshotOver {});
                 self.operation.end();
             }
+            SenderEvent::Forked { first, written } => {
+                let stood = self.operation.leaving().and_then(|leaving| leaving.stood);
+                self.tell(Event::Forked {
+                    us: stood.map_or(0, |time| time.as_micros() as u64),
+                    first,
+                    taken: written.taken,
+                    pages: written.layer.pages,
+                    present: written.layer.present,
+                    zero: written.layer.zero,
+                    map_crc: written.layer.map_crc,
+                    state_bytes: written.state_bytes,
+                    state_crc: written.state_crc,
+                    disks: written.disks,
+                });
+                self.operation.end();
+            }
             SenderEvent::Pass(pass) => self.tell(Event::Pass(pass)),
             SenderEvent::Unconfirmed => self.tell(Event::Unconfirmed {}),
             SenderEvent::Ahead => {
@@ -360,6 +376,10 @@ impl<P: SaveState> MigratableMachine<P> {
             Some(Kind::Snapshot) => {
                 tracing::warn!("no snapshot: {why}");
                 Event::NoSnapshot { why }
+            }
+            Some(Kind::Fork) => {
+                tracing::warn!("no fork: {why}");
+                Event::NotForked { why }
             }
             _ => {
                 tracing::warn!("the guest stays here: {why}");

@@ -58,13 +58,22 @@ pub struct Offer {
     pub config: Value,
     /// The number of connections that carry its pages.
     pub connections: u32,
-    /// Its RAM, if it was handed over.
-    pub ram: Option<File>,
+    /// Its RAM, if it exists already.
+    pub ram: Option<Ram>,
     /// Whether the guest may run before all pages have arrived.
     pub postcopy: bool,
     /// The saved state of its disks if no source holds their locks. The locks are then taken here,
     /// and the disks must be unchanged.
     pub disks: Option<Vec<Disk>>,
+}
+
+/// RAM that is there before its machine is.
+#[derive(Debug)]
+pub enum Ram {
+    /// Another process hands it over.
+    Handed(File),
+    /// It shows the base of a fork.
+    Base(File),
 }
 
 impl Offer {

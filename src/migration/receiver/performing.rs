@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::{Demand, Done, LOOK, Offer, ReceiverCommand, Receiving, Said};
+use super::{Demand, Done, LOOK, Offer, Ram, ReceiverCommand, Receiving, Said};
 use crate::commit_flag::Ownership;
 use crate::message::{Message, Misfit};
 use crate::pages::{Incoming, fresh};
@@ -38,7 +38,7 @@ impl Receiving {
         handed: bool,
         postcopy: bool,
     ) -> Result<Done, Orphaned> {
-        let ram = self.ram.take().filter(|_| handed);
+        let ram = self.ram.take().filter(|_| handed).map(Ram::Handed);
         self.handed = ram.is_some();
         self.demand(Demand::Judge(Offer { config, connections, ram, postcopy, disks: None }))
     }

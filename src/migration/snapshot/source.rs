@@ -157,22 +157,30 @@ impl Source {
             layers.push((point.clone(), files));
         }
         let (point, files) = layers.last().expect("a chain has a point");
-        let name = format!("state-{}", point.number);
-        let len = files.state.metadata().map_err(Error::io(&name, "its length"))?.len();
-        if len != point.state_bytes || len > state::MAX_BYTES {
-            let what = format!("it has {len} bytes, and the list says {}", point.state_bytes);
-            return Err(Error::Damaged { file: name, offset: len, what });
-        }
-        let mut bytes = vec![0; len as usize];
-        files.state.read_exact_at(&mut bytes, 0).map_err(Error::io(&name, "reading it"))?;
-        let found = sum(&bytes);
-        if found != point.state_crc {
-            let what = format!("its sum is {found:#010x}, not {:#010x}", point.state_crc);
-            return Err(Error::Damaged { file: name, offset: 0, what });
-        }
-        let (machine, sections) = state::parse(&bytes, &name)?;
+        let (machine, sections) = read_state(point, files)?;
         Ok(Chosen { machine, sections, layers, working_set: self.working_set })
     }
+}
+
+/// Reads what the machine of `point` is, and its state.
+///
+/// # Errors
+/// Where that is not what was written.
+pub(crate) fn read_state(point: &Point, files: &Files) -> Result<(Value, Vec<Section>), Error> {
+    let name = format!("state-{}", point.number);
+    let len = files.state.metadata().map_err(Error::io(&name, "its length"))?.len();
+    if len != point.state_bytes || len > state::MAX_BYTES {
+        let what = format!("it has {len} bytes, and the list says {}", point.state_bytes);
+        return Err(Error::Damaged { file: name, offset: len, what });
+    }
+    let mut bytes = vec![0; len as usize];
+    files.state.read_exact_at(&mut bytes, 0).map_err(Error::io(&name, "reading it"))?;
+    let found = sum(&bytes);
+    if found != point.state_crc {
+        let what = format!("its sum is {found:#010x}, not {:#010x}", point.state_crc);
+        return Err(Error::Damaged { file: name, offset: 0, what });
+    }
+    state::parse(&bytes, &name)
 }
 
 fn is_same(one: &File, other: &File) -> Result<bool, Error> {

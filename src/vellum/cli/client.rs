@@ -75,6 +75,12 @@ pub(super) fn check(method: Method, status: &Status) -> Result<(), Failure> {
 /// Checks that the memory of the machine with this `status` has a descriptor that another process
 /// can be given.
 pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String> {
+    if status.forked {
+        return Err(format!(
+            "the memory of {name} was forked, and no descriptor has all of it; vellum snapshot and vellum migrate without a memory link \
+             copy it"
+        ));
+    }
     let backing = status.backing.as_deref().unwrap_or("unknown");
     let huge = match backing {
         "memfd" => return Ok(()),

@@ -14,11 +14,16 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     use super::Flags;
-    use crate::cli::{bench, command, receive, restore, run_flags, test};
+    use crate::cli::{bench, command, fork, receive, restore, run_flags, test};
 
     /// All tables, by subcommand as typed.
     fn tables() -> Vec<(&'static str, Flags)> {
-        let own = [("run", run_flags::FLAGS), ("receive", receive::FLAGS), ("restore", restore::FLAGS)];
+        let own = [
+            ("run", run_flags::FLAGS),
+            ("receive", receive::FLAGS),
+            ("restore", restore::FLAGS),
+            ("fork", fork::FLAGS),
+        ];
         own.into_iter().chain(bench::TABLES).chain(test::TABLES).collect()
     }
 

@@ -7,7 +7,7 @@ use clap::{Arg, Command};
 /// The groups of `vellum -h`, the most used first.
 const COMMANDS: [(&str, &[&str]); 4] = [
     ("Guests", &["run", "list", "exec", "ssh", "stop", "pause", "resume", "status", "ctl"]),
-    ("Move and save", &["migrate", "receive", "snapshot", "restore", "dump"]),
+    ("Move and save", &["migrate", "receive", "snapshot", "restore", "fork", "dump"]),
     ("Test and measure", &["doctor", "test", "bench", "judge", "report", "fleet"]),
     ("Files", &["disk", "completions"]),
 ];
@@ -16,7 +16,7 @@ const COMMANDS: [(&str, &[&str]); 4] = [
 type Group = (Option<&'static str>, &'static [&'static str]);
 
 /// The options that `-h` shows, for commands with more options than a screen has lines.
-const SHOWN: [(&str, &[Group]); 11] = [
+const SHOWN: [(&str, &[Group]); 12] = [
     (
         "run",
         &[
@@ -42,6 +42,15 @@ const SHOWN: [(&str, &[Group]); 11] = [
         "restore",
         &[
             (None, &["at", "name", "memory", "clock", "paused", "disk_changed"]),
+            (Some("Devices"), &["disk", "net", "share", "vsock"]),
+            (Some("The machine"), &["serial", "user", "sandbox"]),
+            (Some("Result"), &["verbose", "json"]),
+        ],
+    ),
+    (
+        "fork",
+        &[
+            (None, &["name", "count", "paused", "disk_changed"]),
             (Some("Devices"), &["disk", "net", "share", "vsock"]),
             (Some("The machine"), &["serial", "user", "sandbox"]),
             (Some("Result"), &["verbose", "json"]),

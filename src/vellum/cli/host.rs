@@ -1,6 +1,8 @@
 //! The host's side of a machine that comes from elsewhere: the arguments that `vellum receive` and
 //! `vellum restore` share, and how both run it.
 
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -71,16 +73,15 @@ pub(super) struct HostArgs {
 
     #[command(flatten)]
     devices: DeviceArgs<false>,
+
+    #[arg(skip)]
+    waits: Option<Arc<OwnedFd>>,
 }
 
 /// The flag of each field.
 pub(super) const FLAGS: &[(Field, &str)] = &[
-    (Field::Backing, "--memory backing="),
     (Field::Cr3Cache, "--cr3-cache on:"),
-    (Field::Lock, "--memory lock:"),
-    (Field::Memory, "--memory:"),
     (Field::Name, "--name:"),
-    (Field::Prealloc, "--memory prealloc:"),
     (Field::RingEntries, "--dirty-ring="),
     (Field::Sandbox, "--sandbox:"),
     (Field::Serial, "--serial"),
@@ -88,7 +89,21 @@ pub(super) const FLAGS: &[(Field, &str)] = &[
     (Field::User, "--user"),
 ];
 
+/// The same of commands that are told what backs its memory.
+pub(super) const MEMORY: &[(Field, &str)] = &[
+    (Field::Backing, "--memory backing="),
+    (Field::Lock, "--memory lock:"),
+    (Field::Memory, "--memory:"),
+    (Field::Prealloc, "--memory prealloc:"),
+];
+
 impl HostArgs {
+    /// Tells the client at the other end of `waits` when the machine runs.
+    pub fn waited_for(mut self, waits: Arc<OwnedFd>) -> Self {
+        self.waits = Some(waits);
+        self
+    }
+
     /// Runs the machine that comes from `listen`. `flags` are those of the command.
     pub fn run(
         self,
@@ -105,6 +120,7 @@ impl HostArgs {
             sandbox: self.sandbox,
             user: self.user,
             result: self.result.path(),
+            waits: self.waits,
             ..session::Config::default()
         };
         let config = machine::Config {

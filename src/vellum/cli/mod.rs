@@ -16,6 +16,7 @@ pub mod dump;
 mod failure;
 mod flags;
 pub mod fleet;
+pub mod fork;
 mod habits;
 mod help;
 mod host;
@@ -75,6 +76,7 @@ enum Command {
     Receive(Box<receive::ReceiveArgs>),
     Snapshot(snapshot::SnapshotArgs),
     Restore(Box<restore::RestoreArgs>),
+    Fork(Box<fork::ForkArgs>),
     Bench(Box<bench::BenchArgs>),
     Fleet(fleet::FleetArgs),
     Disk(disk::DiskArgs),
@@ -147,6 +149,7 @@ pub fn main() -> ExitCode {
         Command::Receive(args) => receive::run(*args),
         Command::Snapshot(args) => snapshot::run(&args),
         Command::Restore(args) => restore::run(*args),
+        Command::Fork(args) => fork::run(*args),
         Command::Bench(args) => bench::run(*args),
         Command::Fleet(args) => fleet::run(LINE, &args),
         Command::Disk(args) => disk::run(&args),
@@ -238,6 +241,7 @@ fn quick() -> Option<Command> {
     let command = match name.as_str() {
         "run" => run::RunArgs::augment_args(clap::Command::new("run")),
         "restore" => restore::RestoreArgs::augment_args(clap::Command::new("restore")),
+        "fork" => fork::ForkArgs::augment_args(clap::Command::new("fork")),
         "test" => test::TestArgs::augment_args(clap::Command::new("test")),
         _ => return None,
     };

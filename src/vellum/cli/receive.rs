@@ -97,7 +97,7 @@ impl FromStr for Address {
 }
 
 /// The flag of each field.
-pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::Listen, "--listen:")]];
+pub(super) const FLAGS: Flags = &[host::FLAGS, host::MEMORY, &[(Field::Listen, "--listen:")]];
 
 /// The socket where the machine of this name waits for a source that connects through `--relay`.
 fn waiting_place(name: &str) -> Result<PathBuf, Failure> {

@@ -87,6 +87,7 @@ Examples:
 /// The flag of each field.
 pub(super) const FLAGS: Flags = &[
     host::FLAGS,
+    host::MEMORY,
     &[(Field::DiskChanged, "--disk-changed accepts it:"), (Field::OnDemand, "--memory demand:")],
 ];
 

@@ -93,6 +93,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         result: list.result.clone(),
         lent: Some(session::Supervised { control: control.map(Arc::new), supervisor: Arc::new(supervisor) }),
         gdb: None,
+        waits: None,
     };
     let serial = match list.serial {
         Some(Serial { output, input, slave, raw }) => {

@@ -27,6 +27,8 @@ pub struct Config {
     pub lent: Option<Supervised>,
     /// Where a debugger connects.
     pub gdb: Option<Gdb>,
+    /// Who waits for the machine to run here: the socket of [`supervisor::ClientSocket`].
+    pub waits: Option<Arc<OwnedFd>>,
 }
 
 /// Where a debugger connects.
@@ -58,6 +60,7 @@ impl Default for Config {
             result: None,
             lent: None,
             gdb: None,
+            waits: None,
         }
     }
 }

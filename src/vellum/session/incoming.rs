@@ -17,7 +17,7 @@ use vellum_linux::{self as machine, Opened};
 use vellum_machine::SessionMachine;
 use vellum_migration::fetching::{self, Recording};
 use vellum_migration::incoming::{Arrival, Arrived, Host, Incoming};
-use vellum_migration::loading::Way;
+use vellum_migration::loading::{Forked, Origin, Way};
 use vellum_migration::migratable;
 use vellum_migration::snapshot::source::Source;
 use vellum_migration::snapshot::working_set::Unnamed;
@@ -41,6 +41,19 @@ pub enum Listen {
     Lent(OwnedFd, console::Opened),
     /// The machine is in the files of a snapshot.
     Snapshot(Restore),
+    /// The same: it is forked from a machine of this host.
+    Fork(Fork),
+}
+
+/// A machine that is forked from another.
+#[derive(Debug)]
+pub struct Fork {
+    /// What that has left.
+    pub forked: Box<Forked>,
+    /// Whether it waits to be resumed.
+    pub paused: bool,
+    /// Whether its disks need not be as that machine's were.
+    pub disk_changed: bool,
 }
 
 /// What is restored, and how.
@@ -155,7 +168,13 @@ pub fn run(
                 Brings::Map => map()?,
                 Brings::Demand { prefetch, .. } => Way::Demand { prefetch },
             };
-            (None, None, Arrival::Snapshot { source, point, meanwhile, paused, disk_changed, way })
+            let origin = Origin::Snapshot { source, point, way };
+            (None, None, Arrival::Files { origin, meanwhile, paused, disk_changed })
+        }
+        Listen::Fork(Fork { forked, paused, disk_changed }) => {
+            // To its guest, time has passed as to that of the other machine.
+            let (origin, meanwhile) = (Origin::Fork(forked), ClockPolicy::Passes);
+            (None, None, Arrival::Files { origin, meanwhile, paused, disk_changed })
         }
     };
     // Needed if the guest runs before all of its memory has arrived. The source says whether it

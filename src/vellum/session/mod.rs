@@ -177,6 +177,9 @@ impl Session {
         let (caught, signals) = channel();
         let mut events = EventManager::<Subscriber>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught: caught.clone() })));
+        if let Some(waits) = config.waits.clone() {
+            events.add_subscriber(Arc::new(Mutex::new(supervisor::ClientSocket(waits, caught.clone()))));
+        }
         let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();
         let mut session = Self {
             events,
@@ -280,6 +283,10 @@ impl Session {
             self.serve_for(machine);
             if !machine.state().is_arriving() {
                 self.stand_in();
+                if let Some(waits) = self.config.waits.take() {
+                    // Where nobody waits any more, that is heard next.
+                    let _ = socket::send_some(&waits, &[1]);
+                }
             }
             if let Some(exit) = polled? {
                 bar.finish_and_clear();

@@ -34,6 +34,13 @@ impl Session {
                 }
                 continue;
             }
+            if asked.what == (Do::ForkBase {}) {
+                match machine.base() {
+                    Ok(base) => asked.answer_with(Ok(json!({})), &[base]),
+                    Err(error) => asked.answer(Err(error)),
+                }
+                continue;
+            }
             let answer = match &asked.what {
                 Do::Pause {} => self.pause(machine, by.id).map(|us| json!({ "us": us })),
                 Do::Resume { force: false } => {
@@ -111,6 +118,7 @@ impl Session {
             vcpus: outline.vcpus,
             memory: outline.memory,
             backing: outline.backing.map(|backing| backing.to_string()),
+            forked: outline.forked,
             balloon: outline.balloon,
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,

@@ -72,6 +72,29 @@ impl MutEventSubscriber for SupervisorSocket {
     }
 }
 
+/// The subscriber of a machine that is forked: the socket to its client. The machine sends a byte
+/// when it runs, and the client answers with a byte when it has reported that. If the client ends
+/// before, nobody knows of the machine, and it ends as by SIGKILL.
+pub(crate) struct ClientSocket(pub Arc<OwnedFd>, pub Sender<i32>);
+
+impl MutEventSubscriber for ClientSocket {
+    fn init(&mut self, ops: &mut EventOps<'_>) {
+        // As above.
+        let _ = ops.add(Events::new(&self.0.as_raw_fd(), EventSet::IN));
+    }
+
+    fn process(&mut self, _: Events, ops: &mut EventOps<'_>) {
+        let said = read(&self.0);
+        if said.as_deref() == Some(&[]) {
+            return;
+        }
+        let _ = ops.remove(Events::empty(&self.0.as_raw_fd()));
+        if said.is_none() {
+            let _ = self.1.send(KILL);
+        }
+    }
+}
+
 /// The subscriber of a process that waits for its successor: it receives the exit status, or `None`
 /// if the successor ended without one.
 pub(crate) struct SuccessorSocket(pub Arc<OwnedFd>, pub Sender<Option<u8>>);

@@ -125,7 +125,7 @@ struct Pattern {
     hot: Option<Hot>,
 }
 
-fn rate(text: &str) -> Result<Rate, String> {
+pub(super) fn rate(text: &str) -> Result<Rate, String> {
     if text == "max" {
         return Ok(Rate(None));
     }

@@ -4,6 +4,7 @@ mod access_tracking;
 mod context_switch;
 mod demand_paging;
 mod dirty_log;
+mod fork;
 mod memslot;
 mod migration;
 mod page_table;
@@ -32,11 +33,12 @@ use vellum_sys::{host::allowed_cpus, signal};
 
 /// The flag of each field, by subcommand as typed.
 #[cfg(test)]
-pub(super) const TABLES: [(&str, Flags); 8] = [
+pub(super) const TABLES: [(&str, Flags); 9] = [
     ("bench access-tracking", access_tracking::FLAGS),
     ("bench context-switch", context_switch::FLAGS),
     ("bench demand-paging", demand_paging::FLAGS),
     ("bench dirty-log", dirty_log::FLAGS),
+    ("bench fork", fork::FLAGS),
     ("bench memslot", memslot::FLAGS),
     ("bench migration", migration::FLAGS),
     ("bench page-table", page_table::FLAGS),
@@ -60,6 +62,7 @@ enum BenchCommand {
     Memslot(memslot::MemslotArgs),
     AccessTracking(access_tracking::AccessTrackingArgs),
     Migration(Box<migration::MigrationArgs>),
+    Fork(fork::ForkArgs),
 }
 
 /// The target of the result.
@@ -88,6 +91,7 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
         BenchCommand::Memslot(args) => memslot::run(args),
         BenchCommand::AccessTracking(args) => access_tracking::run(args),
         BenchCommand::Migration(args) => migration::run(*args),
+        BenchCommand::Fork(args) => fork::run(args),
     }
 }
 

@@ -11,10 +11,10 @@ use crate::Error;
 use vellum_sys::signal;
 
 /// The directory for the sockets, results and output of one round. Removed on drop.
-pub(super) struct Directory(PathBuf);
+pub(crate) struct Directory(PathBuf);
 
 impl Directory {
-    pub(super) fn new() -> Result<Self, Error> {
+    pub(crate) fn new() -> Result<Self, Error> {
         Self::below(&std::env::temp_dir())
     }
 
@@ -30,12 +30,12 @@ impl Directory {
         Ok(Self(path))
     }
 
-    pub(super) fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 
     /// The control socket of the machine `name`.
-    pub(super) fn socket(&self, name: &str) -> PathBuf {
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
         self.0.join(format!("vellum/{name}.sock"))
     }
 }
@@ -47,7 +47,7 @@ impl Drop for Directory {
 }
 
 /// A process of the measurement.
-pub(super) struct Process {
+pub(crate) struct Process {
     what: &'static str,
     child: Child,
     said: PathBuf,
@@ -56,7 +56,7 @@ pub(super) struct Process {
 impl Process {
     /// Starts `vellum` with `arguments`, with its sockets in `directory`. Its output goes to
     /// `NAME.out` there.
-    pub(super) fn start(
+    pub(crate) fn start(
         directory: &Directory,
         what: &'static str,
         name: &str,
@@ -78,12 +78,17 @@ impl Process {
     }
 
     /// The exit status, if the process has ended.
-    pub(super) fn ended(&mut self) -> Result<Option<ExitStatus>, Error> {
+    pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>, Error> {
         self.child.try_wait().map_err(|e| Error::Host(self.what, e))
     }
 
+    /// Waits for its end.
+    pub(crate) fn wait(&mut self) -> Result<ExitStatus, Error> {
+        self.child.wait().map_err(|e| Error::Host(self.what, e))
+    }
+
     /// The process's last message, as the error why it ended or did not do its work.
-    pub(super) fn failed(&self) -> Error {
+    pub(crate) fn failed(&self) -> Error {
         let mut said = String::new();
         // The output is short so far. Output that is not text is ignored.
         let _ = File::open(&self.said).and_then(|file| file.take(64 << 10).read_to_string(&mut said));
@@ -101,7 +106,7 @@ impl Drop for Process {
 }
 
 /// Reads the output of `name`.
-pub(super) fn printed(directory: &Directory, name: &str) -> Result<String, Error> {
+pub(crate) fn printed(directory: &Directory, name: &str) -> Result<String, Error> {
     read(&directory.path(&format!("{name}.out")))
 }
 

@@ -1,0 +1,391 @@
+//! `fork`: the cost of making further machines of a running one, for that machine and for the host.
+//!
+//! It starts processes of this program as a user would: `vellum run` with the built-in guest, and
+//! `vellum fork` again and again. The guest fills its memory as fast as it can, then writes at the
+//! requested rate. It is forked, and forked again when it has written so many more pages, and once
+//! more for a machine that stands still, of which the host's memory is counted. In the end every
+//! page of every machine is checked.
+//!
+//! The pause is the machine's own figure. Beside it stands the longest time in which the guest
+//! wrote nothing, by its own clock: all forks of the round are in it, and whatever else kept the
+//! guest from its CPU. And beside that, how long it takes to map as much memory privately at once,
+//! which would be in the pause if memory did not part while the guest runs.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::migration::Rate;
+use super::process::{Directory, Process};
+use super::{Common, Error, Region, of_rounds};
+use vellum_control::client::{self, Client};
+use vellum_control::{Do, Event};
+use vellum_guests::guest;
+use vellum_kvm::memory::Backing;
+use vellum_report::units::humanised;
+use vellum_report::{Answer, Premise, Report, json};
+use vellum_sys::affinity;
+use vellum_sys::diagnose::Field;
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, freezable_memfd};
+use vellum_sys::signal;
+
+/// The parameters.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The common parameters. All processes share its CPUs.
+    pub common: Common,
+    /// The memory of each vCPU.
+    pub region: Region,
+    /// The rate at which all vCPUs together write pages.
+    pub dirty_rate: Rate,
+    /// The number of pages that the guest writes before it is forked again.
+    pub changed: u64,
+    /// How long the guest runs undisturbed before the first fork.
+    pub around: Duration,
+    /// The command lines of the processes.
+    pub lines: Lines,
+}
+
+/// Build the command lines of the processes. The command line's own crate provides them.
+#[derive(Clone, Copy, Debug)]
+pub struct Lines {
+    /// The machine that is forked: it is called `source`, and its result goes to this file.
+    pub source: fn(&Config, &Path) -> Vec<String>,
+    /// A machine of this name, forked from it, whose result goes to this file; whether it waits.
+    pub fork: fn(&Config, &str, &Path, bool) -> Vec<String>,
+}
+
+impl Config {
+    /// Distinct pages per second that each vCPU writes.
+    pub fn pages(&self) -> Option<u64> {
+        let share = |bytes: u64| (bytes / PAGE_SIZE / self.region.vcpus as u64).max(1);
+        self.dirty_rate.0.map(share)
+    }
+
+    /// Checks for contradictions and against this host.
+    fn check(&self) -> Result<(), Error> {
+        self.region.check(self.region.backing.best_mapping())?;
+        // The machine, three that are forked from it, and memory that is mapped privately beside
+        // them. Pages of the pool are all reserved; of others few are written.
+        let times = match self.region.backing {
+            Backing::SharedHugetlb(_) => 5,
+            Backing::Memfd => 3,
+            other => {
+                let why =
+                    format!("{other} memory has no file that others could map: memfd or shared-hugetlb-2m");
+                return Err(Error::Asked(Field::Backing, why));
+            }
+        };
+        Region { bytes: self.region.bytes.saturating_mul(times), ..self.region }.affordable(false)?;
+        if let Some(cpus) = &self.common.pins {
+            affinity::allow(cpus).map_err(|e| Error::Host("sched_setaffinity", e))?;
+        }
+        Ok(())
+    }
+}
+
+/// One fork. Times are in seconds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Forked {
+    /// For how long the machine stood still.
+    pause: f64,
+    /// From the start of the command to its end, when the new machine runs.
+    command: f64,
+    /// Pages that were copied.
+    copied: f64,
+}
+
+/// One round.
+struct Round {
+    first: Forked,
+    later: Forked,
+    /// The host's memory for a machine that has written nothing, in bytes.
+    further: Option<f64>,
+    /// The longest time in which the guest wrote nothing.
+    gap: Option<f64>,
+    /// Pages that the guest wrote in a second, before the first fork and after it.
+    rates: [f64; 2],
+    /// Mapping as much memory privately at once.
+    remap: f64,
+}
+
+/// Runs the benchmark.
+///
+/// # Errors
+/// Where this host lacks something, or a machine fails.
+pub fn run(config: &Config) -> Result<Report, Error> {
+    config.check()?;
+    let mut report = config.common.report("fork");
+    report.host.sandbox = config.common.sandbox.to_string();
+    report.ask("vcpus", config.region.vcpus);
+    report.ask("bytes_per_vcpu", config.region.bytes);
+    report.ask("backing", config.region.backing.to_string());
+    report.ask("dirty_rate", config.dirty_rate.to_string());
+    report.ask("changed_pages", config.changed);
+    report.ask("left_alone_seconds", config.around.as_secs_f64());
+    config.common.ask(&mut report);
+    let mut rounds = Vec::new();
+    config.common.each(&mut report, &config.common.rounds(), |report, round| {
+        rounds.push(measure(report, config, &round.to_string())?);
+        Ok(())
+    })?;
+    add(&mut report, &rounds);
+    report.set_headline("pause");
+    report.answer(answer(&report));
+    Ok(report)
+}
+
+fn add(report: &mut Report, rounds: &[Round]) {
+    let mut samples = |name: &str, unit: &str, value: &dyn Fn(&Round) -> Option<f64>| {
+        report.samples(name, unit, of_rounds(rounds, value));
+    };
+    samples("pause", "s", &|round| Some(round.first.pause));
+    samples("later_pause", "s", &|round| Some(round.later.pause));
+    samples("longest_gap", "s", &|round| round.gap);
+    samples("remap_at_once", "s", &|round| Some(round.remap));
+    samples("command", "s", &|round| Some(round.first.command));
+    samples("later_command", "s", &|round| Some(round.later.command));
+    samples("pages_copied", "pages", &|round| Some(round.first.copied));
+    samples("later_pages_copied", "pages", &|round| Some(round.later.copied));
+    samples("further_machine", "bytes", &|round| round.further);
+    samples("progress_before", "pages/s", &|round| Some(round.rates[0]));
+    samples("progress_after", "pages/s", &|round| Some(round.rates[1]));
+}
+
+/// What the result says first.
+fn answer(report: &Report) -> Answer {
+    let told = |name: &str| report.told(name).unwrap_or_else(|| "unknown".into());
+    let limit = report.find("remap_at_once").map(|remap| humanised("s", remap.value()));
+    Answer::of_measurement(format!("The guest stood still for {}", told("pause")))
+        .fact("another machine ran after", told("command"))
+        .fact("forked again", format!("{}, {} copied", told("later_pause"), told("later_pages_copied")))
+        .fact_if("all memory mapped privately at once", limit)
+        .fact_if("a further machine", report.told("further_machine"))
+}
+
+/// The machine that is forked.
+struct Running {
+    source: Process,
+    directory: Directory,
+    /// What it reports.
+    events: Client,
+    done: u64,
+}
+
+/// A machine that was forked, until it is stopped.
+struct Child {
+    client: Client,
+    pid: u32,
+    result: PathBuf,
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // One that has ended hears nothing.
+        let _ = self.client.ask(&Do::Resume { force: false });
+        let _ = self.client.ask(&Do::Stop {});
+    }
+}
+
+/// The polling interval.
+const LOOK: Duration = Duration::from_millis(5);
+/// How long to listen at a time.
+const LISTEN: Duration = Duration::from_millis(100);
+/// How long the guest's progress is watched on each side of a fork.
+const WATCH: Duration = Duration::from_secs(1);
+
+fn unheard(error: client::Error) -> Error {
+    Error::Host("a machine of the measurement", io::Error::other(error.to_string()))
+}
+
+/// Forks a guest three times, and adds premises that `part` failed to `report`.
+fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Error> {
+    let remap = remap_at_once(config)?;
+    let mut running = Running::start(config)?;
+    let pages = config.region.total(false) / PAGE_SIZE;
+    running.until(|running| Ok((running.done >= pages).then_some(())))?;
+    running.leave_alone(config.around)?;
+    let before = running.rate()?;
+    let (first, one) = running.fork(config, "one", false)?;
+    let after = running.rate()?;
+    let done = running.done;
+    running.until(|running| Ok((running.done >= done + config.changed).then_some(())))?;
+    let (later, two) = running.fork(config, "two", false)?;
+    let (_, three) = running.fork(config, "three", true)?;
+    let further = own_memory(three.pid);
+    for child in [one, two, three] {
+        judge(report, part, &child.end()?);
+    }
+    let result = running.end()?;
+    judge(report, part, &result);
+    let gap = result.find("longest_gap").map(vellum_report::Figure::max);
+    Ok(Round { first, later, further, gap, rates: [before, after], remap })
+}
+
+/// Adds that a machine had wrong pages, if it had.
+fn judge(report: &mut Report, part: &str, result: &Report) {
+    for failed in &result.invalid {
+        if let premise @ Premise::WrongContents { .. } = &failed.premise {
+            report.fail(Some(part.to_owned()), premise.clone());
+        }
+    }
+}
+
+/// How long it takes to map as much memory privately, all of which is there.
+fn remap_at_once(config: &Config) -> Result<f64, Error> {
+    let failed = |what| move |error| Error::Host(what, error);
+    let (len, backing) = (config.region.total(false), config.region.backing);
+    let huge = match backing {
+        Backing::SharedHugetlb(page) => Some(page.ilog2()),
+        _ => None,
+    };
+    let file = freezable_memfd(c"vellum-bench", len, huge).map_err(failed("memfd_create"))?;
+    let mapping = Mapping::new(len, backing.page_size(), Source::Shared(&file)).map_err(failed("mmap"))?;
+    mapping.populate(0, len).map_err(failed("MADV_POPULATE_WRITE"))?;
+    let start = Instant::now();
+    mapping.part(0, len, &file, huge.is_some()).map_err(failed("mremap"))?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// The share of the host's memory that a process has (Pss), in bytes.
+fn own_memory(pid: u32) -> Option<f64> {
+    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
+    let kib: f64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib * 1024.0)
+}
+
+/// The result that a machine has written to its end.
+fn read(result: &Path) -> Result<Report, Error> {
+    let unreadable = |why: String| Error::Host("the result of a machine", io::Error::other(why));
+    let results = json::read(result).map_err(|error| unreadable(error.to_string()))?;
+    results.into_iter().next().ok_or_else(|| unreadable("it is empty".into()))
+}
+
+impl Running {
+    fn start(config: &Config) -> Result<Self, Error> {
+        let directory = Directory::new()?;
+        let words = (config.lines.source)(config, &directory.path("source.json"));
+        let mut source = Process::start(&directory, "the machine", "source", &words)?;
+        let socket = directory.socket("source");
+        let events = loop {
+            if let Some(signal) = signal::take() {
+                return Err(guest::Error::Interrupted(signal).into());
+            }
+            let client = Client::connect_within(&socket, LISTEN).ok();
+            if let Some(client) =
+                client.and_then(|mut client| client.ask(&Do::Events {}).ok().map(|_| client))
+            {
+                break client;
+            }
+            if source.ended()?.is_some() {
+                return Err(source.failed());
+            }
+            std::thread::sleep(LOOK);
+        };
+        Ok(Self { source, directory, events, done: 0 })
+    }
+
+    /// The machine's next event, if there is one.
+    fn event(&mut self) -> Result<Option<Event>, Error> {
+        let event = match self.events.line() {
+            Ok(line) => serde_json::from_value(line).ok(),
+            Err(client::Error::Silent { .. }) => None,
+            Err(_) if self.source.ended()?.is_some() => return Err(self.source.failed()),
+            Err(error) => return Err(unheard(error)),
+        };
+        if let Some(Event::Progress { done, .. }) = event {
+            self.done = done;
+        }
+        Ok(event)
+    }
+
+    /// Hears what the machine says until `ready`, unless it ends or the user interrupts.
+    fn until<T>(&mut self, mut ready: impl FnMut(&mut Self) -> Result<Option<T>, Error>) -> Result<T, Error> {
+        loop {
+            if let Some(signal) = signal::take() {
+                return Err(guest::Error::Interrupted(signal).into());
+            }
+            if let Some(done) = ready(self)? {
+                return Ok(done);
+            }
+            self.event()?;
+        }
+    }
+
+    fn leave_alone(&mut self, time: Duration) -> Result<(), Error> {
+        let since = Instant::now();
+        self.until(|_| Ok((since.elapsed() >= time).then_some(())))
+    }
+
+    /// Pages that the guest writes in a second, from one report of its progress to another.
+    fn rate(&mut self) -> Result<f64, Error> {
+        let mut begun: Option<(u64, Instant)> = None;
+        loop {
+            if let Some(signal) = signal::take() {
+                return Err(guest::Error::Interrupted(signal).into());
+            }
+            let Some(Event::Progress { done, .. }) = self.event()? else { continue };
+            match begun {
+                Some((before, since)) if since.elapsed() >= WATCH / 2 => {
+                    return Ok(done.saturating_sub(before) as f64 / since.elapsed().as_secs_f64());
+                }
+                Some(_) => {}
+                None => begun = Some((done, Instant::now())),
+            }
+        }
+    }
+
+    /// Has it forked.
+    fn fork(&mut self, config: &Config, name: &str, paused: bool) -> Result<(Forked, Child), Error> {
+        let result = self.directory.path(&format!("{name}.json"));
+        let words = (config.lines.fork)(config, name, &result, paused);
+        let start = Instant::now();
+        let mut command = Process::start(&self.directory, "the fork", name, &words)?;
+        let status = command.wait()?;
+        let took = start.elapsed().as_secs_f64();
+        if !status.success() {
+            return Err(command.failed());
+        }
+        let (us, copied) = loop {
+            if let Some(Event::Forked { us, present, zero, .. }) = self.event()? {
+                break (us, present + zero);
+            }
+        };
+        let mut client = Client::connect(&self.directory.socket(name)).map_err(unheard)?;
+        let status = client.ask(&Do::Status {}).map_err(unheard)?;
+        let pid = status["pid"].as_u64().unwrap_or(0) as u32;
+        let forked = Forked { pause: us as f64 / 1e6, command: took, copied: copied as f64 };
+        Ok((forked, Child { client, pid, result }))
+    }
+
+    /// Ends it; its result.
+    fn end(mut self) -> Result<Report, Error> {
+        let mut client = Client::connect(&self.directory.socket("source")).map_err(unheard)?;
+        client.ask(&Do::Stop {}).map_err(unheard)?;
+        self.source.wait()?;
+        read(&self.directory.path("source.json"))
+    }
+}
+
+impl Child {
+    /// Ends it; its result.
+    fn end(mut self) -> Result<Report, Error> {
+        self.client.ask(&Do::Resume { force: false }).map_err(unheard)?;
+        self.client.ask(&Do::Stop {}).map_err(unheard)?;
+        while Path::new(&format!("/proc/{}", self.pid)).exists() && !is_zombie(self.pid) {
+            if let Some(signal) = signal::take() {
+                return Err(guest::Error::Interrupted(signal).into());
+            }
+            std::thread::sleep(LOOK);
+        }
+        read(&self.result)
+    }
+}
+
+/// Whether a process has ended that its parent has not waited for.
+fn is_zombie(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z'))
+}

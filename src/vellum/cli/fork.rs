@@ -1,0 +1,398 @@
+//! `vellum fork`: the client of a fork. It has the machine frozen and what differs from that written to files in memory, and starts a
+//! process for each new machine, which makes that of them as `vellum restore` does of a snapshot. Killed, it leaves nothing behind: a
+//! machine that finds nobody waiting for it ends.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::client::{failure, heard, listen, may_leave, status};
+use super::failure::Failure;
+use super::flags::Flags;
+use super::host::{self, HostArgs};
+use super::output::print;
+use crate::session::incoming::{Fork, Listen};
+use crate::session::log::{self, Beside};
+use vellum_control::client::Client;
+use vellum_control::{Do, Event, Status, names};
+use vellum_host::{hugepages, topology};
+use vellum_kvm::memory::{MemoryConfig, short_size};
+use vellum_kvm::vm::lifecycle::{self, Exit};
+use vellum_migration::link::LIVENESS;
+use vellum_migration::loading::Forked;
+use vellum_migration::snapshot::Files;
+use vellum_migration::snapshot::manifest::Point;
+use vellum_sys::diagnose::Field;
+use vellum_sys::file::taken;
+use vellum_sys::mmap::memfd;
+use vellum_sys::poll::Poll;
+use vellum_sys::program::detached_with;
+use vellum_sys::{keyvalue, signal};
+
+/// Make further machines of a running one: they share its memory until they write to it
+#[derive(Debug, Args)]
+#[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
+pub struct ForkArgs {
+    /// The machine: its name (--name), or the path of its control socket. Its memory must be a file: --memory SIZE,backing=memfd or
+    /// shared-hugetlb-2m
+    #[arg(value_name = "MACHINE")]
+    machine: String,
+
+    /// Make N machines; in every argument, `%d` is the number of each, from 0
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT), requires = "name")]
+    count: Option<u32>,
+
+    /// Let them wait until `vellum resume NAME`
+    #[arg(long)]
+    paused: bool,
+
+    /// Take disks that are not as the machine's are: the guest finds on them what it does not expect
+    #[arg(long)]
+    disk_changed: bool,
+
+    /// Be one of the machines, made of what the file of this descriptor lists
+    #[arg(long, value_name = "N", hide = true, requires = "name")]
+    child: Option<RawFd>,
+
+    #[command(flatten)]
+    host: HostArgs,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  vellum fork web --name web2                             a second machine: same memory and state, a process of its own
+  vellum fork web --count 100 --name w%d                  w0 to w99
+  vellum fork web --name web2 --serial file=web2.log      its serial port's output goes to a file; it has no terminal
+  vellum fork web --name web2 --disk copy.img --net passt the host's side of its devices is said here, as in vellum restore
+A machine is forked while its guest runs, which stands still for its state alone. A disk that can be written to has one machine: give the
+others a copy. The clocks of their guests go on, and guests that look at a VM generation ID are told that they are copies.";
+
+/// The most machines of one call.
+const MAX_COUNT: i64 = 10_000;
+
+/// Machines that are started at a time: more have the same CPUs.
+const AT_ONCE: usize = 8;
+
+/// Memory that a machine takes beside its guest's pages: the process and what KVM has of it.
+const OWN_MEMORY: u64 = 4 << 20;
+
+/// Descriptors that a machine has open.
+const OWN_DESCRIPTORS: u64 = 64;
+
+/// How often the user's patience is looked at.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Which flag each field comes from.
+pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::DiskChanged, "--disk-changed accepts it:")]];
+
+/// What the file behind the hidden argument says.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Inherited {
+    point: Point,
+    /// Pages, map, state, and the base.
+    files: [RawFd; 4],
+    /// Who waits for the machine to run.
+    waits: RawFd,
+}
+
+/// Does what was asked.
+pub fn run(args: ForkArgs) -> Result<Exit, Failure> {
+    match args.child {
+        Some(file) => be(args, file),
+        None => fork(&args),
+    }
+}
+
+/// Is one of the new machines.
+fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
+    log::start(tracing::Level::INFO, Beside::Console);
+    let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("what it is forked from: {what}"));
+    let own = |fd: RawFd| taken(fd).ok_or_else(|| wrong(&format_args!("descriptor {fd} is not open")));
+    let list = File::from(own(file)?);
+    let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
+    list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
+    let Inherited { point, files, waits } = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
+    let [ram, map, state, base] = files;
+    let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
+    let files = Files { ram, map, state, clones: Vec::new() };
+    let waits = Arc::new(own(waits)?);
+    let forked = Box::new(Forked { point, files, base });
+    let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
+    // What backs its memory is the base's to say.
+    args.host.waited_for(waits).run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
+}
+
+fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
+    let path = names::find(&args.machine).map_err(failure)?;
+    signal::remember(&signal::ENDING).map_err(Failure::host)?;
+    let mut machine = listen(&path)?;
+    let has = status(&mut machine)?;
+    may_leave(&has)?;
+    let names = names_of(args)?;
+    check_backing(&args.machine, &has)?;
+    check_room(names.len() as u64, &has)?;
+    let file = |name| memfd(name, 0, None).map_err(Failure::host);
+    let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
+    machine.ask_with(&Do::Fork {}, &files.each_ref().map(AsFd::as_fd)).map_err(failure)?;
+    let (point, us) = forked(&args.machine, &mut machine)?;
+    let (_, base) = Client::borrow(&path, &Do::ForkBase {}).map_err(failure)?;
+    let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
+    drop(machine);
+    let differs = point.present + point.zero;
+    let source = Source { point, files, base };
+    let mut running = 0;
+    for (at, batch) in names.chunks(AT_ONCE).enumerate() {
+        let first = at * AT_ONCE;
+        let started = (first..).zip(batch).map(|(number, name)| source.start(args, number, name));
+        let mut started = started.collect::<Result<Vec<_>, _>>()?;
+        for at in 0..started.len() {
+            if let Err(failed) = started[at].runs() {
+                started.iter_mut().skip(at).for_each(Starting::give_up);
+                return Err(some_run(failed, running, names.len()));
+            }
+            running += 1;
+            let (name, pid) = (&started[at].name, started[at].child.id());
+            print(format_args!("{name} runs, process {pid}\n"))?;
+            // It ends by itself where this process goes before it has told of it.
+            (&started[at].waits).write_all(&[1]).map_err(Failure::host)?;
+        }
+    }
+    print(format_args!(
+        "{} stood still for {:.1} ms; {differs} pages differ from what they share\n",
+        args.machine,
+        us as f64 / 1000.0
+    ))?;
+    Ok(Exit::PowerOff)
+}
+
+/// The same failure, which says that it is not all.
+fn some_run(failed: Failure, running: usize, of: usize) -> Failure {
+    match running {
+        0 => failed,
+        running => Failure { message: format!("{}; {running} of {of} run", failed.message), ..failed },
+    }
+}
+
+/// What the new machines are called; none of the names is in use.
+fn names_of(args: &ForkArgs) -> Result<Vec<String>, Failure> {
+    let Some(name) = &args.host.name else {
+        return Err(Failure::usage("--name NEW: a new machine needs a name, by which it is found"));
+    };
+    if args.count.is_some_and(|count| count > 1) && !name.contains("%d") {
+        return Err(Failure::usage(format!(
+            "--name {name}: with --count it has a %d, for the number of each"
+        )));
+    }
+    let numbered = |number: u32| match args.count {
+        Some(_) => name.replace("%d", &number.to_string()),
+        None => name.clone(),
+    };
+    let names: Vec<String> = (0..args.count.unwrap_or(1)).map(numbered).collect();
+    for name in &names {
+        let socket = names::own_socket(name).map_err(|error| Failure::of(&error, FLAGS))?;
+        if UnixStream::connect(&socket).is_ok() {
+            return Err(Failure::usage(format!("--name {name}: a machine of this name runs already")));
+        }
+    }
+    Ok(names)
+}
+
+/// Whether the memory of the machine that is as `status` says can be a base.
+fn check_backing(name: &str, status: &Status) -> Result<(), Failure> {
+    let backing = status.backing.as_deref().unwrap_or("unknown");
+    let instead = match backing {
+        "memfd" => return Ok(()),
+        shared if shared.starts_with("shared-") => return Ok(()),
+        huge if huge.starts_with("hugetlb-") => format!("shared-{huge}"),
+        _ => "memfd".into(),
+    };
+    Err(Failure::usage(format!(
+        "the memory of {name} is {backing}, which others cannot share; start it with --memory SIZE,backing={instead}"
+    )))
+}
+
+/// Whether this host has what `count` more machines take, like the one that is as `status` says.
+fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
+    let lacks = |what: String| Err(Failure::host(what));
+    let huge = status.backing.as_deref().and_then(|backing| backing.strip_prefix("shared-hugetlb-"));
+    if let Some(page) = huge.and_then(|size| keyvalue::size(size, 1).ok()).filter(|page| *page > 0) {
+        // A page that is written to must be there. The machine's own are reserved anew when it is forked first.
+        let machines = count + u64::from(!status.forked);
+        let (needs, free) = (machines * (status.memory / page), hugepages::free(page));
+        if needs > free {
+            let page = short_size(page);
+            return lacks(format!("{count} machines take {needs} huge pages of {page}, and {free} are free"));
+        }
+    }
+    let (needs, available) = (count * OWN_MEMORY, topology::memory().available);
+    if available > 0 && needs > available {
+        let [needs, available] = [needs, available].map(|bytes| bytes >> 20);
+        return lacks(format!(
+            "{count} machines take {needs} MiB beside their guests' pages, and {available} MiB are available"
+        ));
+    }
+    let (needs, free) = (count * OWN_DESCRIPTORS, free_descriptors());
+    match free {
+        Some(free) if needs > free => lacks(format!(
+            "{count} machines open about {needs} descriptors, and this host has {free} more (fs.file-max)"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Descriptors that this host's processes can still open, by its own account.
+fn free_descriptors() -> Option<u64> {
+    let text = fs::read_to_string("/proc/sys/fs/file-nr").ok()?;
+    let mut numbers = text.split_whitespace().map(|number| number.parse::<u64>().ok());
+    let (open, _, most) = (numbers.next()??, numbers.next()?, numbers.next()??);
+    Some(most.saturating_sub(open))
+}
+
+/// Waits until the machine is forked: what is in the files, and how long the guest stood still, in microseconds.
+fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
+    let of = machine.last_id();
+    loop {
+        if signal::take().is_some() {
+            // The machine gives it up when this process is gone.
+            return Err(Failure::host(format!("{name} was not forked: it was cancelled")));
+        }
+        let Some(line) = heard(machine, Some(of), "it was forked")? else { continue };
+        match serde_json::from_value::<Event>(line) {
+            Ok(Event::Forked {
+                us,
+                taken,
+                pages,
+                present,
+                zero,
+                map_crc,
+                state_bytes,
+                state_crc,
+                disks,
+                ..
+            }) => {
+                let (number, full, merged) = (0, false, 0);
+                let point = Point {
+                    number,
+                    taken,
+                    full,
+                    pages,
+                    present,
+                    zero,
+                    map_crc,
+                    state_bytes,
+                    state_crc,
+                    merged,
+                    disks,
+                };
+                return Ok((point, us));
+            }
+            Ok(Event::NotForked { why }) => {
+                return Err(Failure::host(format!("{name} was not forked: {why}")));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// What new machines are made of.
+struct Source {
+    point: Point,
+    files: [File; 3],
+    base: OwnedFd,
+}
+
+/// A machine that is being made.
+struct Starting {
+    name: String,
+    child: Child,
+    /// Says when it runs, and is told that this is known.
+    waits: UnixStream,
+}
+
+impl Source {
+    /// Starts the process of machine `number`, which is called `name`.
+    fn start(&self, args: &ForkArgs, number: usize, name: &str) -> Result<Starting, Failure> {
+        let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
+        let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
+        let files = [ram, map, state, self.base.as_raw_fd()];
+        let inherited = Inherited { point: self.point.clone(), files, waits: theirs.as_raw_fd() };
+        let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
+        let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
+        list.write_all(&bytes).map_err(Failure::host)?;
+        let mut command = Command::new(std::env::current_exe().map_err(Failure::host)?);
+        command.args(std::env::args_os().skip(1).map(|word| match args.count {
+            Some(_) => numbered(word, number),
+            None => word,
+        }));
+        command.arg(format!("--child={}", list.as_raw_fd()));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let numbers = files.into_iter().chain([theirs.as_raw_fd(), list.as_raw_fd()]);
+        detached_with(&mut command, numbers.collect());
+        let child = command.spawn().map_err(|error| Failure::host(format!("{name}: {error}")))?;
+        Ok(Starting { name: name.to_owned(), child, waits })
+    }
+}
+
+/// An argument of machine `number`.
+fn numbered(word: OsString, number: usize) -> OsString {
+    match word.to_str() {
+        Some(text) => text.replace("%d", &number.to_string()).into(),
+        None => word,
+    }
+}
+
+impl Starting {
+    /// Waits until it runs.
+    fn runs(&mut self) -> Result<(), Failure> {
+        loop {
+            if signal::take().is_some() {
+                return Err(Failure::host(format!("{}: it was cancelled", self.name)));
+            }
+            let mut poll = Poll::default();
+            poll.readable(&self.waits);
+            if !poll.wait(Some(LOOK)).map_err(Failure::host)? {
+                continue;
+            }
+            return match (&self.waits).read(&mut [0]) {
+                Ok(1) => Ok(()),
+                _ => Err(self.why()),
+            };
+        }
+    }
+
+    /// Why it does not.
+    fn why(&mut self) -> Failure {
+        let mut said = String::new();
+        if let Some(stderr) = &mut self.child.stderr {
+            let _ = stderr.read_to_string(&mut said);
+        }
+        let ended = self.child.wait();
+        let why = said.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned());
+        let why = why.unwrap_or_else(|| match ended {
+            Ok(status) => format!("it ended by {status}"),
+            Err(error) => error.to_string(),
+        });
+        let exit = match self.child.wait() {
+            Ok(status) if status.code() == Some(i32::from(Exit::Usage.code())) => Exit::Usage,
+            _ => Exit::Error,
+        };
+        Failure::ended(exit, format!("{}: {why}", self.name))
+    }
+
+    /// Nobody waits for it.
+    fn give_up(&mut self) {
+        let _ = self.waits.shutdown(std::net::Shutdown::Both);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,485 @@
+//! `vellum fork`: machines that share a running one's memory until they write to it. Built-in guests say at their end whether each page has
+//! what they must have written: those that were forked, and the one that they were forked from.
+
+use std::fs;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Output, Stdio};
+
+use serde_json::Value;
+use support::env::{Machine, TestEnv, process};
+use support::guests::Code;
+use support::hosts::{huge_pages, kvm, real};
+use support::{Completion, Failed, LIMIT, Random, Tests, ensure, eventually, test};
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::mmap::memfd;
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
+
+support::vellum!();
+
+fn main() -> ExitCode {
+    let mut tests = Tests::from_args();
+    add_planted(&mut tests);
+    tests.run()
+}
+
+/// A machine that was forked. It does not outlive its test.
+struct Forked<'a> {
+    env: &'a TestEnv,
+    name: String,
+    pid: u32,
+}
+
+impl Drop for Forked<'_> {
+    fn drop(&mut self) {
+        if process(self.pid).is_some() {
+            let _ = Command::new("kill").args(["-KILL", &self.pid.to_string()]).status();
+        }
+    }
+}
+
+impl Forked<'_> {
+    fn json(&self) -> PathBuf {
+        self.env.path(&format!("{}.json", self.name))
+    }
+
+    fn is_over(&self) -> Result<(), Failed> {
+        eventually(LIMIT, "its process ends", || Ok(process(self.pid).is_none().then_some(())))
+    }
+
+    /// Ends it, and says whether each of its pages was right.
+    fn end(self) -> Result<bool, Failed> {
+        self.env.ctl(&format!("{} stop", self.name))?;
+        self.is_over()?;
+        is_right(&self.json())
+    }
+
+    /// The same, where all must be.
+    fn ends_right(self) -> Result<(), Failed> {
+        let name = self.name.clone();
+        ensure(self.end()?, || format!("{name} has a page that is wrong"))
+    }
+}
+
+/// Forks `from` into `names`, which the arguments `more` name.
+fn fork<'a>(env: &'a TestEnv, from: &str, more: &str) -> Result<Vec<Forked<'a>>, Failed> {
+    let output = env.vellum(&format!("fork {from} {more}"))?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let runs = said.lines().filter_map(|line| line.split_once(" runs, process "));
+    let machine = |(name, pid): (&str, &str)| {
+        Ok(Forked { env, name: name.to_owned(), pid: pid.parse().map_err(|_| said.clone())? })
+    };
+    let machines = runs.map(machine).collect::<Result<Vec<_>, Failed>>()?;
+    ensure(output.status.success() && !machines.is_empty(), || format!("{output:?}"))?;
+    Ok(machines)
+}
+
+/// Forks one machine, whose result goes where [`Forked::json`] says.
+fn fork_one<'a>(env: &'a TestEnv, from: &str, name: &str) -> Result<Forked<'a>, Failed> {
+    let json = env.path(&format!("{name}.json"));
+    let more = format!("--name {name} --json {}", json.display());
+    fork(env, from, &more)?.pop().ok_or_else(|| "no machine was forked".into())
+}
+
+/// The result of a built-in guest that has ended: whether every page that it was to write is right.
+fn is_right(path: &PathBuf) -> Result<bool, Failed> {
+    let text = fs::read_to_string(path)?;
+    let result: Value = serde_json::from_str(&text)?;
+    let figure = |name: &str| {
+        let figures = result["figures"].as_array()?;
+        figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
+    };
+    ensure(figure("pages_checked") > Some(0.0), || text.clone())?;
+    Ok(figure("wrong_stamps") == Some(0.0))
+}
+
+fn stop(env: &TestEnv, name: &str, machine: Machine) -> Result<Output, Failed> {
+    env.ctl(&format!("{name} stop"))?;
+    machine.end()
+}
+
+/// Ends the machine `name`, of which each page must be right.
+fn stops_right(env: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed> {
+    let output = stop(env, name, machine)?;
+    ensure(output.status.success(), || format!("{name}: {output:?}"))
+}
+
+/// How many pages a built-in guest has written so far.
+fn done(env: &TestEnv, name: &str) -> Result<u64, Failed> {
+    let mut events = Client::connect(&env.socket(name))?;
+    events.ask(&Do::Events {})?;
+    eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
+}
+
+/// A guest that writes throughout is forked again and again, and so are some of those that were forked from it. Each machine has the
+/// memory of its pause, and goes its own way from there. `VELLUM_FORK=all` has 200 of them.
+fn writes_throughout(line: &str) -> Result<(), Failed> {
+    let times = if std::env::var("VELLUM_FORK").is_ok_and(|value| value == "all") { 200 } else { 12 };
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run {line} --passes 0"))?;
+    env.has_written("here", 2000)?;
+    let mut before: Option<Forked> = None;
+    for at in 0..times {
+        let name = format!("f{at}");
+        let from = before.as_ref().filter(|_| at % 3 == 2).map_or("here", |forked| forked.name.as_str());
+        let forked = fork_one(&env, from, &name)?;
+        if let Some(before) = before.take() {
+            before.ends_right()?;
+        }
+        // It goes on by itself, and so does the other.
+        let [own, other] = [done(&env, &name)?, done(&env, "here")?];
+        env.has_written(&name, own)?;
+        env.has_written("here", other)?;
+        before = Some(forked);
+    }
+    if let Some(before) = before {
+        before.ends_right()?;
+    }
+    stops_right(&env, "here", here)
+}
+
+const WRITE: &str = "--workload write,order=random,rate=20000,write=80";
+
+#[test(kvm())]
+fn one_vcpu_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--memory 32m,slots=3,backing=memfd {WRITE}"))
+}
+
+#[test(real())]
+fn four_vcpus_write_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 4 --memory 16m,slots=3,backing=memfd {WRITE}"))
+}
+
+#[test(kvm(), huge_pages(2 << 20, 80))]
+fn a_guest_on_huge_pages_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 2 --memory 32m,slots=3,backing=shared-hugetlb-2m {WRITE}"))
+}
+
+#[test(real())]
+fn a_guest_with_dirty_rings_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 2 --memory 16m,backing=memfd --dirty-ring {WRITE}"))
+}
+
+/// Memory on both sides of the gap.
+#[test(real())]
+fn memory_above_4_gib_is_forked() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let write = "--workload write,order=random,rate=5000";
+    let here =
+        env.run("here", &format!("run --cpus 2 --memory 5g,slots=3,backing=memfd --passes 0 {write}"))?;
+    env.has_written("here", 3000)?;
+    let first = fork_one(&env, "here", "first")?;
+    env.has_written("first", 6000)?;
+    let second = fork_one(&env, "first", "second")?;
+    env.has_written("second", 9000)?;
+    first.ends_right()?;
+    second.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// While it is followed on who writes to its memory, and from there on.
+#[test(real())]
+fn a_log_of_dirty_pages_stays_right() -> Result<(), Failed> {
+    for tracker in ["bitmap", "manual-protect", "initially-set"] {
+        let env = TestEnv::new()?;
+        let here = env.run("here", &format!("run --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+        let dir = env.path("snap");
+        let save = |name: &str| {
+            let more = format!("--follow --tracker {tracker} --downtime 1s --timeout 3s");
+            let output = env.vellum(&format!("snapshot {name} {} {more}", dir.display()))?;
+            ensure(output.status.success(), || format!("{output:?}")).map(|()| output)
+        };
+        env.has_written("here", 3000)?;
+        save("here")?;
+        let mut forked = Vec::new();
+        for at in 1..4 {
+            forked.push(fork_one(&env, "here", &format!("f{at}"))?);
+            env.has_written("here", 3000 * (at + 1))?;
+            let said = String::from_utf8(save("here")?.stdout)?;
+            ensure(!said.contains("whole"), || said.clone())?;
+        }
+        for machine in forked {
+            machine.ends_right()?;
+        }
+        stops_right(&env, "here", here)?;
+        for point in 0..4 {
+            let json = env.path(&format!("{point}.json"));
+            let again =
+                env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+            stops_right(&env, "again", again)?;
+            ensure(is_right(&json)?, || format!("point {point} is wrong"))?;
+        }
+    }
+    Ok(())
+}
+
+/// Of memory that was forked no file has all: it is moved and saved page by page, with what this machine alone has written, by the machine
+/// that was forked and by the one that came of it.
+#[test(kvm())]
+fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here =
+        env.run("here", &format!("run --cpus 2 --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let there = fork_one(&env, "here", "there")?;
+    for name in ["here", "there"] {
+        let own = done(&env, name)?;
+        env.has_written(name, own + 2000)?;
+    }
+    let moves = "--verify --downtime 1s --timeout 3s,then=force";
+    // Those that would hand over its file say why not, and it goes on.
+    let there_in = env.receive("nobody", "")?;
+    let refused = env.migrate("here", "nobody", "--link memfd")?;
+    says(&refused, 2, "the memory of here was forked, and no descriptor has all of it")?;
+    drop(there_in);
+    let upgrade = env.vellum(&format!("ctl here upgrade {VELLUM}"))?;
+    says(&upgrade, 2, "the memory of here was forked, and no descriptor has all of it")?;
+    for (name, machine) in [("here", Some(here)), ("there", None)] {
+        let dir = env.path(&format!("{name}.snap"));
+        let output = env.vellum(&format!("snapshot {name} {} --downtime 1s --timeout 3s", dir.display()))?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let json = env.path(&format!("{name}.restored.json"));
+        for how in ["eager", "map"] {
+            let host = format!("{} --memory {how} --json {}", dir.display(), json.display());
+            let again = env.restore("again", &host)?;
+            stops_right(&env, "again", again)?;
+            ensure(is_right(&json)?, || format!("{name}, restored {how}, is wrong"))?;
+            fs::remove_file(&json)?;
+        }
+        let last = format!("{name}2");
+        let target = env.receive(&last, &format!("--json {}", env.path("moved.json").display()))?;
+        let output = env.migrate(name, &last, moves)?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        if let Some(machine) = machine {
+            machine.end()?;
+        }
+        stops_right(&env, &last, target)?;
+        ensure(is_right(&env.path("moved.json"))?, || format!("{name}, moved, is wrong"))?;
+    }
+    there.is_over()
+}
+
+/// A dump has what the guest has written since, which is not in the base.
+#[test(real())]
+fn a_dump_of_a_machine_that_was_forked_has_its_own_pages() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0 --workload write,rate=2000")?;
+    env.has_written("here", 300)?;
+    let _forked = fork_one(&env, "here", "forked")?;
+    // In order: this is memory that nobody had touched.
+    let first = done(&env, "here")?;
+    env.has_written("here", first + 1000)?;
+    env.ctl("here pause")?;
+    let core = env.path("core");
+    let output = env.vellum(&format!("dump here {}", core.display()))?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    let dump = fs::read(&core)?;
+    let pages = |bytes: &[u8]| bytes.chunks(4096).filter(|page| page.iter().any(|byte| *byte != 0)).count();
+    let written = done_when_paused(&env)?;
+    ensure(pages(&dump) as u64 >= written.min(4096), || format!("{} pages of {written}", pages(&dump)))?;
+    env.ctl("here resume")?;
+    stops_right(&env, "here", here)
+}
+
+/// What a paused guest says that it has written, once it goes on; it is paused again.
+fn done_when_paused(env: &TestEnv) -> Result<u64, Failed> {
+    let mut events = Client::connect(&env.socket("here"))?;
+    events.ask(&Do::Events {})?;
+    eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
+}
+
+/// A PC with devices: its serial port goes on where it was, without a byte lost, in each of them.
+#[test(kvm())]
+fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let kernel = env.path("kernel");
+    // mov dx, 0x3f8; xor eax, eax
+    // next: out dx, al; inc eax; mov ecx, 256; wait: dec ecx; jnz wait; jmp next
+    let counts = [0x66, 0xba, 0xf8, 0x03, 0x31, 0xc0, 0xee, 0xff, 0xc0, 0xb9, 0, 1, 0, 0, 0xff, 0xc9]
+        .into_iter()
+        .chain([0x75, 0xfc, 0xeb, 0xf2]);
+    fs::write(&kernel, Code::default().bytes(&counts.collect::<Vec<u8>>()).elf64())?;
+    let devices = |name: &str| format!("--rng --balloon --serial file={}", env.path(name).display());
+    let here = env.run(
+        "here",
+        &format!("run --kernel {} --memory 32m,backing=memfd {}", kernel.display(), devices("here.out")),
+    )?;
+    let counts = |name: &str| {
+        let path = env.path(name);
+        eventually(LIMIT, "it counts", || Ok(fs::read(&path).ok().filter(|bytes| bytes.len() > 600)))
+    };
+    counts("here.out")?;
+    // What it lacks is named, and nothing is left of it.
+    let refused = env.vellum("fork here --name there --serial null")?;
+    says(&refused, 2, "there: rng: the machine has present, and the new one missing: give the target one")?;
+    for name in ["there", "then"] {
+        let forked = fork(&env, "here", &format!("--name {name} {}", devices(&format!("{name}.out"))))?;
+        let counted = counts(&format!("{name}.out"))?;
+        let wrong = counted.windows(2).find(|two| two[1] != two[0].wrapping_add(1));
+        ensure(wrong.is_none(), || format!("{wrong:?} in what {name} has counted"))?;
+        for forked in forked {
+            env.ctl(&format!("{name} stop"))?;
+            forked.is_over()?;
+        }
+    }
+    let output = stop(&env, "here", here)?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    let counted = fs::read(env.path("here.out"))?;
+    let wrong = counted.iter().enumerate().find(|(at, byte)| **byte != *at as u8);
+    ensure(wrong.is_none(), || format!("{wrong:?} of {}", counted.len()))
+}
+
+/// Many at once: each is a machine of its own, and is listed.
+#[test(real())]
+fn many_are_made_at_once() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0 --workload write,rate=1000")?;
+    env.has_written("here", 1000)?;
+    let json = env.path("w%d.json");
+    let machines = fork(&env, "here", &format!("--count 20 --name w%d --paused --json {}", json.display()))?;
+    ensure(machines.len() == 20, || format!("{} machines", machines.len()))?;
+    let list = String::from_utf8(env.vellum("list")?.stdout)?;
+    for (number, machine) in machines.into_iter().enumerate() {
+        ensure(machine.name == format!("w{number}"), || machine.name.clone())?;
+        ensure(env.standing(&machine.name).as_deref() == Some("paused"), || machine.name.clone())?;
+        ensure(list.contains(&format!("{} ", machine.name)), || list.clone())?;
+        env.ctl(&format!("{} resume", machine.name))?;
+        machine.ends_right()?;
+    }
+    stops_right(&env, "here", here)
+}
+
+/// The command ends so, and says this in one line.
+fn says(output: &Output, status: i32, line: &str) -> Result<(), Failed> {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let right = output.status.code() == Some(status) && said.contains(line) && said.lines().count() == 1;
+    ensure(right, || format!("not {status}, `{line}`: {output:?}"))
+}
+
+#[test(kvm())]
+fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0")?;
+    let _private = env.run("private", "run --memory 16m --passes 0")?;
+    let _shared = env.run("shared", "run --memory 16m,backing=shmem --passes 0")?;
+    let _locked = env.run("locked", "run --memory 4m,backing=memfd,lock --passes 0")?;
+    let _waits = env.receive("waits", "")?;
+    let refused = Client::borrow(&env.socket("here"), &Do::ForkBase {});
+    ensure(refused.is_err(), || "a base that nobody has made".into())?;
+    for (line, status, line_says) in [
+        ("fork nobody --name new", 2, "no machine named `nobody` listens"),
+        ("fork here", 2, "--name NEW"),
+        ("fork here --name here", 2, "--name here: a machine of this name runs already"),
+        ("fork here --name .new", 2, "`.new` is not a valid machine name"),
+        ("fork here --count 2 --name new", 2, "--name new: with --count it has a %d"),
+        ("fork here --count 0 --name new%d", 2, "--count"),
+        ("fork here --count 2", 2, "--name"),
+        ("fork private --name new", 2, "the memory of private is anonymous, which others cannot share"),
+        ("fork shared --name new", 2, "the memory of shared is shmem, which others cannot share"),
+        ("fork locked --name new", 1, "its memory is locked"),
+        ("fork waits --name new", 2, "the memory of waits is unknown"),
+        ("fork here --name new --rng", 2, "new: rng: "),
+        ("fork here --name new --disk nothing.img", 2, "new: --disk"),
+    ] {
+        says(&env.vellum(line)?, status, line_says)?;
+    }
+    // Another operation, whichever it is.
+    let mut client = Client::connect(&env.socket("here"))?;
+    let files = [memfd(c"pages", 0, None)?, memfd(c"map", 0, None)?, memfd(c"state", 0, None)?];
+    let snapshot: Do = serde_json::from_value(serde_json::json!({
+        "do": "snapshot", "downtime_ms": 1000, "timeout_ms": 1000, "chain": "none", "number": 0
+    }))?;
+    client.ask_with(&snapshot, &files.each_ref().map(AsFd::as_fd))?;
+    says(&env.vellum("fork here --name new")?, 1, "another operation is under way (snapshot for process ")?;
+    drop(client);
+    eventually(LIMIT, "the snapshot is given up", || {
+        Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
+    })?;
+    fork_one(&env, "here", "new")?.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// More machines than the pool has huge pages for: said before the first.
+#[test(kvm(), huge_pages(2 << 20, 16))]
+fn too_few_huge_pages_are_said_before_the_first() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 32m,backing=shared-hugetlb-2m --passes 0")?;
+    let refused = env.vellum("fork here --count 9999 --name w%d")?;
+    says(&refused, 1, "9999 machines take 160000 huge pages of 2m, and ")?;
+    ensure(env.standing("w0").is_none(), || "the first is there".into())?;
+    stops_right(&env, "here", here)
+}
+
+/// Whoever is killed in the middle of a fork leaves nothing behind: no machine that nobody knows of, and one that goes on.
+#[test(real())]
+fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --cpus 2 --memory 32m,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let mut random = Random::new();
+    for at in 0..20u64 {
+        let mut command = env.command(&format!("fork here --count 3 --name k{at}_%d"));
+        let mut client = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+        std::thread::sleep(std::time::Duration::from_micros(random.below(60_000)));
+        client.kill()?;
+        client.wait()?;
+        let mut said = String::new();
+        if let Some(stdout) = &mut client.stdout {
+            stdout.read_to_string(&mut said)?;
+        }
+        // Those that it has told of run on; the others come to their ends.
+        eventually(LIMIT, "it forks no more", || {
+            Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
+        })?;
+        for number in 0..3 {
+            let name = format!("k{at}_{number}");
+            if said.contains(&format!("{name} runs, ")) {
+                // Unless the client was killed between telling of it and noting that.
+                env.vellum(&format!("ctl {name} stop"))?;
+            }
+        }
+        let sockets = |name: &str| env.socket(name).exists();
+        eventually(LIMIT, "nothing is left", || {
+            Ok((0..3).all(|number| !sockets(&format!("k{at}_{number}"))).then_some(()))
+        })?;
+    }
+    fork_one(&env, "here", "last")?.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// Whether a machine and what is forked from it have every page right, with this mistake.
+fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let env = TestEnv::planted(mistake)?;
+    // What writes faster takes long to check.
+    let write = "--workload write,order=random,rate=50000,write=80";
+    let here =
+        env.run("here", &format!("run --cpus 2 --memory 8m,slots=3,backing=memfd --passes 0 {write}"))?;
+    env.has_written("here", 8000)?;
+    let mut right = true;
+    for at in 0..3 {
+        // It waits while the other goes on, which writes the same: of two that are equally far, either has what the other has.
+        let json = env.path(&format!("f{at}.json"));
+        let more = format!("--name f{at} --paused --json {}", json.display());
+        let forked = fork(&env, "here", &more)?.pop().ok_or("no machine was forked")?;
+        let now = done(&env, "here")?;
+        env.has_written("here", now + 8000)?;
+        right &= forked.end()?;
+    }
+    Ok(stop(&env, "here", here)?.status.success() && right)
+}
+
+/// What is planted here, and caught.
+fn add_planted(tests: &mut Tests) {
+    tests.add("without_a_mistake_all_pages_are_right", kvm(), || {
+        ensure(goes_right(None)?, || "a page is wrong".into())
+    });
+    for mistake in ["piece-left-shared", "parted-left-out", "copied-after-resume", "layer-off-by-a-slot"] {
+        tests.add(format!("planted_{mistake}_is_caught"), kvm(), move || match POSSIBLE {
+            true => ensure(!goes_right(Some(mistake))?, || "nobody notices".into())
+                .map(|()| Completion::Completed),
+            false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+        });
+    }
+}
