@@ -1,5 +1,6 @@
-//! A machine's whole state: saved in one machine, restored in another of the same process, on real KVM. What each part's own state
-//! holds is the parts' own tests; here it is whether the machine goes on.
+//! The whole state of a machine on real KVM: saved in one machine and restored in another of the
+//! same process. The tests of each part check the state of that part. These tests check that the
+//! machine continues.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -75,8 +76,8 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-/// A guest that keeps one byte in a register and one in an MSR, and says both once the host has written to its memory:
-/// by then it runs in another machine.
+/// The guest keeps one byte in a register and one in an MSR. It prints both after the host has
+/// written to its memory. By then it runs in another machine.
 fn pc_goes_on(irqchip: Mode) -> Result<(), Failed> {
     const FLAG: u32 = 0x18_0000;
     let code = Code::default()
@@ -116,7 +117,7 @@ fn guest(config: &RunConfig, memory: Memory) -> Result<Guest, Failed> {
     Ok(Guest::start(&kvm, memory, guest)?)
 }
 
-/// A built-in guest over 8 MiB in 3 slots, in the middle of its passes: paused.
+/// A built-in guest with 8 MiB in 3 slots. It is paused in the middle of its passes.
 fn in_the_middle(write: WriteConfig) -> Result<BuiltinMachine, Failed> {
     let memory = MemoryConfig { slots: 3, ..MemoryConfig::new(8 << 20) };
     let config = RunConfig {
@@ -139,7 +140,7 @@ fn in_the_middle(write: WriteConfig) -> Result<BuiltinMachine, Failed> {
     Ok(run)
 }
 
-/// The like of `run`, which has never run.
+/// A machine with the configuration of `run`, which has never run.
 fn like(run: &BuiltinMachine) -> Result<BuiltinMachine, Failed> {
     let description = guests::state::Description::from_json(run.describe())?;
     let config = description.run(MemoryConfig::new(1 << 20))?;
@@ -176,7 +177,8 @@ fn a_vcpu_that_was_done_stays_done() -> Result<(), Failed> {
     ensure(right && exit == Exit::PowerOff, || format!("{exit:?}"))
 }
 
-/// Faults in what arrives, each a line that names its section; the machine is none the worse off than unused.
+/// Sections with faults. Each is refused with one line that names the section, and the machine
+/// stays as if unused.
 #[test(kvm())]
 fn sections_that_are_wrong_are_refused_by_name() -> Result<(), Failed> {
     type Diagnose = (&'static str, fn(&mut Vec<Section>), &'static str);
@@ -222,7 +224,7 @@ fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> Result<(), Failed> {
     ensure(vcpu.set_msrs(&msrs)? == 1, || format!("MSR {index:#x} cannot be set to {data:#x}"))
 }
 
-/// A PC that spins, paused.
+/// A PC whose guest spins. It is paused.
 fn paused(change: impl FnOnce(&mut machine::Config)) -> Result<Pc, Failed> {
     let mut pc = Pc::boot(&Code::default().spin().elf64(), change)?;
     pc.machine.start()?;
@@ -230,7 +232,7 @@ fn paused(change: impl FnOnce(&mut machine::Config)) -> Result<Pc, Failed> {
     Ok(pc)
 }
 
-/// The state of `source` in the like of it, which is not committed.
+/// A PC with the state of `source`, not yet committed.
 fn restored(source: &mut Pc) -> Result<Pc, Failed> {
     let mut target = Pc::like(source.machine.describe(), |_| ())?;
     let sections = source.machine.save()?;
@@ -239,15 +241,16 @@ fn restored(source: &mut Pc) -> Result<Pc, Failed> {
     Ok(target)
 }
 
-/// What a device has raised, but KVM has not injected yet when the local APIC is saved, is raised again where it arrives. A timer
-/// that waits for a value of the TSC waits for it there too.
+/// A device has raised an interrupt, but KVM has not injected it when the local APIC is saved. It
+/// must be raised again in the target. A timer that waits for a TSC value must wait for the same
+/// value there.
 fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
     const TSC_DEADLINE: u32 = 0x6e0;
     const VECTOR: u8 = 0x24;
     let mut source = paused(|config| config.irqchip = irqchip)?;
     unmask(&source, 4, VECTOR)?;
     let machine = &source.machine;
-    // The receive interrupt, and a byte.
+    // Enables the receive interrupt, and sends a byte.
     machine.serial.write(1, &[1]);
     machine.serial.receive(b"x");
     let far = machine.vcpus[0].with(move |fd| -> Result<u64, Failed> {
@@ -255,7 +258,7 @@ fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
         let mut set = |at: usize, value: u32| {
             lapic.regs[at..at + 4].iter_mut().zip(value.to_le_bytes()).for_each(|(to, byte)| *to = byte as _);
         };
-        // Enabled; nothing requested; the timer by deadline.
+        // The APIC is enabled, nothing is requested, and the timer is in deadline mode.
         set(0xf0, 0x1ff);
         (0x200..0x280).step_by(0x10).for_each(|at| set(at, 0));
         set(0x320, 0x4_0030);
@@ -264,7 +267,7 @@ fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
         set_msr(fd, TSC_DEADLINE, far)?;
         Ok(far)
     })??;
-    // The first injection may still be on its way: it is not what this is about.
+    // KVM may have injected the first request already. The test does not depend on that.
     let sections = source.machine.save()?;
     let mut target = Pc::like(source.machine.describe(), |_| ())?;
     target.machine.restore(without_requests(sections)?, ClockPolicy::Passes)?;
@@ -274,7 +277,7 @@ fn interrupts_stay(irqchip: Mode) -> Result<(), Failed> {
     ensure(deadline == far, || format!("the deadline {far:#x} became {deadline:#x}"))
 }
 
-/// Lets a pin of the I/O APIC through, edge triggered, to vCPU 0.
+/// Unmasks a pin of the I/O APIC, edge triggered, to vCPU 0.
 fn unmask(pc: &Pc, pin: u8, vector: u8) -> Result<(), Failed> {
     match pc.machine.irqchip.ioapic() {
         Some(ioapic) => {
@@ -287,7 +290,7 @@ fn unmask(pc: &Pc, pin: u8, vector: u8) -> Result<(), Failed> {
         None => {
             let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
             pc.machine.vm.fd.get_irqchip(&mut chip)?;
-            // SAFETY: this chip is the I/O APIC, and any content is one of its states.
+            // SAFETY: this chip is the I/O APIC, and it may have any content.
             unsafe { chip.chip.ioapic.redirtbl[usize::from(pin)].bits = vector.into() };
             pc.machine.vm.fd.set_irqchip(&chip)?;
         }
@@ -295,7 +298,7 @@ fn unmask(pc: &Pc, pin: u8, vector: u8) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Waits until the local APIC of vCPU 0 has been asked for `vector`.
+/// Waits until the local APIC of vCPU 0 has a request for `vector`.
 fn is_requested(pc: &Pc, vector: u8, what: &str) -> Result<(), Failed> {
     let (word, bit) = (0x200 + 0x10 * usize::from(vector / 32) + usize::from(vector % 32 / 8), vector % 8);
     eventually(faults::limit(), what, || {
@@ -304,7 +307,8 @@ fn is_requested(pc: &Pc, vector: u8, what: &str) -> Result<(), Failed> {
     })
 }
 
-/// A machine that goes on elsewhere keeps its VM generation ID; one that is restored has another in guest memory, and its guest is told.
+/// A machine that moves keeps its VM generation ID. A machine that is restored gets a new one in
+/// guest memory, and its guest is notified.
 #[test(kvm())]
 fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
     const VECTOR: u8 = 0x25;
@@ -334,7 +338,8 @@ fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Machines had none once: such a one comes without, and the next that is made of it has none either.
+/// Older versions made machines without a generation ID. Such a machine has none after a restore,
+/// and machines made from it have none either.
 #[test(kvm())]
 fn a_pc_without_a_generation_id_stays_without() -> Result<(), Failed> {
     let mut source = paused(|config| config.vmgenid = None)?;
@@ -348,7 +353,7 @@ fn a_pc_without_a_generation_id_stays_without() -> Result<(), Failed> {
     ensure(page == [0; 16], || format!("{page:x?} in its memory"))
 }
 
-/// Switches the local APIC of vCPU 0 on, with nothing requested.
+/// Enables the local APIC of vCPU 0, with nothing requested.
 fn enable_lapic(pc: &Pc) -> Result<(), Failed> {
     pc.machine.vcpus[0].with(|fd| -> Result<(), Failed> {
         let mut lapic = fd.get_lapic()?;
@@ -359,7 +364,7 @@ fn enable_lapic(pc: &Pc) -> Result<(), Failed> {
     })?
 }
 
-/// As if nothing had been requested of the local APIC when it was saved.
+/// Removes all requests from the saved local APICs.
 fn without_requests(mut sections: Vec<Section>) -> Result<Vec<Section>, Failed> {
     for section in sections.iter_mut().filter(|section| section.name.starts_with("vcpu")) {
         let mut fields: serde_json::Value = serde_json::from_slice(&section.body)?;
@@ -370,7 +375,8 @@ fn without_requests(mut sections: Vec<Section>) -> Result<Vec<Section>, Failed> 
     Ok(sections)
 }
 
-/// A KVM that has a TSC's offset as it was set. One that runs guests on the host's own TSC has none.
+/// Needs a KVM that keeps the TSC offset that was set. A KVM that gives guests the host's own TSC
+/// has no offset.
 fn tsc_offsets() -> Need {
     let kept = || -> Result<bool, vellum_kvm::vm::Error> {
         let kvm = vellum_kvm::vm::open()?;
@@ -389,7 +395,8 @@ fn tsc(pc: &Pc, vcpu: usize) -> Result<Tsc, Failed> {
     Ok(pc.machine.vcpus[vcpu].with(Tsc::save)??)
 }
 
-/// Ticks that `was` should have gone on by, those by which it has become `is`, and those of a second.
+/// The ticks that should have passed since `was`, the ticks that did pass up to `is`, and the ticks
+/// in a second.
 fn ticks(pc: &Pc, was: Tsc, is: Tsc) -> Result<[u128; 3], Failed> {
     let khz = pc.machine.description().tsc_khz.ok_or("this KVM does not tell a TSC's frequency")?;
     let due = u128::from(is.realtime - was.realtime) * u128::from(khz) / 1_000_000;
@@ -405,14 +412,14 @@ fn clocks_go_on() -> Result<(), Failed> {
     let was = tsc(&source, 0)?;
     let target = restored(&mut source)?;
     let is = tsc(&target, 0)?;
-    // To the second that a busy host may take between two reads.
+    // A busy host may take up to a second between two reads.
     let [due, ticks, second] = ticks(&target, was, is)?;
     ensure(ticks.abs_diff(due) < second, || format!("{was:?} became {is:?}"))?;
     let clock = Clock::save(&target.machine.vm.fd)?;
     ensure((1000 * HOUR..1001 * HOUR).contains(&clock.nanoseconds), || format!("{clock:?}"))
 }
 
-/// What each move takes from a clock, or adds, is not added up; and none goes back.
+/// The errors of a clock in each move must not add up. No clock may go back.
 #[test(kvm())]
 fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
     const MAX_STEPS: u64 = 50_000_000;
@@ -442,7 +449,7 @@ fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
 
 #[test(tsc_offsets())]
 fn tscs_stay_as_far_from_each_other_as_they_were() -> Result<(), Failed> {
-    /// Ticks by which the second is ahead of the first, and both of the host's.
+    /// How many ticks the TSC of each vCPU is ahead of the host's.
     const AHEAD: [u64; 2] = [1 << 41, 1 << 40];
     let mut source = paused(|config| config.cpus = 2)?;
     for (vcpu, ahead) in source.machine.vcpus.iter().zip(AHEAD) {
@@ -458,7 +465,7 @@ fn tscs_stay_as_far_from_each_other_as_they_were() -> Result<(), Failed> {
     ensure(apart == AHEAD[0] - AHEAD[1], || format!("they are {apart} ticks apart"))
 }
 
-/// The other process may still run on the memory that is restored into.
+/// Before the commit, the other process may still run on the restored memory.
 #[test(kvm())]
 fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
     const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
@@ -481,13 +488,14 @@ fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
     ensure(time == TIME | 1, || format!("the system time's page is {time:#x}"))
 }
 
-/// KVM_KVMCLOCK_CTRL writes nothing when it is called: the flag is in the guest's clock page when the guest has been entered again, after
-/// a pause, and where it was restored.
+/// KVM_KVMCLOCK_CTRL itself writes nothing. The flag is in the guest's clock page after the guest
+/// is entered again: after a pause, and in the target of a restore.
 #[test(kvm())]
 fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
     const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
     const TIME: u64 = 0x18_1000;
-    /// Where `struct pvclock_vcpu_time_info` has its flags, and PVCLOCK_GUEST_STOPPED (Documentation/virt/kvm/x86/msr.rst).
+    /// The offset of the flags in `struct pvclock_vcpu_time_info`, and PVCLOCK_GUEST_STOPPED
+    /// (Documentation/virt/kvm/x86/msr.rst).
     const FLAGS: GuestAddress = GuestAddress(TIME + 29);
     const STOPPED: u8 = 1 << 1;
     let mut source = paused(|_| ())?;
@@ -500,7 +508,7 @@ fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
     source.machine.start()?;
     told(&source)?;
     source.machine.pause()?;
-    // As the guest does that has seen it.
+    // A guest that has seen the flag clears it.
     source.machine.vm.memory.guest.write_obj(0u8, FLAGS)?;
     let mut target = restored(&mut source)?;
     target.machine.commit()?;
@@ -508,11 +516,11 @@ fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
     told(&target)
 }
 
-/// What moves a machine has nothing left to open: main and vCPU threads do it all in their sandboxes.
+/// Moving a machine opens nothing new: main and the vCPU threads do everything in their sandboxes.
 #[test(kvm())]
 fn the_sandbox_allows_all_of_it() -> Result<(), Failed> {
-    // A thread of its own, which stays confined, and with it the threads that it starts.
-    // None of them can remove its files.
+    // A separate thread, because it stays confined, as do the threads that it starts. None of them
+    // can remove its files.
     let mut files = vec![written(&[0; 512])?, written(&Code::default().spin().elf64())?];
     let confined = |files: &mut Vec<PathBuf>| -> Result<(), Failed> {
         let (disk, kernel) = (files[0].clone(), files[1].clone());

@@ -1,4 +1,5 @@
-//! The version: with its commit where this was built from a clone of it, and without where it was not.
+//! The version contains the commit if the program was built from a clone of its repository, and not
+//! otherwise.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +7,7 @@ use std::process::Command;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// What the build script says of the package in `dir`.
+/// The output of the build script for the package in `dir`.
 fn says(script: &Path, dir: &Path) -> String {
     let output = Command::new(script).current_dir(dir).env("CARGO_MANIFEST_DIR", dir).output().unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -43,13 +44,13 @@ fn a_clone_has_its_commit_and_a_tarball_has_none() {
     git(&clone, &["commit", "--quiet", "--message", "m"]);
     let commit = git(&clone, &["rev-parse", "--short=12", "HEAD"]);
     assert_eq!(says(&script, &clone), format!(" ({commit})"));
-    // Where it is unpacked in a clone of something else, that one's commit says nothing of it.
+    // If it is unpacked inside a clone of another project, the commit of that clone is not used.
     let inside = clone.join("unpacked");
     for dir in [&tarball, &inside] {
         fs::create_dir_all(dir).unwrap();
     }
     assert_eq!(says(&script, &inside), "");
-    // Below this crate's own target directory there is its clone around it, too.
+    // The target directory of this crate is inside its own clone. That commit is not used either.
     assert_eq!(says(&script, &tarball), "");
     fs::remove_dir_all(dir).unwrap();
 }

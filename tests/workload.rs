@@ -1,4 +1,5 @@
-//! The `write` workload on real KVM: what it must have written is computed by the model and compared page by page.
+//! The `write` workload on real KVM. The model computes what it must have written, and the test
+//! compares every page.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -114,7 +115,7 @@ fn a_planted_fault_is_found() -> Result<(), Failed> {
     let models: Vec<_> = guest.controls().map(Model::new).collect();
     guest.resume();
     guest.wait_all_rung()?;
-    // Page 77 as it was a pass ago.
+    // Page 77 gets its contents of one pass earlier.
     guest.vm.memory.mapping.words()[77 * 512].fetch_sub(1024, Ordering::Relaxed);
     let verdict = check(&guest, models, config.stride);
     ensure(verdict.wrong == 1 && verdict.examples[0].0 == 77, || format!("{verdict:?}"))
@@ -132,11 +133,11 @@ fn two_hundred_pauses_while_it_runs() -> Result<(), Failed> {
     for round in 0..200 {
         took.push(guest.pause()?);
         let stopped_at = progress();
-        // Nobody runs: however long this thread now takes, nothing changes.
+        // No vCPU runs, so nothing may change, however long this thread takes.
         std::thread::yield_now();
         ensure(progress() == stopped_at, || format!("round {round}: progress while paused"))?;
         guest.resume();
-        // The guest must really go on, or the next pause would prove nothing.
+        // The guest must really continue. Otherwise the next pause would prove nothing.
         eventually(LIMIT, "the guest goes on", || Ok((progress() != stopped_at).then_some(())))?;
     }
     took.sort();
@@ -158,16 +159,16 @@ fn the_rate_is_kept() -> Result<(), Failed> {
     let pages = control.distinct.load(Ordering::Relaxed);
     let last = control.pass_ends[3].load(Ordering::Relaxed);
     let ticks = last - control.started.load(Ordering::Relaxed);
-    // By the guest's own clock: never faster than asked for, whatever the host was doing meanwhile.
+    // Measured by the guest's own clock, it is never faster than requested, whatever the host does.
     let least = (pages - 1) * (guest.tsc_hz / rate) - guest.tsc_hz / 100;
     ensure(ticks >= least, || format!("{pages} pages in {ticks} ticks; at least {least} expected"))
 }
 
-/// The first pass of a warm guest takes no regard to its rate, and those after it do.
+/// A warm guest ignores its rate in the first pass only.
 #[test(kvm())]
 fn a_warm_guest_is_paced_from_its_second_pass_on() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 1)?;
-    // Paced, a pass takes longer than any host takes for one that is not.
+    // With pacing, a pass takes longer than an unpaced pass takes on any host.
     let (pages, rate) = (2048, 20);
     guest.program(&WriteConfig { rate: Some(rate), warm: true, passes: 0, ..WriteConfig::default() })?;
     guest.resume();
@@ -179,7 +180,8 @@ fn a_warm_guest_is_paced_from_its_second_pass_on() -> Result<(), Failed> {
     let [begun, warm, end] = [&control.started, &control.pass_ends[0], &control.ended].map(get);
     let interval = guest.tsc_hz / rate;
     ensure(warm - begun < pages * interval, || format!("{} ticks of the first pass", warm - begun))?;
-    // By the guest's own clock, which counts pages from some moment of the first pass on: what a stall has held up comes at once.
+    // Measured by the guest's own clock. Pacing counts from some time in the first pass, and after
+    // a stall the guest catches up at once.
     let paced = get(&control.distinct) - pages;
     let least = (paced - 1) * interval * 99 / 100;
     ensure(end - begun >= least, || {
@@ -187,7 +189,8 @@ fn a_warm_guest_is_paced_from_its_second_pass_on() -> Result<(), Failed> {
     })
 }
 
-/// However long a guest stands still, its journal says so by its own clock; and how its writes fared before and after.
+/// The journal records each stall of the guest by the guest's own clock, and the latencies of
+/// writes before and after it.
 #[test(kvm())]
 fn a_journal_knows_when_nothing_was_written() -> Result<(), Failed> {
     let guest = build(MemoryConfig::new(8 << 20), 2)?;
@@ -210,7 +213,8 @@ fn a_journal_knows_when_nothing_was_written() -> Result<(), Failed> {
     guest.wait_all_rung()?;
     for control in guest.controls() {
         let gap = get(&control.entered_gap[1]) as f64 / guest.tsc_hz as f64;
-        // Two clocks, of which KVM knows one by its frequency alone. It may have stood still before, for want of a CPU.
+        // There are two clocks, and KVM only knows the frequency of one of them. The guest may also
+        // have stalled before, for lack of a CPU.
         let (least, most) = (least.as_secs_f64() * 0.99, begun.elapsed().as_secs_f64() * 1.01);
         ensure((least..most).contains(&gap), || format!("{gap} s, and it stood still for {least} at least"))?;
         ensure(get(&control.gap) >= get(&control.entered_gap[1]), || "the longest gap is shorter".into())?;
@@ -238,20 +242,21 @@ fn naps_take_the_time_that_is_asked() -> Result<(), Failed> {
     let goes_on =
         |from: u64| eventually(LIMIT, "the guest goes on", || Ok((progress() != from).then_some(())));
     goes_on(0)?;
-    // By the TSC, so that a busy host can only make it longer.
+    // Measured by the TSC, so a busy host can only make it longer.
     for milliseconds in [1, 10, 40, 160] {
         let since = tsc();
         throttle.throttle(Duration::from_millis(milliseconds));
         vcpu::flush_all(&guest.vcpus)?;
         goes_on(progress())?;
         let ticks = tsc() - since;
-        // The host's clock and its TSC differ by less than a part in a thousand.
+        // The host's clock and its TSC differ by less than one part in a thousand.
         let least = guest.tsc_hz / 1000 * milliseconds * 999 / 1000;
         ensure(ticks >= least, || {
             format!("a nap of {milliseconds} ms took {ticks} ticks of at least {least}")
         })?;
     }
-    // Told to sleep for an hour, it does nothing for 50 ms, pauses all the same, and runs when it is resumed.
+    // A guest that should sleep for an hour does nothing for 50 ms. It can still be paused, and
+    // runs when it is resumed.
     throttle.throttle(Duration::from_secs(3600));
     vcpu::flush_all(&guest.vcpus)?;
     let (since, asleep) = (tsc(), progress());
@@ -266,14 +271,14 @@ fn naps_take_the_time_that_is_asked() -> Result<(), Failed> {
 
 #[cfg(target_arch = "x86_64")]
 fn tsc() -> u64 {
-    // SAFETY: reads a counter that every x86-64 has.
+    // SAFETY: reads a counter that every x86-64 CPU has.
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
 #[cfg(target_arch = "aarch64")]
 fn tsc() -> u64 {
     let ticks: u64;
-    // SAFETY: reads the counter that guests read too, which Linux lets every program do.
+    // SAFETY: reads the counter that guests read too. Linux lets every program read it.
     unsafe { std::arch::asm!("mrs {ticks}, cntvct_el0", ticks = out(reg) ticks, options(nomem, nostack)) };
     ticks
 }
@@ -291,13 +296,14 @@ fn a_page_faults_once_and_never_again() -> Result<(), Failed> {
     let Some(faults) = after.get("pf_taken").map(|after| after - before["pf_taken"]) else {
         return Ok(());
     };
-    // Besides: the code, the control block, tables that KVM shadows. Twice the pages would be a read before the write.
+    // The rest are the code, the control block, and tables that KVM shadows. Twice as many faults
+    // would mean a read before each write.
     ensure((pages..pages + pages / 8).contains(&faults), || {
         format!("{faults} faults for {pages} pages, 3 passes")
     })
 }
 
-/// The same code at another address, with other bytes where it used to be, must do the same.
+/// The same code at another address, with other bytes at its old address, must do the same.
 #[test(kvm())]
 fn the_code_runs_wherever_it_lies() -> Result<(), Failed> {
     let code = write_code();
@@ -327,7 +333,8 @@ fn with(guest: GuestConfig) -> Result<(), Failed> {
     ensure(verdict.wrong == 0 && verdict.checked > 0, || format!("{verdict:?}"))
 }
 
-/// A thread that is refused its sandbox must be heard of, whether it is waited for or let run at once.
+/// If a thread cannot enter its sandbox, the error must be reported, whether the caller waits for
+/// the thread or lets it run at once.
 #[test(kvm())]
 fn a_vcpu_that_cannot_start_is_an_error() -> Result<(), Failed> {
     let kvm = vellum_kvm::vm::open()?;
@@ -357,21 +364,21 @@ fn ring() -> Need {
     available.contains(&Method::Ring).then_some(()).ok_or_else(lacks)
 }
 
-/// A vCPU whose dirty ring is full empties it itself and goes on: nobody else needs to do anything until somebody asks what was
-/// written, and then every page is there.
+/// A vCPU whose dirty ring is full empties the ring itself and continues. No other thread has to
+/// act until the written pages are requested, and then none is missing.
 #[test(kvm(), ring())]
 fn a_full_ring_stops_nobody_and_loses_nothing() -> Result<(), Failed> {
     let kvm = vellum_kvm::vm::open()?;
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(8 << 20))?;
     let mut guest =
         Guest::build(&kvm, memory, GuestConfig { dirty_ring: Some(1024), ..GuestConfig::new(1) })?;
-    // The second tracker finds the rings where the first one has left them.
+    // The second tracker continues with the rings as the first one left them.
     for pass in 1..=2 {
         let (vm, quiesced) = guest.quiesced()?;
         let mut tracker = dirty::tracker(Method::Ring, vm, &quiesced, None)?;
         guest.vm.memory.slots().iter().try_for_each(|slot| tracker.track(slot.id()))?;
         tracker.enable(true)?;
-        // So many in all.
+        // The total number of passes.
         guest.program(&WriteConfig { passes: pass, ..WriteConfig::default() })?;
         guest.resume();
         guest.wait_all_rung()?;
@@ -387,7 +394,7 @@ fn a_full_ring_stops_nobody_and_loses_nothing() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A host that nothing else keeps busy, as far as whoever asks for it knows.
+/// Needs a host without other load, as declared by the user.
 fn undisturbed() -> Need {
     match std::env::var("VELLUM_MIGRATION") {
         Ok(all) if all == "all" => Ok(()),
@@ -398,8 +405,8 @@ fn undisturbed() -> Need {
     }
 }
 
-/// The rings tell which of two vCPUs writes: a plan to keep the guest within what a slow link takes slows that one down, and the other,
-/// which only reads, keeps its time.
+/// The rings show which of two vCPUs writes. A plan that keeps the guest within the speed of a slow
+/// link slows down that vCPU. The other vCPU, which only reads, keeps its time.
 #[test(kvm(), ring(), undisturbed())]
 fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     const PERIOD: Duration = Duration::from_millis(10);
@@ -410,7 +417,7 @@ fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     let write =
         WriteConfig { order: Order::Random, write_percent: 50.0, passes: 0, ..WriteConfig::default() };
     guest.program(&write)?;
-    // It draws as the other does, and never comes out below.
+    // It draws as the other does, but never below this threshold, so it never writes.
     guest.control(1).write_below.store(0, Ordering::Relaxed);
     let (vm, quiesced) = guest.quiesced()?;
     let mut tracker = dirty::tracker(Method::Ring, vm, &quiesced, None)?;
@@ -418,7 +425,8 @@ fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     tracker.enable(true)?;
     let throttle = Throttle::new(&guest.vcpus);
     let progress = || [0, 1].map(|vcpu| guest.control(vcpu).done.load(Ordering::Relaxed));
-    // How far both come while `each_period` is called, and the one that reads has come far enough.
+    // The progress of both vCPUs while `each_period` is called. It ends when both have made
+    // progress.
     let run = |each_period: &dyn Fn()| -> Result<[u64; 2], Failed> {
         let before = progress();
         let came = || [0, 1].map(|vcpu| progress()[vcpu] - before[vcpu]);
@@ -438,7 +446,7 @@ fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     tracker.collect()?;
     let wrote: Vec<u64> = tracker.written().iter().zip(&before).map(|(now, before)| now - before).collect();
     ensure(wrote[0] > 1000 && wrote[1] < wrote[0] / 100, || format!("{wrote:?} pages were written"))?;
-    // A hundredth of what is written is what the link takes.
+    // The link can take one hundredth of what is written.
     let took = Duration::from_secs(1);
     let mut plan = Plan::new(PERIOD, None, None).throttling(Throttling::DirtyLimit);
     plan.wrote(wrote);
@@ -449,7 +457,7 @@ fn a_vcpu_that_only_reads_keeps_its_time() -> Result<(), Failed> {
     guest.wait_all_rung()?;
     let share = |[writes, reads]: [u64; 2]| writes as f64 / reads as f64;
     let (taken, left) = ([0, 1].map(|vcpu| plan.taken_from(vcpu)), share(slow) / share(free));
-    // Where both are slowed down alike, the one that reads comes a fraction as far as before.
+    // If both were slowed down alike, the reader would make a fraction of its progress from before.
     let kept = slow[1] as f64 / free[1] as f64;
     ensure(left < 0.5 && kept > 0.5, || {
         format!(

@@ -1,4 +1,5 @@
-//! A limit on the size of files (`ulimit -f`) is an error like a full disk, and no end of a machine.
+//! A limit on the size of files (`ulimit -f`) causes an error, as a full disk does. It does not end
+//! a machine.
 
 use std::fs;
 use std::process::{Command, Output, Stdio};
@@ -10,16 +11,17 @@ use support::{Failed, ensure, test};
 
 use crate::VELLUM;
 
-/// `vellum ARGUMENTS` where a file may have so many blocks (of 512 bytes or 1 KiB, as this shell counts).
+/// `vellum ARGUMENTS` with a limit of `blocks` on the size of files. A block has 512 bytes or 1
+/// KiB, which depends on the shell.
 fn limited(env: &TestEnv, blocks: u32, arguments: &str) -> Command {
     let mut command = Command::new("sh");
-    // What is added to it comes behind the arguments.
+    // Arguments that the caller adds come after `arguments`.
     command.args(["-c", &format!("ulimit -f {blocks} && exec {VELLUM} {arguments} \"$@\""), "sh"]);
     command.env("XDG_RUNTIME_DIR", env.dir()).stdin(Stdio::null());
     command
 }
 
-/// One line that names the cause.
+/// Fails unless the command failed with an error that names the cause.
 fn is_refused(output: &Output) -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&output.stderr);
     let good =
@@ -54,7 +56,7 @@ fn a_snapshot_fails_and_the_machine_goes_on() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A guest without an end, whose log is full after its first bytes.
+/// The guest runs forever. Its log reaches the limit after the first bytes.
 #[test(kvm())]
 fn a_log_that_is_full_does_not_end_the_machine() -> Result<(), Failed> {
     let env = TestEnv::new()?;

@@ -1,5 +1,6 @@
-//! The sandbox against real processes: each test starts this program again as a helper that enters the sandbox as one
-//! kind of thread and does one thing, and looks at how it ended and what it said.
+//! Tests of the sandbox with real processes. Each test starts this program again as a helper. The
+//! helper enters the sandbox as one kind of thread and does one thing. The test checks how it ended
+//! and what it printed.
 
 mod limits;
 mod privileges;
@@ -24,10 +25,11 @@ support::vellum!();
 
 const HELPER: &str = "--sandbox-helper";
 
-/// What the C library calls for open(3).
+/// The system call that the C library makes for open(3).
 const OPEN: &str = if cfg!(all(target_env = "musl", target_arch = "x86_64")) { "open" } else { "openat" };
 
-/// What a helper does, and the system call that the sandbox should name, with whom it forbids it.
+/// The actions of a helper, and the name of the forbidden system call that the sandbox should
+/// report.
 const FORBIDDEN: [(&str, &str); 9] = [
     ("open", OPEN),
     ("socket", "socket"),
@@ -113,7 +115,8 @@ fn panics(kind: ThreadKind) -> Result<(), Failed> {
         let output = helper(kind, "panic", Mode::On).env("RUST_BACKTRACE", backtrace).output()?;
         let stderr = String::from_utf8_lossy(&output.stderr);
         let first = stderr.lines().next().unwrap_or_default();
-        // The helper's own main panics in its turn when it joins the thread, except where it is the thread.
+        // Only the first line counts: the helper's main thread panics too when it joins the
+        // panicked thread.
         let good = first.starts_with("vellum: thread ") && first.contains("it went wrong; --sandbox off");
         if !good || !first.contains(file!()) || stderr.contains("which it may not") {
             return Err(said(&output).into());
@@ -127,7 +130,7 @@ fn panics(kind: ThreadKind) -> Result<(), Failed> {
 
 #[test]
 fn main_may_start_no_process() -> Result<(), Failed> {
-    // musl blocks every signal while it forks: the kernel then kills without a word.
+    // musl blocks every signal while it forks. So the kernel kills the process without a message.
     if cfg!(target_env = "musl") {
         let output = helper(ThreadKind::Main, "fork", Mode::On).output()?;
         return if output.status.signal() == Some(libc::SIGSYS) { Ok(()) } else { Err(said(&output).into()) };
@@ -143,7 +146,7 @@ fn main_may_start_no_thread_in_namespaces_of_its_own() -> Result<(), Failed> {
 #[test]
 fn landlock_denies_what_seccomp_has_not_forbidden_yet() -> Result<(), Failed> {
     let mut sandbox = Sandbox::new(Mode::On);
-    // In a thread of its own, which takes its domain with it when it ends.
+    // A separate thread, because its Landlock domain lasts as long as the thread.
     let (status, opened) = std::thread::spawn(move || {
         sandbox.process().unwrap();
         (sandbox.status(), File::open("/proc/self/status").map(drop))
@@ -160,7 +163,7 @@ fn landlock_denies_what_seccomp_has_not_forbidden_yet() -> Result<(), Failed> {
 #[test]
 fn a_raw_terminal_is_restored() -> Result<(), Failed> {
     let (master, slave, _) = terminal::open_pty()?;
-    // The pair starts raw; make it one that a person would sit at.
+    // The pair starts in raw mode. `stty sane` makes it like a user's terminal.
     let stty = |arguments: &[&str]| {
         let output = Command::new("stty").args(arguments).stdin(slave.try_clone()?).output()?;
         Ok::<_, io::Error>(String::from_utf8_lossy(&output.stdout).into_owned())
@@ -175,7 +178,7 @@ fn a_raw_terminal_is_restored() -> Result<(), Failed> {
     Ok(())
 }
 
-/// The helper: enters the sandbox the way a VMM does, and acts.
+/// The helper enters the sandbox as a VMM does, and then acts.
 fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
     if action == "panic" {
         vellum::cli::say_panics();
@@ -191,7 +194,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
     let status = action == "drop-root";
     let status = status.then(|| std::fs::read_to_string("/proc/self/status").unwrap());
     let mut sandbox = Sandbox::new(mode);
-    // Mode log must let a file be opened, and Landlock can only deny; `process` knows.
+    // Mode log must allow opening a file, but Landlock can only deny. `process` handles this.
     sandbox.process().unwrap();
     let name = format!("test-{kind}");
     let work = {
@@ -203,7 +206,7 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
     };
     match kind {
         ThreadKind::Main | ThreadKind::Receiver | ThreadKind::FileServer => work(),
-        // vCPUs are there before main enters, …
+        // The vCPU threads exist before main enters its sandbox.
         ThreadKind::Vcpu => {
             let (ready, entered) = mpsc::sync_channel(0);
             let thread = std::thread::spawn(move || {
@@ -214,13 +217,13 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
             ready.send(()).unwrap();
             thread.join().unwrap();
         }
-        // … the others are started when they are needed, under main's filter.
+        // The other threads are started when they are needed, under main's filter.
         ThreadKind::Disk
         | ThreadKind::Migration
         | ThreadKind::Connection
         | ThreadKind::Fetching
         | ThreadKind::Share => {
-            // Those that lock memory belong to a machine that comes.
+            // Threads that lock memory belong to a machine that is being received.
             let main = match kind {
                 ThreadKind::Migration | ThreadKind::Fetching => ThreadKind::Receiver,
                 _ => ThreadKind::Main,
@@ -239,7 +242,7 @@ fn act(kind: ThreadKind, action: &str, file: &File, status: Option<String>) {
         "abort" => std::process::abort(),
         "panic" => panic!("it went wrong"),
         "work" => work(kind, file),
-        // To the file that is standard input.
+        // Writes to the file that is standard input.
         "write" => {
             let file = File::from(io::stdin().as_fd().try_clone_to_owned().unwrap());
             file.write_all_at(b"written", 0).unwrap();
@@ -260,11 +263,11 @@ fn act(kind: ThreadKind, action: &str, file: &File, status: Option<String>) {
     }
 }
 
-/// What threads of each kind do all day; here to find a filter that is too narrow.
+/// Does the usual work of each kind of thread, to find a filter that is too strict.
 fn work(kind: ThreadKind, file: &File) {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{:?}", std::time::Instant::now()).unwrap();
-    // Beyond malloc's threshold for mmap, and then moved.
+    // An allocation above malloc's threshold for mmap, which then grows and moves.
     let mut bytes = vec![1u8; 4 << 20];
     bytes.resize(16 << 20, 2);
     assert_eq!(HashMap::from([(1, bytes.len())])[&1], 16 << 20);
@@ -277,7 +280,7 @@ fn work(kind: ThreadKind, file: &File) {
     }
     match kind {
         ThreadKind::Vcpu | ThreadKind::Connection => {}
-        // It asks by statx(2) alone.
+        // It only calls statx(2) for the size.
         ThreadKind::FileServer => {
             let (nothing, flags) = (rustix::fs::AtFlags::EMPTY_PATH, rustix::fs::StatxFlags::SIZE);
             assert!(rustix::fs::statx(file, c"", nothing, flags).unwrap().stx_size > 0);
@@ -292,8 +295,8 @@ fn work(kind: ThreadKind, file: &File) {
 fn raw(action: &str) {
     let path = c"/bin/true".as_ptr();
     let none = [std::ptr::null()];
-    // SAFETY: the pointers are to valid strings and lists, mappings are new, and nothing here changes memory in use. A
-    // forked child only exits.
+    // SAFETY: the pointers are to valid strings and lists, mappings are new, and nothing here
+    // changes memory in use. A forked child only exits.
     unsafe {
         match action {
             "exec" => drop(libc::execve(path, none.as_ptr(), none.as_ptr())),
@@ -311,7 +314,7 @@ fn raw(action: &str) {
                 libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0);
             }
             "type-into-terminal" => drop(libc::ioctl(0, libc::TIOCSTI as _, c"x".as_ptr())),
-            // KVM_RUN on nothing: EBADF where it is allowed.
+            // KVM_RUN on no descriptor. If it is allowed, the error is EBADF.
             "run" => drop(libc::ioctl(-1, 0xae80, 0)),
             "fork" => {
                 if libc::fork() == 0 {

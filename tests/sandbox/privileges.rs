@@ -1,4 +1,5 @@
-//! What each thread and process may do where root started it: SECURITY.md's table against /proc/PID/task/*/status.
+//! The privileges of each thread and process that root starts. SECURITY.md's table is compared with
+//! /proc/PID/task/*/status.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,18 +17,19 @@ use vellum_sandbox::{Mode, ThreadKind};
 
 use super::{helper, root};
 
-/// What the table and the kernel say of a thread.
+/// The privileges of a thread, from the table or from the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Privileges {
-    /// Effective and permitted.
+    /// The effective and the permitted set.
     capabilities: CapabilitySet,
-    /// Whether the bounding set is empty, `no_new_privs` is set, and there is a filter.
+    /// Whether the bounding set is empty. `no_new` is `no_new_privs`, and `filter` is whether there
+    /// is a seccomp filter.
     unbound: bool,
     no_new: bool,
     filter: bool,
 }
 
-/// The table of SECURITY.md, by its first column.
+/// The table of SECURITY.md. The key is its first column.
 fn table() -> Result<BTreeMap<String, Privileges>, Failed> {
     let text = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/SECURITY.md"))?;
     let start = text.find("| thread or process |").ok_or("SECURITY.md has no table of privileges")?;
@@ -49,7 +51,8 @@ fn table() -> Result<BTreeMap<String, Privileges>, Failed> {
     rows.map(read).collect()
 }
 
-/// What the kernel says of the thread `path`, a directory in /proc; its name and that.
+/// The name and the privileges of the thread whose directory in /proc is `path`, as the kernel
+/// reports them.
 fn look(path: &Path) -> Result<(String, Privileges), Failed> {
     let status = fs::read_to_string(path.join("status"))?;
     let field = |name: &str| {
@@ -80,7 +83,8 @@ fn compare(table: &BTreeMap<String, Privileges>, row: &str, is: &Privileges) -> 
     ensure(says == is, || format!("{row}: SECURITY.md says {says:?}, the kernel {is:?}"))
 }
 
-/// All capabilities, as a container's root has not: what is not there cannot be kept.
+/// Needs the capabilities that the tests check. The root of a container may lack them, and then
+/// they cannot be kept.
 fn all_of_root() -> Need {
     root()?;
     let has = rustix::thread::capabilities(None).map_err(|error| error.to_string())?.permitted;
@@ -96,7 +100,7 @@ fn all_of_root() -> Need {
 #[test(all_of_root())]
 fn each_kind_of_thread_keeps_what_the_table_says() -> Result<(), Failed> {
     let table = table()?;
-    // The file server's is another for each way to serve: below.
+    // The file server is tested below. Its row depends on how it serves.
     for kind in ThreadKind::ALL.into_iter().filter(|&kind| kind != ThreadKind::FileServer) {
         let mut command = helper(kind, "wait", Mode::On);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
@@ -153,7 +157,7 @@ fn a_machine_s_threads_and_processes_keep_what_the_table_says() -> Result<(), Fa
             .arg("--share")
             .arg(format!("{}:s,{options}", shared.display()));
         let machine = env.start("privileged", &mut command)?;
-        // A guest that never looks at its devices has not started their threads.
+        // The guest never uses its devices, so their threads have not started.
         for (name, is) in threads(machine.child.id())? {
             let row = if name.starts_with("vcpu") { "vcpu" } else { "main" };
             compare(&table, row, &is)?;

@@ -1,4 +1,4 @@
-//! What the processes of a machine do with each signal.
+//! How the processes of a machine react to each signal.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -8,21 +8,24 @@ use support::env::TestEnv;
 use support::hosts::kvm;
 use support::{Failed, ensure, test};
 
-/// What becomes of a machine's process.
+/// How a machine's process reacts to a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Becomes {
-    /// It ends in order: its terminal and files are as they should be, its status is 128 and the signal's number.
+    /// It ends in order: it restores its terminal and files, and its status is 128 plus the number
+    /// of the signal.
     Ends,
-    /// Nothing.
+    /// It continues.
     Goes,
-    /// The kernel ends it: nobody can do anything about it, or it is a mistake of its own.
+    /// The kernel ends it. The signal cannot be handled, or it reports a fault in the process.
     Dies,
-    /// Rust's handler, which looks for the end of a stack, gives the signal back to the kernel; the sandbox ends it for that.
+    /// Rust's handler looks for a stack overflow, and then restores the default action of the
+    /// signal. The sandbox forbids that and ends the process.
     Traps,
 }
 use Becomes::*;
 
-/// Every signal of a program with musl but those that stop a process (STOP, TSTP, TTIN, TTOU) and CONT, which end none.
+/// Every signal of a program with musl, except those that stop a process (STOP, TSTP, TTIN, TTOU)
+/// and CONT, which do not end it.
 fn table() -> BTreeMap<i32, Becomes> {
     let standard = [
         (libc::SIGHUP, Ends),
@@ -50,13 +53,13 @@ fn table() -> BTreeMap<i32, Becomes> {
         (libc::SIGWINCH, Goes),
         (libc::SIGIO, Ends),
         (libc::SIGPWR, Ends),
-        // Its handler is the sandbox's.
+        // The sandbox handles it.
         (libc::SIGSYS, Ends),
-        // Of the C library's threads; no program can handle them.
+        // The C library uses these for threads. A program cannot handle them.
         (32, Dies),
         (33, Dies),
         (34, Dies),
-        // By which vCPUs are interrupted.
+        // It interrupts vCPUs.
         (35, Goes),
     ];
     standard.into_iter().chain((36..=64).map(|signal| (signal, Ends))).collect()
@@ -90,13 +93,13 @@ fn a_machine_does_with_each_signal_what_the_table_says() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Its work begins when the machine has ended.
+/// The guard's work begins when the machine has ended.
 #[test(kvm())]
 fn a_guard_goes_on_whatever_it_is_sent() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let mut machine = env.endless("guarded")?;
     let guard = machine.started("vellum-guard").ok_or("it has no guard")?;
-    // Nor can it block those of the C library.
+    // The guard cannot block the C library's signals either.
     for signal in table().into_keys().filter(|signal| ![libc::SIGKILL, 32, 33, 34].contains(signal)) {
         send(signal, guard)?;
     }

@@ -1,5 +1,5 @@
-//! Many who change one tree at once, as fsstress does it: nothing hangs, what is behind the server is in the end what the host has, and no
-//! descriptor is left over.
+//! Many threads change one tree at the same time, as fsstress does. Nothing may hang. In the end
+//! the mount must show what the host has, and no descriptor may leak.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -23,7 +23,7 @@ fn many_change_a_tree_at_once() -> Result<(), Failed> {
         fs::metadata(both.path("."))?;
         let server = both.mount.server()?;
         let before = descriptors(server)?;
-        // One changes it from the host's side, where that is seen at once.
+        // One thread makes its changes on the host's side, if the cache mode shows these at once.
         let from_host = cache == vellum_share::Cache::None;
         let own = from_host.then(|| both.here.dir().to_owned());
         let roots = (0..THREADS).map(|_| both.mount.path.clone()).chain(own);
@@ -38,8 +38,9 @@ fn many_change_a_tree_at_once() -> Result<(), Failed> {
         }
         let (mounted, here) = (tree(&both.mount.path)?, tree(both.here.dir())?);
         ensure(mounted == here, || format!("{cache:?}: {mounted:?}\n{here:?}"))?;
-        // Nodes keep theirs, a bounded number; those of open files come back to none. The tree goes, and all with it; but what the host has
-        // removed the kernel forgets only when it wants the memory.
+        // Nodes keep a bounded number of descriptors. Those of open files are all closed. The tree
+        // is removed here, and its nodes with it. The kernel forgets files that the host has
+        // removed only when it needs the memory.
         for entry in fs::read_dir(&both.mount.path)? {
             let path = entry?.path();
             if path.is_dir() && !path.is_symlink() {
@@ -67,7 +68,8 @@ pub fn descriptors(pid: u32) -> Result<usize, Failed> {
     Ok(fs::read_dir(format!("/proc/{pid}/fd"))?.count())
 }
 
-/// One of these may fail in any way that has to do with others doing the same; an error of the connection's is none of those.
+/// Does one random thing. It may fail for any reason that the other threads can cause. Errors of
+/// the connection and of descriptors are returned.
 fn act(root: &Path, random: &mut Random, step: u32) -> std::io::Result<()> {
     let mut name = || -> PathBuf {
         let parts = (0..=random.below(3)).map(|_| ["a", "b", "c", "d", "e"][random.below(5) as usize]);
@@ -78,7 +80,7 @@ fn act(root: &Path, random: &mut Random, step: u32) -> std::io::Result<()> {
     let ended = match random.below(16) {
         0 | 1 => fs::create_dir(&one),
         2..=4 => {
-            // A FIFO would wait for its other end.
+            // A blocking open of a FIFO would wait for the other end.
             let mut how = File::options();
             how.create(true).write(true).truncate(false).mode(0o644).custom_flags(libc::O_NONBLOCK);
             how.open(&one).and_then(|mut file| {

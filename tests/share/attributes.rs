@@ -1,4 +1,5 @@
-//! Extended attributes through the server: the sizes that programs ask for first, and copies that keep them.
+//! Extended attributes through the server: programs ask for the sizes first, and copies keep the
+//! attributes.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +18,7 @@ use crate::mounted::{Both, CACHES, writable};
 const VALUES: [(&str, &[u8]); 4] =
     [("user.note", b"hello"), ("user.empty", b""), ("user.zeroes", &[0; 3]), ("user.long", &[7; 3000])];
 
-/// What the mount needs, and a file system below it that keeps attributes.
+/// Needs a FUSE mount, and below it a file system with extended attributes.
 fn attributes() -> Need {
     fuse()?;
     let here = Scratch::new().map_err(|error| error.to_string())?;
@@ -27,7 +28,7 @@ fn attributes() -> Need {
     })
 }
 
-/// All attributes of a file, read as programs read them: the size, and then as many bytes.
+/// Reads all attributes of a file as programs do: first the size, then as many bytes.
 fn all(path: &Path) -> Result<BTreeMap<String, Vec<u8>>, Failed> {
     let mut names = vec![0; listxattr_query(path)?];
     if !names.is_empty() {
@@ -72,7 +73,7 @@ fn a_size_that_is_asked_for_is_the_size() -> Result<(), Failed> {
         fs::create_dir(both.here.path("directory"))?;
         set(&both.here.path("directory"))?;
         ensure(all(&both.path("directory"))? == expected(), || format!("{cache:?}: directory"))?;
-        // What is not there, and buffers that do not suffice.
+        // A missing attribute, and buffers that are too small.
         let file = both.path("here");
         ensure(getxattr_query(&file, "user.none") == Err(Errno::NODATA), || "user.none".into())?;
         ensure(getxattr(&file, "user.note", &mut [0; 4][..]) == Err(Errno::RANGE), || "4 of 5 bytes".into())?;
@@ -83,7 +84,7 @@ fn a_size_that_is_asked_for_is_the_size() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A FIFO has attributes of the privileged kinds alone, and to ask for them does not open it.
+/// A FIFO only has attributes of the privileged kinds. A request for them does not open it.
 #[test(attributes())]
 fn a_fifo_is_asked_for_its_attributes_without_being_opened() -> Result<(), Failed> {
     let both = Both::new(writable(CACHES[0]))?;
@@ -109,7 +110,7 @@ fn copies_keep_attributes() -> Result<(), Failed> {
             }
             Ok(())
         };
-        // Out of the guest's view, and within it.
+        // A copy out of the share, and a copy within it.
         copy(&both.path("from"), &out.path("copy"))?;
         copy(&both.path("from"), &both.path("copy"))?;
         let pack = Command::new("tar")

@@ -1,4 +1,4 @@
-//! Requests as no guest's kernel makes them, and more files than a process may have descriptors.
+//! Requests that no guest's kernel makes, and more files than a process may have descriptors.
 
 use std::ffi::CString;
 use std::fs;
@@ -30,7 +30,7 @@ const INIT: u32 = 26;
 const OPENDIR: u32 = 27;
 const READDIR: u32 = 28;
 
-/// A guest that says what it likes.
+/// A guest that can send any request.
 struct Guest {
     client: Client,
     answer: Vec<u8>,
@@ -48,7 +48,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// The answer behind its header, or its error number; and a descriptor.
+    /// The body of the answer or its error number, and a descriptor if one came with it.
     #[allow(clippy::type_complexity, reason = "what came, and what came along")]
     fn ask(
         &mut self,
@@ -93,7 +93,7 @@ fn writable() -> Config {
     Config { writable: true, ..Config::default() }
 }
 
-/// No name leads out of the directory, and no file that is none is opened.
+/// No name leads out of the directory, and special files are not opened.
 #[test]
 fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
     let directory = Scratch::new()?;
@@ -126,7 +126,7 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
         let node = guest.lookup(ROOT, name)?;
         let error = guest.error(OPEN, node, &flags)?;
         ensure(error == expected, || format!("open {name}: {error}"))?;
-        // Nor is anything found in them, or made through them.
+        // Nothing can be looked up in them, made in them, or created over them.
         if name != "inside" {
             let error = guest.error(LOOKUP, node, &text("file"))?;
             ensure(error == libc::ENOTDIR, || format!("in {name}: {error}"))?;
@@ -137,7 +137,7 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
             ensure(error == expected, || format!("created over {name}: {error}"))?;
         }
     }
-    // Numbers that were never given, and requests that are cut short.
+    // Node numbers that were never given out, and requests that are cut short.
     for node in [0, 2000, u64::MAX] {
         for opcode in [LOOKUP, GETATTR, OPEN, OPENDIR, UNLINK] {
             let error = guest.error(opcode, node, &[b'a', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])?;
@@ -155,7 +155,7 @@ fn nothing_beyond_the_directory_is_reached() -> Result<(), Failed> {
     ensure(names == ["absolute", "fifo", "inside", "magic", "up"], || format!("{names:?}"))
 }
 
-/// Of what is shared to be read nothing changes, whatever a guest asks for.
+/// Nothing in a read-only share changes, whatever a guest asks for.
 #[test]
 fn what_is_read_only_does_not_change() -> Result<(), Failed> {
     let directory = Scratch::new()?;
@@ -183,7 +183,7 @@ fn what_is_read_only_does_not_change() -> Result<(), Failed> {
         let error = guest.error(OPEN, file, &(flags.cast_unsigned() as u64).to_ne_bytes())?;
         ensure(error == libc::EROFS, || format!("{flags:#x}: {error}"))?;
     }
-    // The descriptor that comes writes nothing either.
+    // The descriptor that comes with the answer is read-only too.
     let (answer, descriptor) = guest.ask(OPEN, file, &[0; 8])?;
     ensure(answer.is_ok(), || "it is not opened".into())?;
     let file = fs::File::from(descriptor.ok_or("it came without a descriptor")?);
@@ -194,7 +194,8 @@ fn what_is_read_only_does_not_change() -> Result<(), Failed> {
     })
 }
 
-/// What would give a guest's file rights on the host is refused, unless it was asked for by name.
+/// Changes that could give a guest's file rights on the host are refused, unless the configuration
+/// allows them.
 #[test]
 fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
     for allowed in [false, true] {
@@ -212,7 +213,8 @@ fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
         let device =
             [&(libc::S_IFCHR | 0o600).to_ne_bytes()[..], &0x103u32.to_ne_bytes(), &[0; 8], &text("null")]
                 .concat();
-        // Asked for, they are the next test's: not every host lets its tests make them.
+        // The next test checks that they work when they are allowed. Not every host allows a test
+        // to make them.
         if !allowed {
             let error = guest.error(MKNOD, ROOT, &device)?;
             ensure(error == libc::EPERM, || format!("device: {error}"))?;
@@ -223,13 +225,13 @@ fn privileged_changes_are_refused_unless_asked_for() -> Result<(), Failed> {
     Ok(())
 }
 
-/// The attribute `trusted.a` with the value `x`, in SETXATTR's form.
+/// The body of a SETXATTR request for the attribute `trusted.a` with the value `x`.
 fn trusted() -> Vec<u8> {
     [&[1u8, 0, 0, 0, 0, 0, 0, 0][..], &text("trusted.a"), b"x"].concat()
 }
 
-/// Whether this process itself may make device nodes, and attributes that only privileged processes see, where tests have their
-/// directories.
+/// Needs a process that may make device nodes and privileged attributes in the directories of
+/// tests.
 fn privileged() -> Need {
     let directory = Scratch::new().map_err(|error| error.to_string())?;
     let (node, file) = (directory.path("node"), directory.path("file"));
@@ -274,7 +276,7 @@ pub fn root() -> Need {
     if host::is_root() { Ok(()) } else { Err("needs root: run the tests with sudo".into()) }
 }
 
-/// The host's proc, sysfs and devices are not the guest's: what is there is an empty directory.
+/// The host's proc, sysfs and devices are not shared. The guest sees empty directories there.
 #[test(root())]
 fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
     let mut guest = Guest::new(Path::new("/"), Config::default())?;
@@ -290,19 +292,20 @@ fn pseudo_file_systems_are_hidden() -> Result<(), Failed> {
         let (answer, _) = guest.ask(READDIR, node, &list)?;
         ensure(answer == Ok(Vec::new()), || format!("{name} has something: {answer:?}"))?;
     }
-    // What is beside them is there.
+    // Other directories beside them are shared.
     let etc = guest.lookup(ROOT, "etc")?;
     guest.lookup(etc, "passwd").map(drop)
 }
 
-/// An overlay's lower layer has no automounts, and yet no two files with one number.
+/// With `joined`, as the lower layer of an overlay needs it, the guest sees no automounts, and
+/// inode numbers of different file systems still differ.
 #[test(root())]
 fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
     let directory = Scratch::new()?;
     let place = directory.path("mounted");
     fs::create_dir(&place)?;
     let path = CString::new(place.as_os_str().as_bytes())?;
-    // SAFETY: strings that end in a zero.
+    // SAFETY: the strings end in a zero.
     let mounted =
         unsafe { libc::mount(c"tmpfs".as_ptr(), path.as_ptr(), c"tmpfs".as_ptr(), 0, std::ptr::null()) };
     ensure(mounted == 0, || format!("mount: {}", std::io::Error::last_os_error()))?;
@@ -311,7 +314,8 @@ fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
         let own = fs::metadata(&place)?.ino();
         for joined in [true, false] {
             let mut guest = Guest::new(directory.dir(), Config { joined, ..Config::default() })?;
-            // Of fuse_entry_out: the node, and in its attributes the inode's number and the flags.
+            // The fields of fuse_entry_out: the node, and from its attributes the inode number and
+            // the flags.
             let mut look = |node: u64, name: &str| -> Result<(u64, u64, u32), Failed> {
                 let (answer, _) = guest.ask(LOOKUP, node, &text(name))?;
                 let answer = answer.map_err(|error| format!("{name}: {error}"))?;
@@ -329,15 +333,15 @@ fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
         Ok(())
     };
     let outcome = seen();
-    // SAFETY: as above.
+    // SAFETY: the string ends in a zero.
     unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
     outcome
 }
 
-/// How many files a process may have open.
+/// Sets how many files this process may have open. Returns the previous limit.
 fn limit(most: u64) -> Result<u64, Failed> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the kernel fills it in, and reads it.
+    // SAFETY: the kernel fills in `limit`, and then reads it.
     unsafe {
         ensure(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0, || "getrlimit".into())?;
         let before = std::mem::replace(&mut limit.rlim_cur, most);
@@ -346,7 +350,8 @@ fn limit(most: u64) -> Result<u64, Failed> {
     }
 }
 
-/// A guest knows 100,000 files where a process may have 512 descriptors, and opens each; none leaks.
+/// A guest knows 100,000 files and opens each, while the process may have 512 descriptors. No
+/// descriptor leaks.
 #[test]
 fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
     const DIRECTORIES: usize = 100;
@@ -373,7 +378,7 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
     for &(node, at, file) in nodes.iter().rev() {
         let (answer, descriptor) = guest.ask(OPEN, node, &[0; 8])?;
         let answer = answer.map_err(|error| format!("{at}/{file}: {error}"))?;
-        // One in a thousand is looked at: it is the file of that name.
+        // One file in a thousand is compared with the host's file of that name.
         if file == 7 {
             let there = fs::File::from(descriptor.ok_or("no descriptor")?).metadata()?.ino();
             let here = fs::metadata(directory.path(&format!("{at}/{file}")))?.ino();
@@ -382,7 +387,7 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
         let error = guest.error(RELEASE, node, &[&answer[..8], &[0; 16]].concat())?;
         ensure(error == 0, || format!("release: {error}"))?;
     }
-    // All forgotten, all gone: the same numbers are stale.
+    // After FORGET the nodes are gone, and their numbers are stale.
     for &(node, ..) in &nodes {
         guest.error(FORGET, node, &1u64.to_ne_bytes())?;
     }
@@ -390,7 +395,7 @@ fn more_files_are_known_than_there_are_descriptors() -> Result<(), Failed> {
     ensure(error == libc::ESTALE, || format!("it is known yet: {error}"))
 }
 
-/// The number of an open file is read where it is.
+/// The number of an open file is at its place in the answer.
 #[test]
 fn an_opened_file_is_named_by_its_answer() -> Result<(), Failed> {
     let directory = Scratch::new()?;

@@ -1,4 +1,5 @@
-//! A guest that tries to come out while the host's side moves under it, mounts of what is not shared, and more opens than descriptors.
+//! A guest tries to escape while the host changes the shared tree, file systems are mounted that
+//! must not be shared, and more files are opened than there are descriptors.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -17,7 +18,7 @@ use crate::at_once::descriptors;
 use crate::by_hand::root;
 use crate::mounted::{Both, CACHES, writable};
 
-/// A directory of the share is exchanged for a link that leads out, all the time, and back.
+/// A thread keeps exchanging a directory of the share with a link that leads out, and back.
 #[test(fuse())]
 fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
     for cache in CACHES {
@@ -25,7 +26,8 @@ fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
         fs::write(outside.path("secret"), "outside")?;
         fs::create_dir(both.here.path("dir"))?;
         fs::write(both.here.path("dir/secret"), "inside")?;
-        // The server would follow it if it went by names: the guest's kernel reads it and follows it itself, in the guest's names.
+        // A server that used path names would follow this link. The guest's kernel reads it and
+        // follows it in the guest's own tree.
         symlink(outside.dir(), both.here.path("way"))?;
         symlink("/proc/self/fd", both.here.path("magic"))?;
         let over = Arc::new(AtomicBool::new(false));
@@ -45,7 +47,8 @@ fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
         let tried = || -> Result<(), Failed> {
             let base = File::open(&both.mount.path)?;
             for _ in 0..1000 {
-                // Without following links here, whatever is found is by the server: a directory that is one yet, or an error.
+                // NO_SYMLINKS forbids the guest's kernel to follow links. So the server alone
+                // decides the result: the directory, or an error.
                 let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
                 let how = rustix::fs::ResolveFlags::NO_SYMLINKS;
                 let none = rustix::fs::Mode::empty();
@@ -72,7 +75,7 @@ fn who_renames_while_a_guest_looks_does_not_let_it_out() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Mounted until it goes.
+/// A mount that is removed on drop.
 struct Mounted(CString);
 
 impl Mounted {
@@ -82,7 +85,7 @@ impl Mounted {
             "bind" => (text(source), text(at), CString::default(), libc::MS_BIND),
             kind => (text(source), text(at), CString::new(kind).expect("no zero byte"), 0),
         };
-        // SAFETY: strings that end in a zero.
+        // SAFETY: the strings end in a zero.
         let done =
             unsafe { libc::mount(source.as_ptr(), at.as_ptr(), kind.as_ptr(), flags, std::ptr::null()) };
         (done == 0).then_some(Self(at))
@@ -91,18 +94,19 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // SAFETY: a string that ends in a zero.
+        // SAFETY: the string ends in a zero.
         unsafe { libc::umount2(self.0.as_ptr(), libc::MNT_DETACH) };
     }
 }
 
-/// What can be mounted nowhere is no test of it.
+/// Needs root, because the test mounts file systems.
 fn mounts() -> Need {
     root()?;
     fuse()
 }
 
-/// Each kind of file system that is none of files, mounted in the share before it is served and after; a file of one on a file.
+/// Each kind of pseudo file system is mounted in the share, before it is served and after. A file
+/// of one is also mounted on a file.
 #[test(mounts())]
 fn no_pseudo_file_system_is_shared() -> Result<(), Failed> {
     for cache in CACHES {
@@ -122,7 +126,7 @@ fn no_pseudo_file_system_is_shared() -> Result<(), Failed> {
         ] {
             let at = both.here.path(kind);
             fs::create_dir(&at)?;
-            // Not every kernel has every one.
+            // Not every kernel has every kind.
             let Some(mount) = Mounted::new(Path::new("none"), kind, &at) else { continue };
             mounted.push(mount);
             let names: Vec<_> = fs::read_dir(both.path(kind))?.collect();
@@ -140,7 +144,7 @@ fn no_pseudo_file_system_is_shared() -> Result<(), Failed> {
         ensure(file.is_some(), || "it cannot be mounted on a file".into())?;
         let read = fs::read(both.path("version"));
         ensure(read.is_err(), || format!("{cache:?}: {read:?}"))?;
-        // A file system of files is shared.
+        // An ordinary file system is shared.
         let at = both.here.path("tmpfs");
         fs::create_dir(&at)?;
         let _files = Mounted::new(Path::new("none"), "tmpfs", &at).ok_or("no tmpfs")?;
@@ -150,13 +154,14 @@ fn no_pseudo_file_system_is_shared() -> Result<(), Failed> {
     Ok(())
 }
 
-/// More files than there may be descriptors are opened, through a mount: each is the one of its name, and none stays open.
+/// More files are opened through a mount than there may be descriptors. Each must be the file of
+/// its name, and none may stay open.
 #[test(fuse())]
 fn opens_leave_no_descriptors() -> Result<(), Failed> {
     const FILES: usize = 10_000;
     let before = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(4096), maximum: before.maximum })?;
-    // The server has the limit that its parent has.
+    // The server inherits the limit of its parent.
     let both = Both::new(writable(vellum_share::Cache::Auto));
     setrlimit(Resource::Nofile, before)?;
     let both = both?;
@@ -178,7 +183,7 @@ fn opens_leave_no_descriptors() -> Result<(), Failed> {
         most = most.max(descriptors(server)?);
     }
     ensure(most < 4096, || format!("{most} descriptors"))?;
-    // What nodes keep is half at most; of files that were opened none is left.
+    // Nodes keep at most half of the descriptors. Opened files keep none.
     let kept = descriptors(server)?;
     ensure(kept <= 2048 + 64, || format!("{kept} descriptors are left"))
 }

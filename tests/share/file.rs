@@ -1,7 +1,9 @@
-//! One file, used in every way at random, as fsx does it: what it holds is what a model in memory says, by each of the ways to read it.
+//! One file is used at random in every way, as fsx does. Its contents must match a model in memory,
+//! however they are read.
 //!
-//! A known difference: what goes past the guest's cache can be mapped by nobody who would write to it (`cache=none`; mmap says ENODEV). The
-//! kernel allows it only where FUSE_DIRECT_IO_ALLOW_MMAP is agreed on, and then has what is mapped in its cache after all.
+//! A known difference: with `cache=none` a file cannot be mapped shared and writable (mmap fails with
+//! ENODEV). The kernel allows that only with FUSE_DIRECT_IO_ALLOW_MMAP, and then it caches the
+//! mapped pages after all.
 
 use std::fs::{self, File};
 use std::io;
@@ -37,7 +39,7 @@ fn said(which: &str, error: &Failed) -> Failed {
     format!("{which}: {}", error.message().unwrap_or("?")).into()
 }
 
-/// `there` is the file as the host has it; it may be mapped where `maps` says so.
+/// `there` is the path of the file on the host. `maps` says whether the file can be mapped.
 fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Result<(), Failed> {
     let open = || File::options().read(true).write(true).create(true).truncate(false).open(path);
     let (mut file, mut model, mut log) = (open()?, Vec::<u8>::new(), Vec::new());
@@ -76,7 +78,7 @@ fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Resul
                     })?;
                 }
                 4 => {
-                    // A mapping goes to the end of the file: beyond it is no page.
+                    // A mapping is valid up to the end of the file. There are no pages beyond it.
                     let end = (at + len).min(model.len() as u64);
                     if at < end {
                         let data = &data[..(end - at) as usize];
@@ -111,7 +113,7 @@ fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Resul
                     model.resize(model.len().max(range.end), 0);
                 }
                 10 => {
-                    // Elsewhere in the same file, where they do not overlap.
+                    // Copies to another range of the same file that does not overlap.
                     let to = random.below(MAX_FILE);
                     let len = len.min(at.abs_diff(to)).min(MAX_FILE - to);
                     let copied = copy_file_range(
@@ -128,7 +130,7 @@ fn exercise(path: &Path, there: &Path, maps: bool, random: &mut Random) -> Resul
                 11 => {
                     file.sync_all()?;
                     ensure(fs::read(there)? == model, || "the host has something else".into())?;
-                    // What is read next comes from there again.
+                    // Drops the cached pages, so the next read comes from the server.
                     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
                 }
                 _ => file = open()?,
@@ -156,20 +158,20 @@ fn put(model: &mut Vec<u8>, data: &[u8], at: u64) {
     model[at as usize..end].copy_from_slice(data);
 }
 
-/// Does `work` with `len` bytes at `at` of `file`, in a shared mapping.
+/// Calls `work` with `len` bytes at `at` of `file`, in a shared mapping.
 fn mapped<T>(file: &File, at: u64, len: usize, work: impl FnOnce(&mut [u8]) -> T) -> Result<T, Failed> {
     let skip = at as usize % 4096;
     let (access, from) = (libc::PROT_READ | libc::PROT_WRITE, (at as usize - skip) as i64);
-    // SAFETY: a new mapping; nobody makes the file shorter while it is there.
+    // SAFETY: the mapping is new, and nothing makes the file shorter while it exists.
     let start = unsafe {
         libc::mmap(std::ptr::null_mut(), skip + len, access, libc::MAP_SHARED, file.as_raw_fd(), from)
     };
     if start == libc::MAP_FAILED {
         return Err(format!("mmap: {}", io::Error::last_os_error()).into());
     }
-    // SAFETY: it was mapped as long as that, and nobody else has a reference into it.
+    // SAFETY: the mapping has this length, and there is no other reference into it.
     let done = work(unsafe { std::slice::from_raw_parts_mut(start.cast::<u8>().add(skip), len) });
-    // SAFETY: the same mapping, to which no reference is left.
+    // SAFETY: the same mapping. No reference to it is left.
     unsafe { libc::munmap(start, skip + len) };
     Ok(done)
 }

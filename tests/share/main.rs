@@ -1,5 +1,6 @@
-//! The server of a shared directory, as the process that it is. What a guest's kernel would do with it this host's does: it mounts the
-//! directory by /dev/fuse. Requests that no kernel makes are made by hand.
+//! Tests of the server of a shared directory, as a real process. This host's kernel takes the place
+//! of a guest's: it mounts the directory through /dev/fuse. Requests that no kernel makes are built
+//! by hand.
 
 mod at_once;
 mod attributes;

@@ -1,4 +1,4 @@
-//! What programs do with files, through the server, beside what the host sees of it.
+//! What programs do with files through the server, compared with what the host sees.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -11,9 +11,9 @@ use support::share::posix::checked;
 use support::{Failed, Random, Scratch, ensure, test};
 use vellum_share::{Cache, Config};
 
-/// A directory, and where it is mounted.
+/// A directory on the host, and its mount through the server.
 pub struct Both {
-    // Unmounted before the directories go.
+    // The first field, so that it is unmounted before the directories are removed.
     pub mount: Mount,
     pub here: Scratch,
     _there: Scratch,
@@ -81,7 +81,7 @@ fn files_are_made_changed_renamed_and_removed() -> Result<(), Failed> {
         ensure((seen.mtime(), seen.mtime_nsec()) == (5, 6), || {
             format!("{}.{}", seen.mtime(), seen.mtime_nsec())
         })?;
-        // A file without a name is used on.
+        // The file stays usable after its name is removed.
         let mut open = File::options().read(true).write(true).open(both.path("c"))?;
         fs::remove_file(both.path("c"))?;
         fs::remove_file(&b)?;
@@ -118,7 +118,7 @@ fn all_entries_of_a_directory_are_listed_once() -> Result<(), Failed> {
             listed.sort_by_key(|name| name.split('-').next().and_then(|number| number.parse::<u32>().ok()));
             ensure(listed == names, || format!("{} entries", listed.len()))?;
         }
-        // Their types, too.
+        // The types of new entries are right, too.
         fs::create_dir(both.path("z"))?;
         let kind = fs::read_dir(&both.mount.path)?
             .find_map(|entry| entry.ok().filter(|entry| entry.file_name() == "z"));
@@ -129,14 +129,14 @@ fn all_entries_of_a_directory_are_listed_once() -> Result<(), Failed> {
     Ok(())
 }
 
-/// What the host has changed is seen when a file is opened the next time.
+/// A change on the host is visible when a file is opened the next time.
 #[test(fuse())]
 fn what_the_host_changes_is_seen_at_the_next_open() -> Result<(), Failed> {
     for cache in [Cache::Auto, Cache::None] {
         let both = Both::new(Config { cache, ..Config::default() })?;
         for round in 0..50u32 {
             let text = format!("{round}").repeat(1 + round as usize % 7);
-            // By turns in its place, and as another file of that name.
+            // The file is overwritten in place and replaced by another file, in turns.
             if round % 2 == 0 {
                 fs::write(both.here.path("file"), &text)?;
             } else {
@@ -152,7 +152,7 @@ fn what_the_host_changes_is_seen_at_the_next_open() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Reads, writes, truncations, holes and reopenings at random, beside a model in memory.
+/// Random reads, writes, truncations, holes and reopenings, compared with a model in memory.
 #[test(fuse())]
 fn a_file_holds_what_was_written_to_it() -> Result<(), Failed> {
     const MAX_FILE: u64 = 3 << 20;
@@ -212,7 +212,8 @@ fn random_size(random: &mut Random) -> u64 {
     [1, 100, 5000, 70_000, 1 << 20][random.below(5) as usize]
 }
 
-/// Random changes to a tree of names, here and on a file system of the host's: both end alike.
+/// Random changes to a tree of names, in the share and on a file system of the host. Both must end
+/// up the same.
 #[test(fuse())]
 fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed> {
     let mut random = Random::new();
@@ -253,7 +254,7 @@ fn a_tree_of_names_is_what_the_host_would_have_made_of_it() -> Result<(), Failed
     Ok(())
 }
 
-/// Names, types, numbers of links and contents.
+/// Each path below `root` with its type, its number of links and its contents.
 pub fn tree(root: &Path) -> Result<BTreeMap<String, String>, Failed> {
     let mut found = BTreeMap::new();
     let mut left = vec![root.to_owned()];

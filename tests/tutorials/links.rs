@@ -1,4 +1,5 @@
-//! Links within README and the book lead to files and headings, and the summary names every page.
+//! Links in README and the book lead to files and headings that exist, and the summary names every
+//! page.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use support::{Failed, ensure};
 
-/// The Markdown files of `dir` and below.
+/// Adds the Markdown files in `dir` and below to `into`.
 fn pages(dir: &Path, into: &mut Vec<PathBuf>) -> Result<(), Failed> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
@@ -19,13 +20,13 @@ fn pages(dir: &Path, into: &mut Vec<PathBuf>) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Where the links of a page lead.
+/// The targets of the links of a page.
 fn links(text: &str) -> impl Iterator<Item = &str> {
     let ends = text.split("](").skip(1);
     ends.filter_map(|rest| rest.split_once(')')).map(|(link, _)| link).filter(|link| !link.contains("://"))
 }
 
-/// The names by which the headings of a page are linked.
+/// The anchors of the headings of a page.
 fn anchors(text: &str) -> BTreeSet<String> {
     let headings = text.lines().filter(|line| line.starts_with('#'));
     let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
@@ -38,7 +39,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Checks all of them.
+/// Checks all pages.
 pub fn check() -> Result<(), Failed> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let book = root.join("docs/src");

@@ -1,5 +1,5 @@
-//! The commands of README and tutorials do what the pages say, and links lead somewhere. `page` has what a
-//! page may say.
+//! The commands in README and the tutorials do what the pages say, and the links lead somewhere.
+//! `page` describes what a page may contain.
 
 mod links;
 
@@ -13,7 +13,7 @@ use support::{Failed, Need, Tests, ensure, test};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-/// Pages whose commands need a KVM and nothing else.
+/// The pages whose commands only need a KVM.
 const PAGES: [(&str, &str); 5] = [
     ("readme", include_str!("../../README.md")),
     ("first_steps", include_str!("../../docs/src/tutorials/first-steps.md")),

@@ -8,7 +8,8 @@ use virtio_bindings::virtio_blk::*;
 
 use super::CODEC;
 
-/// One request with `data` between header and status; (status, written).
+/// One request with `data` between header and status. Returns the status and the number of bytes
+/// written.
 fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Buf]) -> (u8, u32) {
     header(driver, kind, sector);
     let mut chain = vec![readable(HEADER, 16)];
@@ -43,7 +44,7 @@ fn what_is_written_is_read_back_and_is_in_the_image() {
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), (0, 1));
     assert_eq!(std::fs::read(&image.0).unwrap()[5 * 512..8 * 512], data);
 
-    // Buffers cut anywhere.
+    // Buffers with odd boundaries.
     let cut = [writable(DATA + 0x10000, 100), writable(MIDDLE - 700, 1000), writable(DATA + 0x20000, 436)];
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 5, &cut), (0, 1537));
     let mut back = driver.fetch(DATA + 0x10000, 100);

@@ -1,8 +1,9 @@
-//! The virtio devices against a driver in this process: no KVM, no guest. Everything that is not a codec's own is tested by both.
+//! The virtio devices against a driver in this process, without KVM and without a guest. All tests
+//! that do not belong to one codec run with both.
 
 #![allow(clippy::duplicate_mod, reason = "the same tests, by either codec")]
 
-/// By virtio-mmio.
+/// With virtio-mmio.
 #[path = "."]
 mod on_mmio {
     use vellum_devices::virtio::transport::Codec;
@@ -21,7 +22,7 @@ mod on_mmio {
     mod waiting;
 }
 
-/// On a PCI bus.
+/// With a PCI bus.
 #[path = "."]
 mod on_pci {
     use vellum_devices::virtio::transport::Codec;

@@ -1,5 +1,6 @@
-//! A driver that breaks every rule of the ring: the device stops and says so, and works again after a reset. A disk
-//! stands for all devices, for all take their requests through the same queue.
+//! A driver breaks every rule of the ring. The device must stop and report it, and must work again
+//! after a reset. A disk stands for all devices, because all take their requests through the same
+//! queue code.
 
 use support::virtio::disk::{DATA, HEADER, Image, STATUS, header};
 use support::virtio::driver::*;
@@ -12,7 +13,8 @@ const NEXT: u32 = VRING_DESC_F_NEXT;
 const WRITE: u32 = VRING_DESC_F_WRITE;
 const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
 
-/// Starts a disk, lets `misuse` loose on it, and expects it to stop, to touch nothing, and to work after a reset.
+/// Starts a disk, runs `misuse` on it, and expects it to stop, to change nothing, and to work after
+/// a reset.
 fn breaks(name: &str, misuse: impl FnOnce(&mut Driver)) {
     let image = Image::new(name, &[9; 64 * 512]);
     let mut driver = image.open(CODEC);
@@ -96,7 +98,7 @@ fn huge_lengths() {
     breaks("huge", |driver| {
         driver.submit(0, &[readable(HEADER, 16), writable(DATA, u32::MAX), writable(STATUS, 1)]);
     });
-    // Together more than 2^32 bytes, each of them inside memory.
+    // The sum is more than 2^32 bytes, and each buffer is in memory.
     breaks("sum", |driver| {
         let mut chain = vec![readable(HEADER, 16)];
         chain.extend([writable(0, u32::MAX / 2), writable(0, u32::MAX / 2), writable(0, 16)]);
@@ -120,7 +122,7 @@ fn indirect_tables_that_are_none() {
         ("all-loop", DATA, 16 * 65535),
     ] {
         breaks(name, |driver| {
-            // In the table: a descriptor that is its own successor.
+            // In the indirect table, a descriptor that is its own successor.
             driver.describe_at(DATA, HEADER, 16, NEXT, 0);
             driver.describe(0, 0, table, len, INDIRECT, 0);
             driver.offer(0, 0);
@@ -161,7 +163,7 @@ fn zero_lengths_and_missing_parts_are_answered_or_dropped() {
     let image = Image::new("zero", &[9; 64 * 512]);
     let mut driver = image.open(CODEC);
     driver.start();
-    // Empty buffers anywhere, even outside memory: nothing is read or written there.
+    // Empty buffers may be anywhere, even outside memory: nothing is read or written there.
     header(&driver, VIRTIO_BLK_T_IN, 0);
     driver.submit(
         0,
@@ -177,7 +179,7 @@ fn zero_lengths_and_missing_parts_are_answered_or_dropped() {
     assert_eq!(driver.wait_used(0).1, 513);
     assert_eq!(driver.fetch(STATUS, 1), [0]);
 
-    // No status byte: nobody to tell.
+    // Without a status byte there is no answer.
     for chain in [&[readable(HEADER, 16)][..], &[readable(HEADER, 0)], &[writable(STATUS, 0)]] {
         driver.submit(0, chain);
         assert_eq!(driver.wait_used(0).1, 0);

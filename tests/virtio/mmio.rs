@@ -1,4 +1,4 @@
-//! What virtio-mmio alone has: its registers say what they are.
+//! What only virtio-mmio has: the registers that identify it.
 
 use support::virtio::disk::Image;
 use support::virtio::reach::Reach;

@@ -1,4 +1,5 @@
-//! The network interface, with a pair of datagram sockets for a tap: they keep packets apart just so.
+//! The network interface, with a pair of datagram sockets in place of a tap. They keep packets
+//! apart just as a tap does.
 
 use std::os::unix::net::UnixDatagram;
 
@@ -59,11 +60,11 @@ fn packets_go_out_whole_however_they_are_cut() {
 fn packets_come_in_as_buffers_allow() {
     let (mut driver, wire) = network();
     driver.start();
-    // Before there is a buffer packets wait in the tap, and the event loop rests.
+    // While there is no buffer, packets wait in the tap, and the event loop is idle.
     wire.send(&packet(100)).unwrap();
     wire.send(&packet(200)).unwrap();
     driver.run();
-    // A buffer without room for a header is given back and costs no packet.
+    // A buffer without room for a header is given back and does not lose a packet.
     driver.submit(RECEIVE, &[writable(BUFFERS, 11)]);
     assert_eq!(driver.wait_used(RECEIVE).1, 0);
     driver.submit(RECEIVE, &[writable(BUFFERS, 12), writable(BUFFERS + 0x1000, 1500)]);
@@ -73,7 +74,7 @@ fn packets_come_in_as_buffers_allow() {
     driver.submit(RECEIVE, &[writable(BUFFERS + 0x1000, 1512)]);
     assert_eq!(driver.wait_used(RECEIVE).1, 212);
     assert_eq!(driver.used_now(RECEIVE), None);
-    // And now the buffer waits for a packet.
+    // Now the buffer waits for a packet.
     wire.send(&packet(300)).unwrap();
     assert_eq!(driver.wait_used(RECEIVE).1, 312);
     assert_eq!(driver.fetch(BUFFERS + 0x1000 + 12, 300), packet(300)[12..]);
@@ -153,7 +154,7 @@ fn an_interface_that_has_arrived_tells_switches_where_it_is() {
     net.arrived();
     let mut packet = [0; 100];
     assert_eq!(ours.recv(&mut packet).unwrap(), 12 + 60);
-    // To all, from the guest, RARP (RFC 903): a request that names the guest twice.
+    // The guest broadcasts a RARP request (RFC 903) that contains the guest's address twice.
     assert_eq!(packet[12..18], [0xff; 6]);
     assert_eq!(packet[18..24], MAC);
     assert_eq!(packet[24..34], [0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);

@@ -1,4 +1,5 @@
-//! What virtio-pci alone has: a configuration space that says where everything is, vectors, a BAR that moves.
+//! What only virtio-pci has: a configuration space that says where everything is, vectors, and a
+//! BAR that moves.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,7 @@ use super::CODEC;
 
 const ENABLE: u32 = 1 << 31;
 
-/// What KVM has been told: messages by vector, and where doorbells are.
+/// What KVM was told: the messages of vectors, and the addresses of doorbells.
 type Reported<T> = Arc<Mutex<Vec<T>>>;
 
 struct Bus {
@@ -28,7 +29,7 @@ struct Bus {
     doorbells: Reported<Option<u64>>,
 }
 
-/// A bus with an entropy device, nothing of which has been touched.
+/// A bus with an entropy device, before any access.
 fn bus() -> Bus {
     let (routes, doorbells) = (Reported::default(), Reported::default());
     let (heard, moved) = (routes.clone(), doorbells.clone());
@@ -73,7 +74,8 @@ fn both_ways_to_a_configuration_space_give_the_same() {
             assert_eq!(mapped == u32::MAX, device > 1, "{device} {register:#x}");
         }
     }
-    // Each byte and word by the data port is that of the register; other functions, buses and sizes are nobody's.
+    // Reads of bytes and words through the data port return parts of the register. Other functions,
+    // other buses and other sizes have no device.
     let double_word = by_ports(&bus.ports, 1, 8).to_le_bytes();
     for (at, expected) in (4..).zip(double_word) {
         let mut byte = [0];
@@ -94,7 +96,7 @@ fn both_ways_to_a_configuration_space_give_the_same() {
     let mut across = [0; 4];
     bus.ecam.read(FUNCTION + 0xffe, &mut across);
     assert_eq!(across, [0xff; 4], "beyond the function");
-    // What is written by one is read by the other.
+    // A write through one is visible through the other.
     bus.ports.write(0, &(ENABLE | 1 << 11 | 0x3c).to_le_bytes());
     bus.ports.write(4, &[0x5a]);
     assert_eq!(double(&bus.ecam, FUNCTION + 0x3c), 0x5a);
@@ -145,7 +147,8 @@ fn a_bar_moves_with_its_doorbells_and_goes_where_nobody_reaches_it() {
     assert_eq!(queues(WINDOW.start), 0xffff);
     move_to(WINDOW.start + 0x1_8000);
     assert_eq!((queues(WINDOW.start), queues(WINDOW.start + 0x1_8000)), (0xffff, 1));
-    // Over RAM, over the I/O APIC, at the edge of the window: the bridge forwards nothing.
+    // The bridge forwards nothing outside the window: over RAM, over the I/O APIC, and at the edges
+    // of the window.
     for outside in [0, 0xfec0_0000, WINDOW.end, WINDOW.end - 0x4000, WINDOW.start - 0x8000] {
         move_to(outside);
         assert_eq!(
@@ -163,7 +166,7 @@ fn a_bar_moves_with_its_doorbells_and_goes_where_nobody_reaches_it() {
 #[test]
 fn the_window_in_the_configuration_space_reaches_the_bar() {
     let bus = bus();
-    // The last capability, and in it the offset, the length and the data.
+    // The last capability has the fields offset, length and data.
     let window = FUNCTION + 0x90;
     assert_eq!(double(&bus.ecam, window) >> 24, 5);
     let reach = |offset: u32, len: u32| {
@@ -196,12 +199,12 @@ fn fewer_vectors_than_queues_and_none() {
         || -> Vec<bool> { interrupt.lines().iter().map(|line| line.event().read().is_ok()).collect() };
     let vectors = || interrupt.vectors().collect::<Vec<_>>();
     assert_eq!(vectors(), [0, 1]);
-    // All by one.
+    // All interrupts use one vector.
     interrupt.set_vector(0, 1);
     driver.submit(0, &[writable(BUFFERS, 32)]);
     driver.run();
     assert_eq!(signalled(), [false, true]);
-    // One that there is not is refused, and nothing interrupts.
+    // A vector that does not exist is refused, and nothing interrupts.
     interrupt.set_vector(0, 2);
     assert_eq!(vectors(), [0xffff, 1]);
     driver.submit(0, &[writable(BUFFERS, 32)]);
@@ -228,7 +231,7 @@ fn a_masked_vector_waits_and_goes_to_a_new_process_with_what_it_owes() {
     mask(&driver, 1);
     driver.submit(0, &[writable(BUFFERS, 32)]);
     driver.run();
-    // Another process has what the driver has made of the function.
+    // The driver's settings of the function move to another process.
     let bars = |driver: &Driver| driver.of_bar(0x4000, 8);
     let before = bars(&driver);
     let driver = driver.move_to(Rng::new().unwrap(), |_| ());
@@ -248,7 +251,7 @@ fn messages_reach_kvm_when_they_may_be_sent() {
     assert!(bus.routes.lock().unwrap().is_empty(), "MSI-X is off");
     bus.ecam.write(FUNCTION + 0x42, &0x8000u16.to_le_bytes());
     assert_eq!(*bus.routes.lock().unwrap(), [(1, 0xfee0_2000, 0x41)]);
-    // By the ports as well, a byte of it.
+    // Through the ports as well, with a write of one byte.
     bus.ports.write(0, &(ENABLE | 1 << 11 | 0x40).to_le_bytes());
     bus.ports.write(7, &[0xc0]);
     assert_eq!(double(&bus.ecam, FUNCTION + 0x40) >> 16, 0xc001);

@@ -1,4 +1,5 @@
-//! A console with a port that has a name: what driver and device tell each other of it, its bytes and their ends.
+//! A console with a named port: the messages between driver and device about it, its data, and its
+//! end.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -8,30 +9,31 @@ use vellum_devices::virtio::console::Console;
 
 use super::CODEC;
 
-/// The queues of a console with several ports.
+/// The queues of a console with several ports. `TOLD` and `TELL` are the control queues.
 const TOLD: usize = 2;
 const TELL: usize = 3;
 const RECEIVE: usize = 4;
 const TRANSMIT: usize = 5;
-/// The events.
+/// The events of control messages.
 const READY: u16 = 0;
 const ADD: u16 = 1;
 const PORT_READY: u16 = 3;
 const CONSOLE: u16 = 4;
 const OPEN: u16 = 6;
 const NAME: u16 = 7;
-/// Multiport's bit, and where buffers for messages are.
+/// The bit of VIRTIO_CONSOLE_F_MULTIPORT, and the address of message buffers.
 const MULTIPORT: u64 = 1 << 1;
 const MESSAGES: u64 = BUFFERS + 0x10000;
 
-/// A console that leads nowhere, with a port, and the port's other end.
+/// A console without input and with output to /dev/null, which has a port. Also returns the other
+/// end of the port.
 fn device() -> (Console, UnixStream) {
     let (theirs, ours) = UnixStream::pair().unwrap();
     let null = std::fs::File::options().write(true).open("/dev/null").unwrap();
     (Console::with_port(Some(Console::new(None, null)), "a.port", &theirs).unwrap(), ours)
 }
 
-/// Only the port.
+/// A device that has only the port.
 fn alone() -> (Driver, UnixStream) {
     let (theirs, ours) = UnixStream::pair().unwrap();
     (Driver::new(CODEC, Console::with_port(None, "a.port", &theirs).unwrap()), ours)
@@ -47,7 +49,7 @@ fn tell(driver: &mut Driver, bytes: &[u8]) {
     driver.wait_used(TELL);
 }
 
-/// The next message.
+/// The next message from the device.
 fn next_message(driver: &mut Driver) -> Option<Vec<u8>> {
     driver.submit(TOLD, &[writable(MESSAGES + 0x1000, 64)]);
     driver.run();
@@ -55,7 +57,7 @@ fn next_message(driver: &mut Driver) -> Option<Vec<u8>> {
     Some(driver.fetch(MESSAGES + 0x1000, len as usize))
 }
 
-/// The port is there, and open.
+/// Sets up the port until it is open.
 fn open(driver: &mut Driver) {
     driver.start();
     tell(driver, &message(0, READY, 1));
@@ -74,7 +76,7 @@ fn a_console_and_a_named_port_are_told_apart() {
     driver.start();
     assert_eq!(driver.config(4, 4), 2u32.to_le_bytes());
     tell(&mut driver, &message(0, READY, 1));
-    // In the order of the ports, each once; what comes while there is no buffer waits.
+    // Messages come in the order of the ports, each once. While there is no buffer, they wait.
     assert_eq!(
         [next_message(&mut driver), next_message(&mut driver)],
         [0, 1].map(|id| Some(message(id, ADD, 1)))
@@ -120,7 +122,7 @@ fn bytes_go_both_ways_once_the_guest_has_the_port_open() {
     let mut heard = [0; 3];
     host.read_exact(&mut heard).unwrap();
     assert_eq!(&heard, b"a\0\xff");
-    // The guest has closed it: what comes stays at the host.
+    // After the guest has closed the port, data stays on the host.
     tell(&mut driver, &message(1, OPEN, 0));
     host.write_all(b"late").unwrap();
     driver.submit(RECEIVE, &[writable(BUFFERS, 64)]);
@@ -141,7 +143,7 @@ fn the_end_comes_behind_all_that_was_sent() {
     driver.run();
     assert!(driver.used_now(TOLD).is_some());
     assert_eq!(driver.fetch(MESSAGES + 0x1000, 8), message(1, OPEN, 0));
-    // What is written from then on goes nowhere, and holds nobody up.
+    // Later output is dropped and blocks nothing.
     driver.submit(TRANSMIT, &[readable(BUFFERS, 8)]);
     driver.wait_used(TRANSMIT);
 }
@@ -202,10 +204,10 @@ fn messages_that_mean_nothing_change_nothing() {
     ] {
         tell(&mut driver, &wrong);
         assert_eq!(next_message(&mut driver), None, "{wrong:?}");
-        // The buffer is there for the next one.
+        // The buffer stays available for the next message.
         driver.start();
     }
-    // However often it is said, each is answered once.
+    // Repeated messages are answered once each.
     driver.start();
     for _ in 0..1000 {
         tell(&mut driver, &message(0, READY, 1));

@@ -1,4 +1,4 @@
-//! Entropy, console and balloon.
+//! The entropy device, the console and the balloon.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -46,7 +46,7 @@ fn a_device_that_has_stopped_itself_stays_so_in_a_new_process() {
     driver.start();
     driver.set_available_index(0, QUEUE_SIZE + 1);
     driver.run();
-    // A driver that repairs its ring has still to reset the device.
+    // A driver that repairs its ring must still reset the device.
     let mut driver = driver.move_to(Rng::new().unwrap(), |driver| driver.set_available_index(0, 0));
     assert!(driver.needs_reset());
     driver.start();
@@ -60,7 +60,7 @@ fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     driver.start();
     handle.set_target(5 * PAGE, &driver.device);
     driver.set(VIRTIO_MMIO_CONFIG + 4, 2);
-    // The driver's request for statistics stays with the device, wherever that is.
+    // The device keeps the buffer for statistics, also in a new process.
     driver.submit(2, &[readable(BUFFERS, 0)]);
     driver.run();
     driver.put(0x182 * PAGE, &[9; PAGE as usize]);
@@ -75,7 +75,7 @@ fn a_balloon_keeps_its_size_and_its_target_in_a_new_process() {
     driver.wait_used(2);
 }
 
-/// A socket pair, the device's end first.
+/// A socket pair. The device's end comes first.
 fn ends() -> (UnixStream, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
@@ -104,7 +104,8 @@ fn a_console_carries_bytes_both_ways() {
     host.read_exact(&mut heard).unwrap();
     assert_eq!(&heard, b"hello, host");
 
-    // Words that come before the guest has a buffer wait for one, and the event loop rests meanwhile.
+    // Input that arrives before the guest has a buffer waits for one. Meanwhile the event loop is
+    // idle.
     host.write_all(b"hello, guest").unwrap();
     driver.run();
     driver.submit(0, &[writable(BUFFERS, 7)]);
@@ -134,7 +135,7 @@ fn a_host_that_does_not_listen_stalls_the_guest_not_the_event_loop() {
     }
     assert!(finished < offered, "a socket does not hold {offered} times 64 KiB");
 
-    // In the middle of a request the machine moves; not a byte is lost or sent twice.
+    // The machine moves in the middle of a request. No byte is lost or sent twice.
     let mut driver = driver.move_to(device(&theirs), |_| ());
     let mut heard = vec![0; line.len()];
     for _ in 0..offered {
@@ -159,7 +160,7 @@ fn a_console_without_a_host_neither_spins_nor_stops_the_guest() {
     assert_eq!(driver.wait_used(1).1, 0);
 }
 
-/// A file in memory whose size is sealed stands in for one on a full disk.
+/// A file in memory with a sealed size acts like a file on a full disk.
 #[test]
 fn a_console_goes_on_when_its_disk_has_room_again() {
     use std::io::{Seek, SeekFrom};
@@ -220,7 +221,8 @@ fn a_balloon_drops_the_pages_it_is_given() {
     for page in 0x180..0x200 {
         driver.put(page * PAGE, &[9; PAGE as usize]);
     }
-    // Neighbours in no order, one page twice, and two that are no memory: a driver may lie.
+    // Adjacent pages in random order, one page twice, and two numbers outside memory: a driver may
+    // send wrong ones.
     let lie = [0x180u32, 0x184, 0x182, 0x1ff, 0x183, 0x180, 0x200, u32::MAX];
     driver.put(BUFFERS, &lie.iter().flat_map(|pfn| pfn.to_le_bytes()).collect::<Vec<_>>());
     driver.submit(0, &[readable(BUFFERS, 4 * lie.len() as u32)]);

@@ -1,4 +1,4 @@
-//! The registers that both codecs have, reset, and saved state.
+//! The registers that both codecs have, the reset, and the saved state.
 
 use support::virtio::disk::{DATA, HEADER, Image, STATUS, blk, header};
 use support::virtio::driver::*;
@@ -33,7 +33,7 @@ fn a_queue_that_is_none_stops_the_device_until_reset() {
     let breakers: [(u32, u32); 8] = [
         (VIRTIO_MMIO_QUEUE_NUM, 3),
         (VIRTIO_MMIO_QUEUE_NUM, 0),
-        // By PCI sizes have 16 bits.
+        // With PCI, sizes have 16 bits.
         (VIRTIO_MMIO_QUEUE_NUM, if CODEC == Codec::Mmio { 0x1_0010 } else { 0xffff }),
         (VIRTIO_MMIO_QUEUE_NUM, 512),
         (VIRTIO_MMIO_QUEUE_DESC_LOW, 0x1008),
@@ -88,7 +88,8 @@ fn an_interrupt_stays_until_it_is_acknowledged() {
 fn after_a_reset_in_flight_nothing_touches_the_old_buffers() {
     let image = Image::new("reset", &[9; 1 << 20]);
     let mut driver = image.open(CODEC);
-    // The race itself is the test: whatever the worker is doing when the reset comes must be over when it returns.
+    // This tests a race: whatever the worker does when the reset comes must be finished when the
+    // reset returns.
     for _ in 0..200 {
         driver.start();
         header(&driver, VIRTIO_BLK_T_IN, 0);

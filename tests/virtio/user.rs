@@ -1,4 +1,4 @@
-//! The network interface without a tap, with the test at the other end of passt's stream.
+//! The network interface without a tap. The test is at the other end of passt's stream.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -30,7 +30,7 @@ fn frame(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 253) as u8 + 1).collect()
 }
 
-/// As it goes over the stream.
+/// `frame` in the format of the stream.
 fn framed(frame: &[u8]) -> Vec<u8> {
     [&(frame.len() as u32).to_be_bytes(), frame].concat()
 }
@@ -70,7 +70,7 @@ fn frames_go_out_behind_their_length_however_buffers_are_cut() {
         wire.read_exact(&mut heard).unwrap();
         assert_eq!(heard, framed(&frame(900)));
     }
-    // What is no frame is given back, and nothing is sent.
+    // A buffer that is not a frame is given back, and nothing is sent.
     for len in [0, 11, 12, 20, 0x20000] {
         driver.submit(TRANSMIT, &[readable(BUFFERS, len)]);
         driver.wait_used(TRANSMIT);
@@ -94,7 +94,7 @@ fn frames_come_in_whole_however_they_come() {
     let header = driver.fetch(BUFFERS, 12);
     assert_eq!(header, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
     assert_eq!(driver.fetch(BUFFERS + 12, 300), frame(300));
-    // One that is longer than the guest's buffer is lost, and the next is not.
+    // A frame that is longer than the guest's buffer is lost. The next one is not.
     wire.write_all(&[framed(&frame(2000)), framed(&frame(60))].concat()).unwrap();
     driver.submit(RECEIVE, &[writable(BUFFERS, 12), writable(BUFFERS + 0x1000, 1514)]);
     assert_eq!(driver.wait_used(RECEIVE).1, 72);
@@ -107,7 +107,7 @@ fn a_reader_that_is_slow_loses_nothing_and_holds_up_nobody() {
     driver.start();
     let packet = [vec![0; 12], frame(1514)].concat();
     driver.put(BUFFERS, &packet);
-    // More than the socket holds.
+    // More than fits into the socket.
     let mut sent = 0;
     while sent < 1000 {
         driver.submit(TRANSMIT, &[readable(BUFFERS, packet.len() as u32)]);
@@ -130,7 +130,7 @@ fn a_reader_that_is_slow_loses_nothing_and_holds_up_nobody() {
     driver.wait_used(TRANSMIT);
 }
 
-/// Both what ends the stream and what breaks it.
+/// Tests both an end of the stream and errors that break it.
 #[test]
 fn an_end_of_the_stream_takes_the_link_down_and_nothing_else() {
     for broken in [None, Some([0, 0, 0, 0]), Some([0, 0, 0, 13]), Some([0xff; 4]), Some([0, 1, 0, 18])] {
@@ -150,7 +150,7 @@ fn an_end_of_the_stream_takes_the_link_down_and_nothing_else() {
             "{broken:?}: the driver is not told"
         );
         assert!(!driver.needs_reset() && driver.used_now(RECEIVE).is_none());
-        // The guest goes on to send, into nothing.
+        // The guest continues to send. The frames are dropped.
         driver.submit(TRANSMIT, &[readable(BUFFERS, 100)]);
         driver.wait_used(TRANSMIT);
         driver.start();

@@ -1,4 +1,5 @@
-//! The socket device: host processes are real unix sockets, the guest is a driver that writes packets.
+//! The socket device. Real Unix sockets act as host processes, and a driver that writes packets
+//! acts as the guest.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -15,7 +16,7 @@ const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
 const HEADER: usize = 44;
-/// What the driver announces as its buffer.
+/// The size of the receive buffer that the driver announces.
 const GUEST_BUFFER: u32 = 10_000;
 
 const REQUEST: u16 = 1;
@@ -81,7 +82,7 @@ impl Guest {
     /// The next packet from the device, into a buffer with room for `room` bytes of data.
     fn receive_into(&mut self, room: u32) -> Packet {
         let buffer = BUFFERS + 0x40000;
-        // The header lies in pieces: no driver has to do it otherwise.
+        // The header is split into several pieces. A driver may do that.
         self.driver.submit(
             RECEIVE,
             &[writable(buffer, 20), writable(buffer + 20, 24), writable(buffer + 0x1000, room)],
@@ -108,7 +109,7 @@ impl Guest {
         self.receive_into(4096)
     }
 
-    /// A host process that has connected to the guest's port; its end and its port.
+    /// Connects a host process to the guest's port. Returns the host's end and its port.
     fn connection(&mut self, guest: u32) -> (UnixStream, u32) {
         let mut host = UnixStream::connect(&self.path).unwrap();
         host.write_all(format!("CONNECT {guest}\n").as_bytes()).unwrap();
@@ -212,7 +213,7 @@ fn the_guest_gets_no_more_than_it_has_room_for() {
         got.extend(guest.receive().data);
     }
     assert_eq!(got.len(), GUEST_BUFFER as usize);
-    // A buffer is there, but no credit: nothing comes until the guest has read.
+    // There is a buffer, but no credit. Nothing comes until the guest has read.
     guest.driver.submit(RECEIVE, &[writable(BUFFERS + 0x40000, 4096)]);
     guest.driver.run();
     assert_eq!(guest.driver.used_now(RECEIVE), None);
@@ -235,7 +236,7 @@ fn a_slow_host_process_holds_the_guest_to_its_credit() {
     assert_eq!((told.op, told.fwd_cnt), (CREDIT_UPDATE, 0));
     let room = told.buf_alloc;
 
-    // Sends while credit lasts; the host process reads nothing.
+    // Sends as long as there is credit. The host process reads nothing.
     let chunk: Vec<u8> = (0..0x8000u32).map(|at| (at % 241) as u8).collect();
     let (mut sent, mut forwarded) = (0u32, 0u32);
     loop {
@@ -252,7 +253,7 @@ fn a_slow_host_process_holds_the_guest_to_its_credit() {
         forwarded = update.fwd_cnt;
     }
     assert!(sent >= room, "credit for {room} bytes, {sent} sent");
-    // The host reads: everything comes, in order, and the guest hears of its new credit unasked.
+    // The host reads. All data comes in order, and the guest gets its new credit without a request.
     for _ in 0..sent / chunk.len() as u32 {
         let mut got = vec![0; chunk.len()];
         let mut have = 0;
@@ -271,7 +272,7 @@ fn a_guest_that_overdraws_its_credit_loses_the_connection() {
     let mut guest = Guest::new("overdraw");
     let (mut host, port) = guest.connection(1);
     let chunk = vec![1; 0x10000];
-    // Far more than a socket and the device's buffer hold.
+    // Much more than a socket and the device's buffer hold.
     for _ in 0..64 {
         guest.send(RW, 1, port, 0, &chunk);
     }
@@ -324,19 +325,19 @@ fn nonsense_is_answered_with_a_reset_and_no_more() {
         raw
     };
     let good = guest.raw(RW, 1, port, 0, 0);
-    // From another guest, to another host, of another kind.
+    // Packets from another guest, to another host, and of another type.
     for raw in [edit(good.clone(), 0, 9), edit(good.clone(), 8, 9), edit(good.clone(), 28, 2)] {
         guest.send_raw(&raw);
         guest.driver.submit(RECEIVE, &[writable(BUFFERS + 0x40000, 100)]);
         guest.driver.wait_used(RECEIVE);
         assert_eq!(guest.driver.fetch(BUFFERS + 0x40000 + 30, 2), RST.to_le_bytes());
     }
-    // Half a header; an RST for nobody.
+    // Half a header, and an RST for a connection that does not exist.
     guest.send_raw(&good[..43]);
     guest.send(RST, 55, 66, 0, &[]);
     guest.send(RW, 1, port, 0, b"still here");
     assert_eq!(read(&mut host, 10), b"still here");
-    // A length that the buffers do not have, though the credit would cover it; and one that nothing covers.
+    // A length beyond the buffers but within the credit, and a length beyond both.
     for len in [100, 0xffff_ffff] {
         let (mut host, port) = guest.connection(2);
         let raw = guest.raw(RW, 2, port, 0, len);
@@ -400,7 +401,8 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
     assert_eq!(driver.config(0, 8), CID.to_le_bytes(), "it keeps its address");
     assert_eq!(driver.wait_used(EVENT).1, 4);
     assert_eq!(driver.fetch(BUFFERS + 0x30000, 4), [0; 4], "VIRTIO_VSOCK_EVENT_TRANSPORT_RESET");
-    // Whoever connects before the driver has handled the event would be forgotten with the others.
+    // The guest would drop a new connection with the old ones until the driver has handled the
+    // event. So a request waits for that.
     let mut host = UnixStream::connect(&config.path).unwrap();
     host.write_all(b"CONNECT 7\n").unwrap();
     driver.submit(RECEIVE, &[writable(BUFFERS + 0x40000, 100)]);
@@ -409,7 +411,8 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
     driver.submit(EVENT, &[writable(BUFFERS + 0x30000, 4)]);
     assert_eq!(driver.wait_used(RECEIVE).1, 44);
     assert_eq!(driver.fetch(BUFFERS + 0x40000 + 30, 2), REQUEST.to_le_bytes());
-    // The guest has the lost connection's socket yet, and answers a request of the same ports with a reset.
+    // The guest still has the socket of the lost connection. It would answer a request with the
+    // same ports with a reset.
     assert_ne!(driver.fetch(BUFFERS + 0x40000 + 16, 4), port.to_le_bytes());
 }
 

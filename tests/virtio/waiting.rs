@@ -1,5 +1,5 @@
-//! Requests that are available and not served yet when a device goes on in a new process, in every queue of every kind: each is served
-//! there, once.
+//! A device continues in a new process while requests are available but not served, in every queue
+//! of every kind of device. Each request must be served there, once.
 
 use std::cell::RefCell;
 use std::io::{ErrorKind, Read, Write};
@@ -21,16 +21,17 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_T_OUT;
 
 use super::CODEC;
 
-/// A chain of buffers, its queue, and how many bytes of it the device writes.
+/// A queue, a chain of buffers, and how many bytes of it the device writes.
 type Chain = (usize, Vec<Buf>, u32);
 
-/// Where the buffers of chain `n` are.
+/// The address of the buffers of chain `n`.
 fn at(n: usize) -> u64 {
     BUFFERS + 0x1000 * n as u64
 }
 
-/// Offers `chains` to a device that stands still, whose buffers `fill` fills. The second device has to serve each once after `wake`,
-/// which has the host's side do what it has to, and a third none.
+/// Offers `chains`, whose buffers `fill` fills, to a paused device. A second device must serve each
+/// of them once after `wake`, which does what the host's side has to do. A third device must serve
+/// none.
 fn move_with<D: VirtioDevice + 'static>(
     make: impl Fn() -> D,
     chains: &[Chain],
@@ -111,7 +112,7 @@ fn of_a_network_interface() {
     theirs.set_nonblocking(true).unwrap();
     let net = || Net::on(Tap::from_fd("pair", theirs.try_clone().unwrap().into()), [2, 0, 0, 0, 0, 7]);
     let send = |n: usize| (1, vec![readable(at(n), HEADER + 60)], 0);
-    // One is on its way to the guest before there is a device, one comes later.
+    // One packet is sent to the guest before the device exists, and one later.
     wire.send(&[&[0; HEADER as usize][..], &[5; 80]].concat()).unwrap();
     let chains = [
         (0, vec![writable(at(0), 1600)], HEADER + 80),
@@ -160,7 +161,8 @@ fn of_a_balloon() {
         handles.borrow_mut().push(handle);
         balloon
     };
-    // Inflate, deflate, statistics (which the device keeps until it wants new ones), free pages.
+    // The queues are inflate, deflate, statistics (the device keeps the buffer until it needs new
+    // ones), and free pages.
     let chains = [
         (0, vec![readable(at(0), 4)], 0),
         (1, vec![readable(at(0), 4)], 0),
@@ -180,15 +182,16 @@ fn of_a_balloon() {
 
 const CID: u32 = 7;
 
-/// A socket device with a socket of its own.
+/// A socket device with its own socket.
 fn vsock() -> Vsock {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     Vsock::open(&VsockConfig { path: own_path(&format!("waiting-{count}")), cid: CID }).unwrap()
 }
 
-/// A driver has more event buffers than one, and notifies of what it was asked to notify of (VIRTIO_F_EVENT_IDX): that must be the one
-/// that it puts back when it has handled the move, for nobody else may ever wake the device.
+/// A driver has more than one event buffer, and notifies the device only at the index that it was
+/// asked for (VIRTIO_F_EVENT_IDX). This must be the index of the buffer that the driver puts back
+/// after it has handled the event. Otherwise nothing may ever wake the device.
 #[test]
 fn a_socket_device_hears_of_the_buffer_that_is_put_back() {
     let mut driver = Driver::new(CODEC, vsock());
@@ -206,7 +209,8 @@ fn a_socket_device_hears_of_the_buffer_that_is_put_back() {
 #[test]
 fn of_a_socket_device() {
     const HEADER: u32 = 44;
-    // A request to a port where nobody listens, which is answered; and the news that all connections are gone.
+    // A request to a port that nothing listens on, which is answered, and the event that all
+    // connections are gone.
     let chains = [
         (0, vec![writable(at(0), 256)], HEADER),
         (1, vec![readable(at(1), HEADER)], 0),
@@ -215,12 +219,13 @@ fn of_a_socket_device() {
     let fill = |driver: &Driver| {
         let mut request = [u64::from(CID).to_le_bytes(), 2u64.to_le_bytes()].concat();
         [1000u32, 77, 0].iter().for_each(|word| request.extend(word.to_le_bytes()));
-        // A stream; a request; no flags; the guest's buffer, of which nothing has been taken.
+        // Type stream, operation request, no flags, the size of the guest's buffer, and nothing of
+        // it used.
         [1u16, 1].iter().for_each(|half| request.extend(half.to_le_bytes()));
         [0u32, 4096, 0].iter().for_each(|word| request.extend(word.to_le_bytes()));
         driver.put(at(1), &request);
     };
-    // It is answered once the driver has handled that news.
+    // It is answered after the driver has handled the event.
     let wake = |driver: &mut Driver| {
         driver.submit(2, &[writable(at(3), 4)]);
     };
