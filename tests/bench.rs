@@ -343,7 +343,7 @@ fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
             format!("{name}: {rounds:?}")
         })?;
     }
-    // The later fork copies what was written since the first one, and the guest's own memory.
+    // The later fork copies the pages that were written since the first one, and the guest's own.
     let (first, later) = (rounds(&report, "pages_copied")?, rounds(&report, "later_pages_copied")?);
     ensure(later.iter().all(|pages| *pages >= 100.0), || format!("{first:?}, {later:?} pages"))?;
     let further = rounds(&report, "further_machine")?;
@@ -352,7 +352,7 @@ fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
     ensure(refused.contains("has no file that others could map"), || refused.clone())
 }
 
-/// The line by which a benchmark is refused.
+/// The error message of a benchmark that is refused.
 fn bench_refused(arguments: &str) -> Result<String, Failed> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
     let output = command.arg("bench").args(arguments.split(' ')).stdin(Stdio::null()).output()?;

@@ -1,21 +1,21 @@
-//! A Linux guest is forked while it works: each machine has what it had, its clock goes on, its devices work, and its random numbers are
-//! its own.
+//! A Linux guest is forked while it works. Each machine keeps its data, its clock continues, its
+//! devices work, and its random numbers differ from the others'.
 
 use support::{Failed, Scratch, ensure};
 
 use crate::guest::{Guest, Image, scratch};
 
-/// Data that the guest has the sum of.
+/// The size of the data whose checksum the guest keeps.
 const DATA_MIB: u64 = 16;
 
-/// A machine that was forked, which ends with its test.
+/// A forked machine, which is stopped on drop.
 struct Forked<'a> {
     guest: &'a Guest,
     name: String,
 }
 
 impl<'a> Forked<'a> {
-    /// Of machine `from`, for which a vsock is made in `scratch`.
+    /// Forks machine `from`. The new machine gets a vsock in `scratch`.
     fn of(guest: &'a Guest, from: &str, name: String, scratch: &Scratch) -> Result<Self, Failed> {
         let vsock = scratch.path(&name).display().to_string();
         let devices = ["--vsock", &vsock, "--rng", "--balloon", "--serial", "null"];
@@ -45,7 +45,7 @@ fn seconds(uptime: &str) -> Result<f64, Failed> {
 const UPTIME: &str = "cat /proc/uptime";
 const RANDOM: &str = "head -c 32 /dev/urandom | sha256sum";
 
-/// 2 vCPUs are forked twice while they work, and one of the two that come of it once more.
+/// A guest with 2 vCPUs is forked twice while it works, and one of the new machines once more.
 pub fn while_it_works(image: &Image, irqchip: &str) -> Result<(), Failed> {
     let scratch = scratch()?;
     let flags = ["--cpus", "2", "--memory", "256m,backing=memfd", "--irqchip", irqchip, "--rng", "--balloon"];
@@ -54,7 +54,7 @@ pub fn while_it_works(image: &Image, irqchip: &str) -> Result<(), Failed> {
     guest.shell(&format!(
         "dd if=/dev/urandom of=/tmp/data bs=1M count={DATA_MIB} 2>/dev/null && sha256sum /tmp/data > /tmp/sum"
     ))?;
-    // It writes to memory throughout.
+    // The guest writes to memory all the time.
     guest.shell("(while :; do cat /tmp/data > /tmp/other; done) > /dev/null 2>&1 &")?;
     let name = |nth: usize| format!("{}-{nth}", guest.name());
     let (mut forked, mut random): (Vec<Forked>, _) = (Vec::new(), vec![guest.shell(RANDOM)?]);
@@ -67,12 +67,12 @@ pub fn while_it_works(image: &Image, irqchip: &str) -> Result<(), Failed> {
         let goes_on = before - 0.05 <= here && here <= after + 0.05;
         ensure(goes_on, || format!("its clock is at {here} s, between {before} and {after} in the other"))?;
         one.shell("sha256sum -c /tmp/sum")?;
-        // A page of its own, which the others do not see.
+        // A page that only this machine has.
         one.shell(&format!(
             "echo {nth} > /tmp/own && cat /tmp/data > /tmp/again && cmp /tmp/data /tmp/again"
         ))?;
         random.push(one.shell(RANDOM)?);
-        // Linux knows of VM generations since 5.18, where that is compiled in.
+        // Linux supports VM generations since 5.18, if that is compiled in.
         let knows = !one.shell("ls -d /sys/bus/*/drivers/vmgenid 2>/dev/null; true")?.is_empty();
         let reseeds = one.shell("dmesg | grep -c 'crng reseeded due to virtual machine fork'; true")?;
         eprintln!("vmgenid: {knows}, reseeded {} times", reseeds.trim());

@@ -1,10 +1,14 @@
-//! `cargo bench --bench fork`: how soon a machine that is forked runs, beside one that is started.
+//! `cargo bench --bench fork` measures how soon a forked machine runs, compared with a machine that
+//! is started.
 //!
-//! From exec of the command to the first byte on the serial port: `vellum run` of a kernel of a few bytes, and `vellum fork` of a machine of
-//! the same size, which has touched 192 MiB and writes on its serial port for ever. Once with 1 GiB, and once with 8 GiB, where making KVM's
-//! memslot is a part of both. A first fork is the first of its machine; a later one finds the base there.
+//! It measures the time from exec of the command to the first byte on the serial port: for `vellum
+//! run` of a kernel of a few bytes, and for `vellum fork` of a machine of the same size that has
+//! touched 192 MiB and writes to its serial port forever. It measures with 1 GiB and with 8 GiB,
+//! where the creation of KVM's memslot is a part of both times. A first fork creates the base, and
+//! a later fork finds it.
 //!
-//! The rivals take turns; printed are medians, and the median of the ratios of each round's two, with quartiles.
+//! The rivals take turns. The benchmark prints medians, and the median and quartiles of the ratio
+//! in each round.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -20,10 +24,10 @@ use support::{Failed, LIMIT, ensure, eventually};
 
 support::vellum!();
 
-/// How often machines are started.
+/// How often each machine is started.
 const STARTS: usize = 15;
 
-/// Each of `one` by that of `other`.
+/// The quartiles of the ratios of `one` to `other`, pair by pair.
 fn ratios(one: &[f64], other: &[f64]) -> [f64; 3] {
     quartiles(one.iter().zip(other).map(|(one, other)| one / other).collect())
 }
@@ -32,7 +36,7 @@ fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
-/// Writes to all of memory from 8 MiB to 200 MiB, and then, for ever, on the serial port.
+/// Writes to all memory from 8 MiB to 200 MiB, then writes to the serial port forever.
 fn touches() -> Vec<u8> {
     // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 200 MiB; jb fill
     let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
@@ -43,10 +47,11 @@ fn touches() -> Vec<u8> {
     Code::default().bytes(&code).elf64()
 }
 
-/// Milliseconds until the first byte comes through the pipe `serial` of the machine that `command` starts. Whether the command ends then by
-/// itself.
+/// Milliseconds until the first byte comes through the pipe `serial` of the machine that `command`
+/// starts. `ends` says whether the command ends by itself then.
 fn first_byte(command: &mut Command, serial: &Path, ends: bool) -> Result<f64, Failed> {
-    // Opened before the machine looks for a reader; it is read once there is a writer.
+    // The pipe is opened before the machine checks for a reader. It is read after there is a
+    // writer.
     let reader = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(serial)?;
     let start = Instant::now();
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
@@ -67,7 +72,7 @@ fn first_byte(command: &mut Command, serial: &Path, ends: bool) -> Result<f64, F
     Ok(took)
 }
 
-/// The figures of machines with so much memory.
+/// Measures and prints the times for machines with this much memory.
 fn starting(env: &TestEnv, vellum: &Path, memory: &str) -> Result<(), Failed> {
     let (touches_all, prints) = (env.path("touches"), env.path("prints"));
     fs::write(&touches_all, touches())?;
@@ -127,7 +132,7 @@ fn starting(env: &TestEnv, vellum: &Path, memory: &str) -> Result<(), Failed> {
 }
 
 fn main() -> Result<(), Failed> {
-    // `cargo test --benches` asks every benchmark whether it works.
+    // `cargo test --benches` only checks that every benchmark works.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
         return Ok(());

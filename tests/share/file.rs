@@ -1,8 +1,8 @@
 //! One file is used at random in every way, as fsx does. Its contents must match a model in memory,
 //! however they are read.
 //!
-//! A known difference: with `cache=none` a file cannot be mapped shared and writable (mmap fails with
-//! ENODEV). The kernel allows that only with FUSE_DIRECT_IO_ALLOW_MMAP, and then it caches the
+//! A known difference: with `cache=none` a file cannot be mapped shared and writable (mmap fails
+//! with ENODEV). The kernel allows that only with FUSE_DIRECT_IO_ALLOW_MMAP, and then it caches the
 //! mapped pages after all.
 
 use std::fs::{self, File};

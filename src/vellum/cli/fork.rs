@@ -1,6 +1,8 @@
-//! `vellum fork`: the client of a fork. It has the machine frozen and what differs from that written to files in memory, and starts a
-//! process for each new machine, which makes that of them as `vellum restore` does of a snapshot. Killed, it leaves nothing behind: a
-//! machine that finds nobody waiting for it ends.
+//! `vellum fork`, the client of a fork. The machine freezes its memory as the base, and writes its
+//! state and the pages that differ from the base to memfds of the client. Then the client starts a
+//! process for each new machine, which restores it from these files as `vellum restore` does from a
+//! snapshot. If the client is killed, nothing is left: a new machine whose client has ended ends
+//! too.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -42,24 +44,25 @@ use vellum_sys::{keyvalue, signal};
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct ForkArgs {
-    /// The machine: its name (--name), or the path of its control socket. Its memory must be a file: --memory SIZE,backing=memfd or
-    /// shared-hugetlb-2m
+    /// The machine: its name (--name), or the path of its control socket. Its memory must be a
+    /// file: --memory SIZE,backing=memfd or shared-hugetlb-2m
     #[arg(value_name = "MACHINE")]
     machine: String,
 
-    /// Make N machines; in every argument, `%d` is the number of each, from 0
+    /// Make N machines; in every argument, `%d` is replaced with the number of the machine, from 0
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT), requires = "name")]
     count: Option<u32>,
 
-    /// Let them wait until `vellum resume NAME`
+    /// Let the machines wait for `vellum resume NAME`
     #[arg(long)]
     paused: bool,
 
-    /// Take disks that are not as the machine's are: the guest finds on them what it does not expect
+    /// Accept disks that differ from those of the machine; the guest does not expect what it finds
+    /// on them
     #[arg(long)]
     disk_changed: bool,
 
-    /// Be one of the machines, made of what the file of this descriptor lists
+    /// Be one of the machines, from the file of this descriptor
     #[arg(long, value_name = "N", hide = true, requires = "name")]
     child: Option<RawFd>,
 
@@ -79,33 +82,33 @@ others a copy. The clocks of their guests go on, and guests that look at a VM ge
 /// The most machines of one call.
 const MAX_COUNT: i64 = 10_000;
 
-/// Machines that are started at a time: more have the same CPUs.
+/// How many machines start at the same time. More would share the same CPUs.
 const AT_ONCE: usize = 8;
 
-/// Memory that a machine takes beside its guest's pages: the process and what KVM has of it.
+/// The bytes that a machine needs in addition to its guest's pages, for the process and for KVM.
 const OWN_MEMORY: u64 = 4 << 20;
 
-/// Descriptors that a machine has open.
+/// How many descriptors a machine has open.
 const OWN_DESCRIPTORS: u64 = 64;
 
-/// How often the user's patience is looked at.
+/// How often signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::DiskChanged, "--disk-changed accepts it:")]];
 
-/// What the file behind the hidden argument says.
+/// The contents of the file behind the hidden argument.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Inherited {
     point: Point,
-    /// Pages, map, state, and the base.
+    /// Pages, map, state and base.
     files: [RawFd; 4],
-    /// Who waits for the machine to run.
+    /// The socket to the client, which waits for the machine to run.
     waits: RawFd,
 }
 
-/// Does what was asked.
+/// Runs the command: as the client, or as one of the new machines.
 pub fn run(args: ForkArgs) -> Result<Exit, Failure> {
     match args.child {
         Some(file) => be(args, file),
@@ -113,7 +116,7 @@ pub fn run(args: ForkArgs) -> Result<Exit, Failure> {
     }
 }
 
-/// Is one of the new machines.
+/// Runs one of the new machines.
 fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("what it is forked from: {what}"));
@@ -128,7 +131,7 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let waits = Arc::new(own(waits)?);
     let forked = Box::new(Forked { point, files, base });
     let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
-    // What backs its memory is the base's to say.
+    // The base determines the backing of the memory.
     args.host.waited_for(waits).run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
 }
 
@@ -163,7 +166,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
             running += 1;
             let (name, pid) = (&started[at].name, started[at].child.id());
             print(format_args!("{name} runs, process {pid}\n"))?;
-            // It ends by itself where this process goes before it has told of it.
+            // The machine ends if this process ends before it has reported the machine.
             (&started[at].waits).write_all(&[1]).map_err(Failure::host)?;
         }
     }
@@ -175,7 +178,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     Ok(Exit::PowerOff)
 }
 
-/// The same failure, which says that it is not all.
+/// Adds to the error that some machines run.
 fn some_run(failed: Failure, running: usize, of: usize) -> Failure {
     match running {
         0 => failed,
@@ -183,7 +186,7 @@ fn some_run(failed: Failure, running: usize, of: usize) -> Failure {
     }
 }
 
-/// What the new machines are called; none of the names is in use.
+/// The names of the new machines. No running machine has one of them.
 fn names_of(args: &ForkArgs) -> Result<Vec<String>, Failure> {
     let Some(name) = &args.host.name else {
         return Err(Failure::usage("--name NEW: a new machine needs a name, by which it is found"));
@@ -207,7 +210,7 @@ fn names_of(args: &ForkArgs) -> Result<Vec<String>, Failure> {
     Ok(names)
 }
 
-/// Whether the memory of the machine that is as `status` says can be a base.
+/// Fails if the memory of the machine cannot be a base.
 fn check_backing(name: &str, status: &Status) -> Result<(), Failure> {
     let backing = status.backing.as_deref().unwrap_or("unknown");
     let instead = match backing {
@@ -221,12 +224,13 @@ fn check_backing(name: &str, status: &Status) -> Result<(), Failure> {
     )))
 }
 
-/// Whether this host has what `count` more machines take, like the one that is as `status` says.
+/// Fails if this host lacks resources for `count` more machines like the one with this `status`.
 fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
     let lacks = |what: String| Err(Failure::host(what));
     let huge = status.backing.as_deref().and_then(|backing| backing.strip_prefix("shared-hugetlb-"));
     if let Some(page) = huge.and_then(|size| keyvalue::size(size, 1).ok()).filter(|page| *page > 0) {
-        // A page that is written to must be there. The machine's own are reserved anew when it is forked first.
+        // Every huge page that a machine may write to must be reserved. The first fork also
+        // reserves the machine's own pages again.
         let machines = count + u64::from(!status.forked);
         let (needs, free) = (machines * (status.memory / page), hugepages::free(page));
         if needs > free {
@@ -250,7 +254,7 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
     }
 }
 
-/// Descriptors that this host's processes can still open, by its own account.
+/// How many descriptors this host's processes can still open, as the kernel counts them.
 fn free_descriptors() -> Option<u64> {
     let text = fs::read_to_string("/proc/sys/fs/file-nr").ok()?;
     let mut numbers = text.split_whitespace().map(|number| number.parse::<u64>().ok());
@@ -258,12 +262,13 @@ fn free_descriptors() -> Option<u64> {
     Some(most.saturating_sub(open))
 }
 
-/// Waits until the machine is forked: what is in the files, and how long the guest stood still, in microseconds.
+/// Waits until the machine is forked. Returns the contents of the files, and the downtime in
+/// microseconds.
 fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
     let of = machine.last_id();
     loop {
         if signal::take().is_some() {
-            // The machine gives it up when this process is gone.
+            // The machine cancels the fork when this process ends.
             return Err(Failure::host(format!("{name} was not forked: it was cancelled")));
         }
         let Some(line) = heard(machine, Some(of), "it was forked")? else { continue };
@@ -304,23 +309,23 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
     }
 }
 
-/// What new machines are made of.
+/// The source of the new machines.
 struct Source {
     point: Point,
     files: [File; 3],
     base: OwnedFd,
 }
 
-/// A machine that is being made.
+/// A machine that is being started.
 struct Starting {
     name: String,
     child: Child,
-    /// Says when it runs, and is told that this is known.
+    /// Receives a byte when the machine runs, and sends a byte when that was reported.
     waits: UnixStream,
 }
 
 impl Source {
-    /// Starts the process of machine `number`, which is called `name`.
+    /// Starts the process of machine `number` with the name `name`.
     fn start(&self, args: &ForkArgs, number: usize, name: &str) -> Result<Starting, Failure> {
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
@@ -343,7 +348,7 @@ impl Source {
     }
 }
 
-/// An argument of machine `number`.
+/// An argument for machine `number`.
 fn numbered(word: OsString, number: usize) -> OsString {
     match word.to_str() {
         Some(text) => text.replace("%d", &number.to_string()).into(),
@@ -352,7 +357,7 @@ fn numbered(word: OsString, number: usize) -> OsString {
 }
 
 impl Starting {
-    /// Waits until it runs.
+    /// Waits until the machine runs.
     fn runs(&mut self) -> Result<(), Failure> {
         loop {
             if signal::take().is_some() {
@@ -370,7 +375,7 @@ impl Starting {
         }
     }
 
-    /// Why it does not.
+    /// The error of a machine that does not run.
     fn why(&mut self) -> Failure {
         let mut said = String::new();
         if let Some(stderr) = &mut self.child.stderr {
@@ -389,7 +394,7 @@ impl Starting {
         Failure::ended(exit, format!("{}: {why}", self.name))
     }
 
-    /// Nobody waits for it.
+    /// Ends the machine, because nobody waits for it.
     fn give_up(&mut self) {
         let _ = self.waits.shutdown(std::net::Shutdown::Both);
         let _ = self.child.kill();

@@ -89,7 +89,7 @@ pub(super) const FLAGS: &[(Field, &str)] = &[
     (Field::User, "--user"),
 ];
 
-/// The same of commands that are told what backs its memory.
+/// The same, for commands with options for the backing of memory.
 pub(super) const MEMORY: &[(Field, &str)] = &[
     (Field::Backing, "--memory backing="),
     (Field::Lock, "--memory lock:"),

@@ -27,7 +27,8 @@ pub struct Config {
     pub lent: Option<Supervised>,
     /// Where a debugger connects.
     pub gdb: Option<Gdb>,
-    /// Who waits for the machine to run here: the socket of [`supervisor::ClientSocket`].
+    /// The socket to the client that waits until the machine runs. See
+    /// [`supervisor::ClientSocket`].
     pub waits: Option<Arc<OwnedFd>>,
 }
 

@@ -41,18 +41,18 @@ pub enum Listen {
     Lent(OwnedFd, console::Opened),
     /// The machine is in the files of a snapshot.
     Snapshot(Restore),
-    /// The same: it is forked from a machine of this host.
+    /// A fork of a machine on this host.
     Fork(Fork),
 }
 
 /// A machine that is forked from another.
 #[derive(Debug)]
 pub struct Fork {
-    /// What that has left.
+    /// What the other machine left.
     pub forked: Box<Forked>,
-    /// Whether it waits to be resumed.
+    /// Whether the new machine waits for a resume.
     pub paused: bool,
-    /// Whether its disks need not be as that machine's were.
+    /// Whether its disks may differ from the other machine's disks.
     pub disk_changed: bool,
 }
 
@@ -172,7 +172,7 @@ pub fn run(
             (None, None, Arrival::Files { origin, meanwhile, paused, disk_changed })
         }
         Listen::Fork(Fork { forked, paused, disk_changed }) => {
-            // To its guest, time has passed as to that of the other machine.
+            // For both guests, the same time has passed.
             let (origin, meanwhile) = (Origin::Fork(forked), ClockPolicy::Passes);
             (None, None, Arrival::Files { origin, meanwhile, paused, disk_changed })
         }

@@ -284,7 +284,7 @@ impl Session {
             if !machine.state().is_arriving() {
                 self.stand_in();
                 if let Some(waits) = self.config.waits.take() {
-                    // Where nobody waits any more, that is heard next.
+                    // If the client has ended, the event loop notices that next.
                     let _ = socket::send_some(&waits, &[1]);
                 }
             }

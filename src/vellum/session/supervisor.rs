@@ -72,9 +72,9 @@ impl MutEventSubscriber for SupervisorSocket {
     }
 }
 
-/// The subscriber of a machine that is forked: the socket to its client. The machine sends a byte
-/// when it runs, and the client answers with a byte when it has reported that. If the client ends
-/// before, nobody knows of the machine, and it ends as by SIGKILL.
+/// The subscriber of a forked machine: the socket to its client. The machine sends a byte when it
+/// runs, and the client answers with a byte after it has reported that. If the client ends before,
+/// nobody knows of the machine, so it ends as after SIGKILL.
 pub(crate) struct ClientSocket(pub Arc<OwnedFd>, pub Sender<i32>);
 
 impl MutEventSubscriber for ClientSocket {

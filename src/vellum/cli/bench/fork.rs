@@ -18,7 +18,8 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
 
-/// Fork a guest that writes: how long it stands still, how soon another machine runs, and what a further one costs
+/// Fork a guest that writes: how long it stands still, how soon another machine runs, and the cost
+/// of a further one
 #[derive(Debug, Args)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = EXAMPLES)]
@@ -40,19 +41,20 @@ pub struct ForkArgs {
     #[arg(short = 'c', long, value_name = "LIST", value_delimiter = ',', value_parser = cpu)]
     cpus: Option<Vec<usize>>,
 
-    /// How much memory all vCPUs together write in a second, in distinct pages, as in 64m; max for as much as they can
+    /// Memory that all vCPUs together write in a second, in distinct pages, as in 64m; max for as
+    /// much as they can
     #[arg(long, value_name = "SIZE", default_value = "64m", value_parser = rate)]
     dirty_rate: Rate,
 
-    /// Fork it again when it has written so many more pages
+    /// Fork the guest again after it has written this many more pages
     #[arg(long, value_name = "PAGES", default_value_t = 1000, value_parser = |text: &str| keyvalue::number(text, 0..=u64::MAX))]
     changed: u64,
 
-    /// How long the guest is left alone before it is forked
+    /// How long the guest runs undisturbed before it is forked
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = keyvalue::duration)]
     around: Duration,
 
-    /// Rounds, each with processes of its own: figures then have a median and a spread
+    /// Rounds, each with its own processes; figures then have a median and a spread
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = |text: &str| keyvalue::number(text, 1..=100_000u32))]
     repeat: u32,
 
@@ -66,7 +68,7 @@ Examples:
   vellum bench fork -b 8g --dirty-rate max --repeat 15
   vellum bench fork -s shared-hugetlb-2m --changed 0";
 
-/// Which flag each field comes from.
+/// The flag of each field.
 pub(super) const FLAGS: Flags = &[&[
     (Field::Backing, "-s"),
     (Field::Cpus, "-v"),
@@ -97,7 +99,7 @@ fn words(line: &str) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
-/// `vellum run`, as the machine that is forked.
+/// The arguments of `vellum run`, for the machine that is forked.
 fn source(config: &Config, result: &Path) -> Vec<String> {
     let (backing, sandbox) = (config.region.backing, config.common.sandbox);
     let mut workload = "write,order=sequential,warm,journal=100ms".to_owned();
@@ -112,7 +114,7 @@ fn source(config: &Config, result: &Path) -> Vec<String> {
     ))
 }
 
-/// `vellum fork`, into a machine of this name.
+/// The arguments of `vellum fork`, for a new machine `name`.
 fn fork(config: &Config, name: &str, result: &Path, paused: bool) -> Vec<String> {
     let sandbox = config.common.sandbox;
     let paused = if paused { " --paused" } else { "" };
