@@ -65,9 +65,9 @@ fn shadow_paging() -> Need {
     }
 }
 
-/// As before Linux 5.14: a seccomp filter refuses MADV_POPULATE_WRITE to this thread. Emulated
-/// hosts run an optimised build of this test, and only an optimiser could remove writes that change
-/// nothing.
+/// Acts like a kernel before Linux 5.14: a seccomp filter refuses MADV_POPULATE_WRITE to this
+/// thread. Emulated hosts run an optimised build of this test, and only an optimiser could remove
+/// writes that change nothing.
 #[test]
 fn memory_is_populated_where_the_kernel_has_no_advice_for_it() -> Result<(), Failed> {
     let when = |code, k, otherwise| libc::sock_filter { code, jt: 0, jf: otherwise, k };

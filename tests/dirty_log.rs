@@ -146,7 +146,7 @@ fn the_oracle_finds_lost_edges_at_once() -> Result<Completion, Failed> {
     }
 }
 
-/// As a user types it, with the tracker that works on every kernel.
+/// The command as a user enters it, with the tracker that works on every kernel.
 #[test(kvm(), has(Method::ManualProtect))]
 fn the_directed_test_writes_a_result_and_its_status_agrees() -> Result<(), Failed> {
     let (status, [lost, written]) = edges_as_typed(&["--tracker", "manual-protect", "-s", "anonymous"])?;

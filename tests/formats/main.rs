@@ -243,7 +243,7 @@ fn no_huge_pages() -> Need {
     }
 }
 
-/// What this host has is tested nevertheless.
+/// The backings that this host has are still tested.
 #[test(kvm(), no_huge_pages())]
 fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed> {
     let words = format!("test dirty-log {SHORT} -s hugetlb-1g");

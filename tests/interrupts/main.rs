@@ -62,9 +62,9 @@ fn in_service() -> Need {
 /// How the local APIC's timer is armed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Timer {
-    /// By a TSC deadline.
+    /// With a TSC deadline.
     Deadline,
-    /// By a count. When the local APIC is set, KVM restarts a timer that has expired. The state
+    /// With a count. When the local APIC is set, KVM restarts a timer that has expired. The state
     /// does not tell whether it has interrupted, so it may interrupt once more after a move.
     OneShot,
 }

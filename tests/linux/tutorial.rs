@@ -1,4 +1,4 @@
-//! The book's page about Linux guests, as a reader types it.
+//! The book's page about Linux guests, as a reader enters it.
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -79,7 +79,7 @@ pub(crate) struct ClientSocket(pub Arc<OwnedFd>, pub Sender<i32>);
 
 impl MutEventSubscriber for ClientSocket {
     fn init(&mut self, ops: &mut EventOps<'_>) {
-        // As above.
+        // Watching a socket cannot fail.
         let _ = ops.add(Events::new(&self.0.as_raw_fd(), EventSet::IN));
     }
 

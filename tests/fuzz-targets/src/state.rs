@@ -131,7 +131,7 @@ pub fn restored(name: &str, body: &Value) -> bool {
             };
             let has_ports = body["device"]["console"].get("ports").is_some();
             let number = if has_ports { virtio::PORTS } else { number };
-            // By a device of its kind. One of another kind rejects it.
+            // Restores it in a device of its kind. A device of another kind rejects it.
             let (mut driver, _wire) = virtio::device(number, Codec::Mmio);
             let taken = driver.device.restore(state.clone()).is_ok();
             if taken {

@@ -20,7 +20,7 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("gdb", "gdb"),
     ("git", "git"),
     ("ip", "iproute2"),
-    // As for GDB.
+    // Its libraries are needed like those of GDB.
     ("makedumpfile", "makedumpfile"),
     ("mkfs.ext4", "e2fsprogs"),
     ("mkfs.xfs", "xfsprogs"),

@@ -29,7 +29,7 @@ Examples:
   vellum judge disk --out judge.raw
   vellum run -k judge.elf --disk judge.raw > log";
 
-/// Does what was asked.
+/// Runs `vellum judge disk`.
 pub(super) fn run(args: &DiskArgs) -> Result<Exit, Failure> {
     if !args.size.is_multiple_of(4096) || args.size == 0 {
         return Err(Failure::usage("--size: a multiple of 4096 bytes would work"));

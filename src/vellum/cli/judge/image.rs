@@ -48,7 +48,7 @@ pub(super) fn run(args: &ImageArgs) -> Result<Exit, Failure> {
     write(&args.out, |out| out.write_all(&image))
 }
 
-/// Has `write` write the new file `out`, or standard output.
+/// Creates the file `out`, or uses standard output, and calls `write` with it.
 pub(super) fn write(
     out: &Path,
     write: impl FnOnce(&mut dyn Write) -> io::Result<()>,

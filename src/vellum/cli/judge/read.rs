@@ -118,7 +118,7 @@ fn report(log: &Log, verdict: &Verdict) -> Report {
     for (kind, count) in read::kinds().iter().zip(&log.counts) {
         let printed = log.faults.iter().filter(|fault| fault.kind == *kind).count() as u64;
         let count = count.map_or(printed, |count| count.max(printed));
-        // A kind that was not counted to the end has not passed.
+        // A kind does not pass if the log ends before its count.
         let ended = matches!(verdict, Verdict::Whole | Verdict::Lost);
         match (count, ended) {
             (0, true) => report.cases.push(Case::new(*kind, Status::Pass)),

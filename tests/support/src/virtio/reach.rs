@@ -38,7 +38,7 @@ const QUEUE_VECTOR: u64 = 0x1a;
 pub enum Reach {
     /// By virtio-mmio.
     Mmio(Mmio),
-    /// By virtio-pci.
+    /// With virtio-pci.
     Pci {
         /// The device.
         function: Arc<Pci>,
