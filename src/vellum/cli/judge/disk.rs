@@ -17,7 +17,7 @@ pub(super) struct DiskArgs {
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
 
-    /// Its size
+    /// The size of the disk
     #[arg(long, value_name = "SIZE", default_value = "1m", value_parser = |text: &str| keyvalue::size(text, 4096))]
     size: u64,
 }

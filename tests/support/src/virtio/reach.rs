@@ -36,7 +36,7 @@ const QUEUE_VECTOR: u64 = 0x1a;
 
 /// A device and the access to its registers.
 pub enum Reach {
-    /// By virtio-mmio.
+    /// With virtio-mmio.
     Mmio(Mmio),
     /// With virtio-pci.
     Pci {
