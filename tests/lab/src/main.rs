@@ -20,8 +20,9 @@ use lab::hosts::wire::Frame;
 use lab::hosts::{self, Emulated, HOSTS, HostKernel, Pace, Request, svm};
 use lab::kernel::check::Step;
 use lab::kernel::post::{self, Poster};
+use lab::kernel::series::Series;
 use lab::kernel::tree::Tree;
-use lab::kernel::{Base, build, check, series};
+use lab::kernel::{Base, build, check, explore, series};
 use lab::test::fresh::{self, Until};
 use lab::test::kvm_unit_tests;
 use lab::{Error, Result, artifacts, compare, debian, docs, release, test};
@@ -142,6 +143,30 @@ enum LabCommand {
     Selftests {
         /// 5.10, 6.12, 7.2 or 7.3
         base: String,
+    },
+    /// Run KVM's memory code of x86 in user space under a scheduler that takes turns between vCPUs and user space: no page that the
+    /// guest writes may be missing from the dirty log, and no TLB may lead to a page that the host took away. Prints KTAP
+    Explore {
+        /// 6.12, 7.2 or 7.3
+        base: String,
+        /// Series to apply, in the order of the base's `series` file; `all` for all of them
+        #[arg(long, value_name = "SERIES", num_args = 1..)]
+        with: Vec<String>,
+        /// A mistake of planted/ on top of its only series
+        #[arg(long, value_name = "NAME", requires = "with")]
+        planted: Option<String>,
+        /// How long all setups take together, as in 90s, 10m or 1h
+        #[arg(long, value_name = "TIME", value_parser = vellum_sys::keyvalue::duration)]
+        time: Option<Duration>,
+        /// How many runs of each setup [default: 1000, with --time as many as it allows]
+        #[arg(long, value_name = "N")]
+        runs: Option<u64>,
+        /// The seed of the first run; each run after it has the next one
+        #[arg(long, value_name = "N")]
+        seed: Option<u64>,
+        /// One setup alone, by the name that it has in the output
+        #[arg(long, value_name = "NAME")]
+        setup: Option<String>,
     },
     /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover letter and, given a clone, the
     /// base-commit; checkpatch has to find nothing
@@ -471,6 +496,11 @@ fn perform(what: LabCommand) -> Result<u8> {
             HOSTS[0].ready()?;
             done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
+        LabCommand::Explore { base, with, planted, time, runs, seed, setup } => {
+            let base = Base::named(&base)?;
+            let series = with_planted(series::of_base(base, &with)?, planted.as_deref())?;
+            explore::explore(&Cache::open()?, base, &series, &explore::Options { time, runs, seed, setup })
+        }
         LabCommand::Post { series, from, sign_off, rfc, reroll, linux, out } => {
             let poster = Poster { from: &from, sign_off, linux: linux.as_deref(), rfc, version: reroll };
             post::post(&Cache::open()?, &series::named(&series)?, &poster, &out).map(|()| 0)
@@ -532,17 +562,20 @@ fn build_kernel(
     planted: Option<&str>,
 ) -> Result<()> {
     let base = Base::named(base)?;
-    let mut series = series::of_base(base, with)?;
-    if let Some(name) = planted {
-        let [only] = series.as_slice() else {
-            return Err(Error::Usage("--planted: a mistake is one series' own, so --with names one".into()));
-        };
-        series = vec![only.with_planted(name)?];
-    }
+    let series = with_planted(series::of_base(base, with)?, planted)?;
     let architecture = arch.map_or_else(|| series::architecture(&series), Ok)?;
     let image = build::build_for(&Cache::open()?, architecture, base, &series, variant)?;
     println!("{}", image.file().display());
     Ok(())
+}
+
+/// The series, or the only one of them with its mistake on top.
+fn with_planted(series: Vec<Series>, planted: Option<&str>) -> Result<Vec<Series>> {
+    match (planted, series.as_slice()) {
+        (None, _) => Ok(series),
+        (Some(name), [only]) => Ok(vec![only.with_planted(name)?]),
+        _ => Err(Error::Usage("--planted: a mistake is one series' own, so --with names one".into())),
+    }
 }
 
 fn make_source(base: &str, with: &[String]) -> Result<()> {

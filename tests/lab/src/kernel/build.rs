@@ -12,7 +12,7 @@ use vellum::session::progress::Heartbeat;
 
 use super::series::{self, Series};
 use super::tree::Tree;
-use super::variants::{DEBUG, GUEST, MODULES, VARIANTS};
+use super::variants::{DEBUG, EXPLORE, GUEST, MODULES, VARIANTS};
 use super::{Base, CROSS_PROGRAMS, PROGRAMS};
 use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
@@ -92,8 +92,8 @@ impl Config {
                 known.join(", ")
             )));
         }
-        // Nothing is measured on a kernel that checks itself.
-        let measured = (variant != Some(DEBUG)).then_some("measured");
+        // Nothing is measured on a kernel that checks itself, nor in user space.
+        let measured = (!matches!(variant, Some(DEBUG | EXPLORE))).then_some("measured");
         let mut fragments = Vec::new();
         let mut asked = Vec::new();
         let own = architecture.kernel();

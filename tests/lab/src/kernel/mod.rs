@@ -5,6 +5,7 @@
 //! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, [`bench`](mod@bench) is what shows a series, and
 //! [`check`] holds a series to what its directory promises: that its [`objects`] compile, that the image [`boots`], and leaves the kernel's own
 //! [`selftests`] as they were, among other things. [`post`] makes mails of one.
+//! [`explore`](mod@explore) runs KVM's memory code in user space.
 
 pub mod bench;
 pub mod boots;
@@ -12,6 +13,7 @@ pub mod build;
 pub mod check;
 pub mod complaints;
 pub mod deb;
+pub mod explore;
 pub mod objects;
 pub mod post;
 pub mod selftests;

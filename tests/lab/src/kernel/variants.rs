@@ -2,8 +2,9 @@
 
 /// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`](super::build::Config::known)), and `i386` and `gvt` are to
 /// compile alone: no emulated host boots the one, nor has the graphics of the other.
-pub const VARIANTS: [&str; 12] = [
+pub const VARIANTS: [&str; 13] = [
     DEBUG,
+    EXPLORE,
     "lock-stat",
     MODULES,
     "preempt",
@@ -19,6 +20,9 @@ pub const VARIANTS: [&str; 12] = [
 
 /// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";
+
+/// The variant that user space runs, without a boot: [`explore`](super::explore).
+pub(crate) const EXPLORE: &str = "explore";
 
 /// The variant whose KVM is modules, which an emulated host loads.
 pub const MODULES: &str = "modules";

@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * What the two sides of the harness know of each other. Kernel code, and the files that stand in
+ * for the rest of the kernel, are compiled with the kernel's flags and headers. The scheduler and
+ * the drivers are compiled with those of the C library. Only plain types cross.
+ */
+#ifndef EXPLORE_H
+#define EXPLORE_H
+
+#define TASKS 4		/* vCPU 0, vCPU 1, user space, RCU */
+#define VCPUS 2
+#define USER 2
+#define RCU 3
+#define PAGES 8
+#define OPS 24
+
+enum kind { AT_READ, AT_WRITE, AT_ATOMIC, AT_LOCK, AT_UNLOCK, AT_WAIT, AT_YIELD, AT_PLAIN };
+
+/* One step of a task's program. */
+struct op {
+	unsigned char code, page;
+};
+
+enum op_code {
+	/* vCPUs; the last two where L1 has a nested guest */
+	DO_NONE, DO_READ, DO_WRITE, DO_TABLE, DO_NESTED,
+	/* user space */
+	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE,  
+	DO_INIT_SET, DO_SIGNAL,
+	DO_CODES
+};
+
+struct program {
+	/* Before anything runs side by side: a task's number is in `task`. */
+	struct { struct op op; unsigned char task; } before[OPS];
+	struct op ops[USER + 1][OPS];
+};
+
+/* What is the same in all runs of one process. */
+struct setup {
+	int tdp;		/* two-dimensional paging */
+	int tdp_mmu;		/* the TDP MMU, else rmaps */
+	int ept;		/* EPT's bits, else those of NPT */
+	int ad;			/* with EPT: accessed and dirty bits */
+	int ring;		/* the log is a dirty ring, else a bitmap */
+	int manual;		/* KVM_CLEAR_DIRTY_LOG */
+	int init_set;		/* KVM_DIRTY_LOG_INITIALLY_SET */
+	int huge;		/* the host has huge pages */
+	int eager;		/* kvm.eager_page_split */
+	int odd;		/* the memslot begins one page after a huge page's first */
+	int nested;		/* the guest, L1, has a nested guest, L2, whose page tables KVM shadows */
+};
+
+extern struct setup setup;
+extern struct program program;
+
+/* sched.c */
+int self_id(void);
+void point(enum kind kind, const void *address, const void *pc);
+void wait_for(int (*ready)(void *), void *argument, const char *what, const void *pc);
+void released(const void *pc);
+void give_way(void);
+int on_task_stack(const void *address);
+void say(const char *format, ...);
+void fail(const char *format, ...) __attribute__((noreturn));
+/* `where`: the place in the kernel that failed */
+void fail_at(const void *where, const char *format, ...) __attribute__((noreturn));
+unsigned int rnd(unsigned int n);
+int all_others_ended(int but);
+
+/* kernel.c */
+void kernel_switch(int from, int to);
+void kernel_check_access(const void *address, const void *pc);
+
+/* vm.c */
+const char *lacking_operation(unsigned long address);
+void vm_create(void);
+void vm_before(void);
+void vm_task(int id);
+void vm_final_check(void);
+const char *op_name(int code);
+
+/* drive.c gives the kernel's side memory. */
+extern char *arena;
+#define ARENA_SIZE (64ul << 20)
+/* Guest memory begins here in the arena, aligned to huge pages. */
+#define GUEST_BASE (32ul << 20)
+/* User space has it below the arena: KVM takes an address above PAGE_OFFSET for an error. */
+#define USER_BASE ((unsigned long)arena - (1ul << 30))
+
+#endif

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The host's memory: its pages, its page tables, and its MMU notifiers.
+ *
+ * Guest memory is the upper half of the arena. User space's addresses of it are below the arena.
+ * The host's page tables for it are real ones, which KVM walks for the size of a mapping. The host
+ * can put a block of 2 MiB somewhere else; what a page contains moves with it and is not modelled.
+ */
+#include <linux/kvm_host.h>
+#include <linux/mmu_notifier.h>
+#include <linux/version.h>
+
+#include "explore.h"
+#include "host.h"
+
+#define BLOCK (2ul << 20)
+#define BLOCKS 4
+/* Where a block is when it is not where it was at first */
+#define ELSEWHERE (16ul << 20)
+
+extern unsigned long ex_vmemmap_base;
+struct mem_section ex_section, *ex_mem_section[1] = { &ex_section };
+asm(".globl mem_section\n.set mem_section, ex_mem_section_pointer");
+struct mem_section **ex_mem_section_pointer = ex_mem_section;
+unsigned int ex_pgdir_shift = 39, ex_ptrs_per_p4d = 1;
+asm(".globl pgdir_shift\n.set pgdir_shift, ex_pgdir_shift");
+asm(".globl ptrs_per_p4d\n.set ptrs_per_p4d, ex_ptrs_per_p4d");
+unsigned long ex_zero_page_pfn = 1;
+asm(".globl zero_page_pfn\n.set zero_page_pfn, ex_zero_page_pfn");
+/* Its name before 7.0 */
+asm(".globl zero_pfn\n.set zero_pfn, ex_zero_page_pfn");
+struct cpuinfo_x86 ex_boot_cpu_data = { .x86_phys_bits = 46, .x86_virt_bits = 48 };
+asm(".globl boot_cpu_data\n.set boot_cpu_data, ex_boot_cpu_data");
+
+static bool elsewhere[BLOCKS], taken[BLOCKS];
+static pmd_t *pmds;
+static struct mmu_notifier *notifier;
+static struct mm_struct *host_mm;
+
+static int block_of(unsigned long hva)
+{
+	return (hva - USER_BASE) / BLOCK;
+}
+
+unsigned long host_pfn(unsigned long hva)
+{
+	unsigned long pfn = (GUEST_BASE + hva - USER_BASE) >> PAGE_SHIFT;
+
+	return elsewhere[block_of(hva)] ? pfn + (ELSEWHERE >> PAGE_SHIFT) : pfn;
+}
+
+static void set_pmd_of(int block)
+{
+	unsigned long hva = USER_BASE + block * BLOCK;
+	unsigned long pa = host_pfn(hva) << PAGE_SHIFT;
+
+	pmds[pmd_index(hva)] = __pmd(taken[block] ? 0 :
+				     setup.huge ? pa | _PAGE_PRESENT | _PAGE_RW | _PAGE_USER | _PAGE_PSE :
+						  (unsigned long)pmds - (unsigned long)arena + (_PAGE_PRESENT | _PAGE_RW | _PAGE_USER));
+}
+
+void host_init(struct mm_struct *mm)
+{
+	unsigned long pages = ARENA_SIZE >> PAGE_SHIFT, hva = USER_BASE, i;
+	struct page *page = harness_alloc(pages * sizeof(*page));
+	pgd_t *pgd = harness_alloc(PAGE_SIZE);
+	pud_t *pud = harness_alloc(PAGE_SIZE);
+
+	ex_vmemmap_base = (unsigned long)page;
+	for (i = 0; i < pages; i++)
+		atomic_set(&page[i]._refcount, 1 << 20);
+	ex_section.section_mem_map = SECTION_MARKED_PRESENT | SECTION_HAS_MEM_MAP | SECTION_IS_EARLY;
+	host_mm = mm;
+	mm->pgd = pgd;
+	pmds = harness_alloc(PAGE_SIZE);
+	pgd[(hva >> 39) & 511] = __pgd(__pa(pud) | _PAGE_TABLE);
+	pud[(hva >> 30) & 511] = __pud(__pa(pmds) | _PAGE_TABLE);
+	for (i = 0; i < BLOCKS; i++)
+		set_pmd_of(i);
+}
+
+static int one_page(unsigned long hva, struct page **pages)
+{
+	if (taken[block_of(hva)])
+		return 0;
+	pages[0] = pfn_to_page(host_pfn(hva));
+	page_ref_inc(pages[0]);
+	return 1;
+}
+
+__used static int x_gup_fast(unsigned long hva, int n, unsigned int flags, struct page **pages)
+{
+	point(AT_YIELD, NULL, __builtin_return_address(0));
+	return one_page(hva, pages);
+}
+
+__used static int is_there(void *hva)
+{
+	return !taken[block_of((unsigned long)hva)];
+}
+
+/* As the host's fault, it waits while the page is being moved. */
+__used static long x_gup(unsigned long hva, unsigned long n, struct page **pages)
+{
+	wait_for(is_there, (void *)hva, "a page that the host moves", __builtin_return_address(0));
+	return one_page(hva, pages);
+}
+
+__used static int x_notifier_register(struct mmu_notifier *mn)
+{
+	notifier = mn;
+	return 0;
+}
+asm(".globl get_user_pages_fast_only\n.set get_user_pages_fast_only, x_gup_fast");
+asm(".globl get_user_pages_unlocked\n.set get_user_pages_unlocked, x_gup");
+asm(".globl mmu_notifier_register\n.set mmu_notifier_register, x_notifier_register");
+
+void host_replace(unsigned long hva)
+{
+	int block = block_of(hva);
+	struct mmu_notifier_range range = {
+		.mm = host_mm,
+		.start = USER_BASE + block * BLOCK,
+		.end = USER_BASE + (block + 1) * BLOCK,
+		.flags = MMU_NOTIFIER_RANGE_BLOCKABLE,
+	};
+
+	notifier->ops->invalidate_range_start(notifier, &range);
+	taken[block] = true;
+	set_pmd_of(block);
+	point(AT_YIELD, NULL, __builtin_return_address(0));
+	elsewhere[block] = !elsewhere[block];
+	taken[block] = false;
+	set_pmd_of(block);
+	notifier->ops->invalidate_range_end(notifier, &range);
+}
+
+void host_age(unsigned long hva)
+{
+	unsigned long start = hva & -BLOCK;
+
+	if (rnd(2))
+		notifier->ops->clear_flush_young(notifier, host_mm, start, start + BLOCK);
+	else
+		notifier->ops->clear_young(notifier, host_mm, start, start + BLOCK);
+}

@@ -1,0 +1,103 @@
+//! `cargo lab explore`: KVM's memory code under a scheduler, in user space.
+//!
+//! The harness is in `kernel-patches/tools/explore`. Here its program is built for a base with series, and run. The program
+//! prints KTAP, and its exit status says whether a rule was broken.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::build::{self, Config};
+use super::series::{self, Series};
+use super::tree::Tree;
+use super::variants::EXPLORE;
+use super::{Base, series_directory};
+use crate::architecture::Architecture;
+use crate::cache::{Cache, digest};
+use crate::{Error, Result, tool};
+
+/// The object whose flags all others get; making it makes the generated headers, too.
+const FIRST: &str = "arch/x86/kvm/x86.o";
+
+/// How long the program explores, and from where.
+pub struct Options {
+    /// How long all setups take together.
+    pub time: Option<Duration>,
+    /// How many runs of each setup.
+    pub runs: Option<u64>,
+    /// The first run's seed.
+    pub seed: Option<u64>,
+    /// One setup alone.
+    pub setup: Option<String>,
+}
+
+/// Explores `base` with `series`; the exit status of the harness.
+pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options) -> Result<u8> {
+    if base.name == "5.10" {
+        return Err(Error::Usage(
+            "5.10: the harness knows KVM from 6.12 on; explore 6.12, 7.2 or 7.3".into(),
+        ));
+    }
+    if let Some(arm) = series.iter().find(|one| one.architecture().is_ok_and(|of| of == Architecture::Arm)) {
+        return Err(Error::Usage(format!(
+            "--with {}: it is for arm64, and the harness runs x86's KVM",
+            arm.name
+        )));
+    }
+    let mut command = Command::new(program(cache, base, series)?);
+    let mut pass = |flag: &str, value: Option<String>| {
+        if let Some(value) = value {
+            command.args([flag, &value]);
+        }
+    };
+    pass("-t", options.time.map(|time| time.as_secs_f64().to_string()));
+    pass("-n", options.runs.map(|runs| runs.to_string()));
+    pass("-s", options.seed.map(|seed| seed.to_string()));
+    pass("-o", options.setup.clone());
+    let status = command.status().map_err(Error::file("run", Path::new(command.get_program())))?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
+}
+
+/// The harness for `base` with `series`, built if need be.
+fn program(cache: &Cache, base: &Base, series: &[Series]) -> Result<PathBuf> {
+    build::require_tools()?;
+    let config = Config::new(base, Some(EXPLORE))?;
+    let patches = series::stacked(series);
+    let tree = Tree::open(cache, base)?;
+    let harness = series_directory().join("tools/explore");
+    let mut parts = vec![config.text()?, build::toolchain()?.into()];
+    for patch in &patches {
+        parts.push(build::change(&fs::read(patch).map_err(Error::file("read", patch))?).to_vec());
+    }
+    for file in sources(&harness)? {
+        parts.push(fs::read(&file).map_err(Error::file("read", &file))?);
+    }
+    let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).collect();
+    let names = if names.is_empty() { "pristine".into() } else { names.join("+") };
+    let key = digest(parts.iter().map(Vec::as_slice));
+    let dir = cache.entry(&format!("kernel/{}/explore/{names}-{key}", tree.package.version), |out| {
+        let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
+        eprintln!("lab: building the harness of {} {names}", tree.package.version);
+        tree.carry(&patches)?;
+        let objects = config.objects(&tree)?;
+        build::configure(&tree, &config, &objects)?;
+        tree.date_for(&objects)?;
+        // objtool checks what only a kernel that boots needs.
+        tool::output(build::command(&tree, &objects).args(["CONFIG_OBJTOOL=", "KCFLAGS=-g", FIRST]))?;
+        let mut build = Command::new(harness.join("build"));
+        build.args([&tree.source, &objects]).arg(out).env("CC", build::COMPILER);
+        let built = tool::output(&mut build);
+        tree.carry(&[])?;
+        built.map(|_| ())
+    })?;
+    Ok(dir.join("explore"))
+}
+
+/// Every file of the harness, in a fixed order.
+fn sources(harness: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(harness).map_err(Error::file("read", harness))?;
+    let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    files.sort();
+    Ok(files)
+}
