@@ -1,5 +1,6 @@
-//! `vellum fork`: machines that share a running one's memory until they write to it. Built-in guests say at their end whether each page has
-//! what they must have written: those that were forked, and the one that they were forked from.
+//! `vellum fork`: machines that share a running one's memory until they write to it. Built-in
+//! guests say at their end whether each page has what they must have written: those that were
+//! forked, and the one that they were forked from.
 
 use std::fs;
 use std::io::Read;
@@ -113,8 +114,9 @@ fn done(env: &TestEnv, name: &str) -> Result<u64, Failed> {
     eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
 }
 
-/// A guest that writes throughout is forked again and again, and so are some of those that were forked from it. Each machine has the
-/// memory of its pause, and goes its own way from there. `VELLUM_FORK=all` has 200 of them.
+/// A guest that writes throughout is forked again and again, and so are some of those that were
+/// forked from it. Each machine has the memory of its pause, and goes its own way from there.
+/// `VELLUM_FORK=all` has 200 of them.
 fn writes_throughout(line: &str) -> Result<(), Failed> {
     let times = if std::env::var("VELLUM_FORK").is_ok_and(|value| value == "all") { 200 } else { 12 };
     let env = TestEnv::new()?;
@@ -160,6 +162,34 @@ fn a_guest_on_huge_pages_writes_throughout() -> Result<(), Failed> {
 #[test(real())]
 fn a_guest_with_dirty_rings_writes_throughout() -> Result<(), Failed> {
     writes_throughout(&format!("--cpus 2 --memory 16m,backing=memfd --dirty-ring {WRITE}"))
+}
+
+/// A guest that has written to most of its memory since it was forked gets a new base each time.
+/// All machines are right, on whichever base.
+#[test(kvm())]
+fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here =
+        env.run("here", &format!("run --cpus 2 --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+    let mut machines = Vec::new();
+    for base in 0..4 {
+        let before = done(&env, "here")?;
+        env.has_written("here", before + 6000)?;
+        machines.push(fork_one(&env, "here", &format!("f{base}"))?);
+        let (answer, _) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
+        ensure(answer["base"] == base, || format!("not base {base}: {answer}"))?;
+    }
+    // Right away, little differs.
+    env.ctl("here pause")?;
+    machines.push(fork_one(&env, "here", "last")?);
+    machines.push(fork_one(&env, "here", "again")?);
+    let (answer, _) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
+    ensure(answer["base"].as_u64() <= Some(4), || format!("a new base for nothing: {answer}"))?;
+    env.ctl("here resume")?;
+    for machine in machines {
+        machine.ends_right()?;
+    }
+    stops_right(&env, "here", here)
 }
 
 /// Memory on both sides of the gap.
@@ -215,8 +245,8 @@ fn a_log_of_dirty_pages_stays_right() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Of memory that was forked no file has all: it is moved and saved page by page, with what this machine alone has written, by the machine
-/// that was forked and by the one that came of it.
+/// Of memory that was forked no file has all: it is moved and saved page by page, with what this
+/// machine alone has written, by the machine that was forked and by the one that came of it.
 #[test(kvm())]
 fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -412,7 +442,8 @@ fn too_few_huge_pages_are_said_before_the_first() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// Whoever is killed in the middle of a fork leaves nothing behind: no machine that nobody knows of, and one that goes on.
+/// Whoever is killed in the middle of a fork leaves nothing behind: no machine that nobody knows
+/// of, and one that goes on.
 #[test(real())]
 fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -459,7 +490,8 @@ fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
     env.has_written("here", 8000)?;
     let mut right = true;
     for at in 0..3 {
-        // It waits while the other goes on, which writes the same: of two that are equally far, either has what the other has.
+        // It waits while the other goes on, which writes the same: of two that are equally far,
+        // either has what the other has.
         let json = env.path(&format!("f{at}.json"));
         let more = format!("--name f{at} --paused --json {}", json.display());
         let forked = fork(&env, "here", &more)?.pop().ok_or("no machine was forked")?;

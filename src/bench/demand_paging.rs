@@ -166,7 +166,7 @@ fn run_round(
     let alias = match (memory.shared_file(), config.mode) {
         (Some(file), Mode::Minor) => {
             let map =
-                Mapping::new(memory.config.size, memory.config.backing.page_size(), Source::Shared(file));
+                Mapping::new(memory.config.size, memory.config.backing.page_size(), Source::Shared(&file));
             let alias = map.map_err(|e| Error::Host("mmap", e))?;
             // Populates the file before the guest accesses it.
             alias.populate(0, alias.len()).map_err(|e| Error::Host("MADV_POPULATE_WRITE", e))?;

@@ -217,8 +217,8 @@ pub enum Event {
     Forked {
         /// The downtime in microseconds.
         us: u64,
-        /// Whether its memory became a base by this fork.
-        first: bool,
+        /// The number of its base, from 0.
+        base: u64,
         /// When the guest was paused, in nanoseconds since 1970.
         taken: u64,
         /// The number of pages in total.

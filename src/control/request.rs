@@ -77,10 +77,12 @@ pub enum Do {
     /// Stop dirty tracking.
     SnapshotEnd {},
     /// Fork the machine: freeze its memory as a base, and write what differs from it, and the
-    /// machine's state, to the three files whose descriptors come with this: pages, map, state.
+    /// machine's state, to the first three files whose descriptors come with this: pages, map,
+    /// state. The fourth is a sealed memfd as long as memory, which becomes the base if too much
+    /// differs from the one before.
     Fork {},
     /// Get a descriptor of the base that this machine shares with those forked from it. It comes
-    /// with the answer.
+    /// with the answer `{"base": …}`, the base's number.
     ForkBase {},
     /// Lend descriptors of all open files to a process that takes the machine over. The answer is a
     /// [`Lending`] with the descriptors from this number on, as many as fit into a message.
@@ -113,7 +115,7 @@ impl Do {
             Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
             // Larger numbers than fit into one message are rejected.
             Self::MigrateRecover {} => 2,
-            Self::Fork {} => 3,
+            Self::Fork {} => 4,
             Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
                 let connections = asked.connections.clamp(1, MAX_DESCRIPTORS as u32) as usize;

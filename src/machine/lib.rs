@@ -284,11 +284,12 @@ pub trait SessionMachine: HandOver {
     /// The operation in progress.
     fn under_way(&self) -> Option<UnderWay>;
 
-    /// The frozen file that it shares with machines that were forked from it.
+    /// The frozen file that it shares with machines that were forked from it, and its number: each
+    /// new base has the next one.
     ///
     /// # Errors
     /// Why there is none.
-    fn base(&mut self) -> Result<OwnedFd, String>;
+    fn base(&mut self) -> Result<(OwnedFd, u64), String>;
 
     /// The socket to the process that it has moved to, if that process stands in for this one.
     /// Returned once.

@@ -104,10 +104,10 @@ pub enum SenderEvent {
     Written(Written),
     /// The files have their final names.
     Named,
-    /// The machine was forked; whether its memory became a base by that, and what differs from it.
+    /// The machine was forked; the number of its base, and what differs from that.
     Forked {
-        /// Whether this was the first time.
-        first: bool,
+        /// From 0.
+        base: u64,
         /// What is in the files.
         written: Written,
     },

@@ -22,7 +22,7 @@ mod touched;
 pub(crate) mod write_log;
 
 pub use error::Error;
-use forked::Parted;
+use forked::Shared;
 pub use slot::Slot;
 
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, mmap::MmapRegionBuilder};
@@ -131,10 +131,8 @@ pub struct Memory {
     pub config: MemoryConfig,
     /// All of RAM, in one mapping.
     pub mapping: Arc<Mapping>,
-    /// The file of a shared backing.
-    file: Option<Arc<std::fs::File>>,
-    /// How much of the mapping has parted from that file.
-    parted: Arc<Parted>,
+    /// The file of a shared backing, and how much of the mapping has parted from it.
+    shared: Arc<Shared>,
     /// RAM by guest physical address.
     pub guest: GuestMemory,
     /// The ranges of the mapping that map files, or that are fetched from them on demand.
@@ -225,8 +223,8 @@ impl Memory {
         if config.lock {
             mapping.lock(true).map_err(Error::Lock)?;
         }
-        let (file, parted, shown) = (file.map(Arc::new), Arc::default(), Arc::default());
-        Ok(Self { config, mapping, file, parted, guest: regions, shown, slots })
+        let (shared, shown) = (Arc::new(Shared::new(file)), Arc::default());
+        Ok(Self { config, mapping, shared, guest: regions, shown, slots })
     }
 
     /// Faults in all of it, on as many threads as there are CPUs. Calls `go_on` with the bytes

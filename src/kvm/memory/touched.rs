@@ -39,17 +39,17 @@ impl Memory {
             }
         }
         let mut found = |run: Range<u64>| found(first + run.start..first + run.end);
-        match (self.config.backing, pagemap, &self.file) {
+        match (self.config.backing, pagemap, self.file()) {
             // What has parted from its file is in that or was written since, or both.
             (Backing::Memfd, Some(pagemap), Some(file)) if self.is_forked() => {
-                pagemap::data(file, offset, count, &mut found)?;
+                pagemap::data(&file, offset, count, &mut found)?;
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }
-            (Backing::Memfd, None, _) if self.is_forked() => return Ok(false),
+            (Backing::Memfd, _, _) if self.is_forked() => return Ok(false),
             (Backing::Anonymous | Backing::Thp, Some(pagemap), _) => {
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }
-            (Backing::Memfd, _, Some(file)) => pagemap::data(file, offset, count, found)?,
+            (Backing::Memfd, _, Some(file)) => pagemap::data(&file, offset, count, found)?,
             _ => return Ok(false),
         }
         Ok(true)

@@ -164,7 +164,7 @@ impl SessionMachine for Incoming {
         self.running().and_then(SessionMachine::under_way)
     }
 
-    fn base(&mut self) -> Result<OwnedFd, String> {
+    fn base(&mut self) -> Result<(OwnedFd, u64), String> {
         self.running_mut().map_or(Err(Error::Absent.to_string()), |machine| machine.base())
     }
 

@@ -136,10 +136,11 @@ impl<P: SaveState> MigratableMachine<P> {
 
     pub(super) fn fork(&mut self, by: Asker, files: Vec<OwnedFd>) -> Result<Value, String> {
         self.may_leave()?;
-        let [ram, map, state] = <[OwnedFd; 3]>::try_from(files).map_err(|_| "it takes three descriptors")?;
+        let four = <[OwnedFd; 4]>::try_from(files).map_err(|_| "it takes four descriptors")?;
+        let [ram, map, state, next] = four;
         let files = Files { ram: ram.into(), map: map.into(), state: state.into(), clones: Vec::new() };
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
-        let forking = Forking::new(self.moving(), files, self.machine.disks(), mine)?;
+        let forking = Forking::new(self.moving(), files, next.into(), self.machine.disks(), mine)?;
         self.begin(Kind::Fork, by, SaveOperation::new(thread_end, None), || forking.run())?;
         Ok(json!({}))
     }

@@ -281,9 +281,9 @@ where
         self.operation.under_way()
     }
 
-    fn base(&mut self) -> Result<OwnedFd, String> {
-        let base = self.machine.ram().base().map_err(|error| error.to_string())?;
-        base.as_fd().try_clone_to_owned().map_err(|error| error.to_string())
+    fn base(&mut self) -> Result<(OwnedFd, u64), String> {
+        let (base, number) = self.machine.ram().base().map_err(|error| error.to_string())?;
+        Ok((base.as_fd().try_clone_to_owned().map_err(|error| error.to_string())?, number))
     }
 
     fn successor(&mut self) -> Option<OwnedFd> {

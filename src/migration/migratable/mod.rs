@@ -312,11 +312,11 @@ impl<P: SaveState> MigratableMachine<P> {
                 self.tell(Event::SnapshotOver {});
                 self.operation.end();
             }
-            SenderEvent::Forked { first, written } => {
+            SenderEvent::Forked { base, written } => {
                 let stood = self.operation.leaving().and_then(|leaving| leaving.stood);
                 self.tell(Event::Forked {
                     us: stood.map_or(0, |time| time.as_micros() as u64),
-                    first,
+                    base,
                     taken: written.taken,
                     pages: written.layer.pages,
                     present: written.layer.present,

@@ -18,7 +18,7 @@ const STEP: usize = 2 << 20;
 impl Sending {
     /// RAM's file, if it is handed over.
     pub(super) fn handed_over(&self) -> Option<Arc<File>> {
-        self.ram.shared_file().filter(|_| self.options.hands_over).cloned()
+        self.ram.shared_file().filter(|_| self.options.hands_over)
     }
 
     /// Starts a hand-over. No memory has to be copied while the guest runs, so it can be paused at

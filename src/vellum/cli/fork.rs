@@ -35,7 +35,7 @@ use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
-use vellum_sys::mmap::memfd;
+use vellum_sys::mmap::{freezable_memfd, memfd};
 use vellum_sys::poll::Poll;
 use vellum_sys::program::detached_with;
 use vellum_sys::{keyvalue, signal};
@@ -146,9 +146,19 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     check_room(names.len() as u64, &has)?;
     let file = |name| memfd(name, 0, None).map_err(Failure::host);
     let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
-    machine.ask_with(&Do::Fork {}, &files.each_ref().map(AsFd::as_fd)).map_err(failure)?;
-    let (point, us) = forked(&args.machine, &mut machine)?;
-    let (_, base) = Client::borrow(&path, &Do::ForkBase {}).map_err(failure)?;
+    // Where memory is huge pages of the pool it is not used.
+    let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
+    let descriptors = files.iter().chain([&next]).map(AsFd::as_fd);
+    machine.ask_with(&Do::Fork {}, &descriptors.collect::<Vec<_>>()).map_err(failure)?;
+    drop(next);
+    let (point, us, of) = forked(&args.machine, &mut machine)?;
+    let (answer, base) = Client::borrow(&path, &Do::ForkBase {}).map_err(failure)?;
+    if answer["base"] != of {
+        return Err(Failure::host(format!(
+            "{} was forked again meanwhile, on a new base; fork it once more",
+            args.machine
+        )));
+    }
     let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
     drop(machine);
     let differs = point.present + point.zero;
@@ -262,9 +272,9 @@ fn free_descriptors() -> Option<u64> {
     Some(most.saturating_sub(open))
 }
 
-/// Waits until the machine is forked. Returns the contents of the files, and the downtime in
-/// microseconds.
-fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
+/// Waits until the machine is forked. Returns the contents of the files, the downtime in
+/// microseconds, and the number of its base.
+fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64, u64), Failure> {
     let of = machine.last_id();
     loop {
         if signal::take().is_some() {
@@ -275,6 +285,7 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
         match serde_json::from_value::<Event>(line) {
             Ok(Event::Forked {
                 us,
+                base,
                 taken,
                 pages,
                 present,
@@ -283,7 +294,6 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
                 state_bytes,
                 state_crc,
                 disks,
-                ..
             }) => {
                 let (number, full, merged) = (0, false, 0);
                 let point = Point {
@@ -299,7 +309,7 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64), Failure> {
                     merged,
                     disks,
                 };
-                return Ok((point, us));
+                return Ok((point, us, base));
             }
             Ok(Event::NotForked { why }) => {
                 return Err(Failure::host(format!("{name} was not forked: {why}")));

@@ -36,7 +36,7 @@ impl Session {
             }
             if asked.what == (Do::ForkBase {}) {
                 match machine.base() {
-                    Ok(base) => asked.answer_with(Ok(json!({})), &[base]),
+                    Ok((base, number)) => asked.answer_with(Ok(json!({ "base": number })), &[base]),
                     Err(error) => asked.answer(Err(error)),
                 }
                 continue;
