@@ -72,12 +72,13 @@ pub struct ForkArgs {
 
 const EXAMPLES: &str = "\
 Examples:
-  vellum fork web --name web2                             a second machine: same memory and state, a process of its own
-  vellum fork web --count 100 --name w%d                  w0 to w99
-  vellum fork web --name web2 --serial file=web2.log      its serial port's output goes to a file; it has no terminal
-  vellum fork web --name web2 --disk copy.img --net passt the host's side of its devices is said here, as in vellum restore
-A machine is forked while its guest runs, which stands still for its state alone. A disk that can be written to has one machine: give the
-others a copy. The clocks of their guests go on, and guests that look at a VM generation ID are told that they are copies.";
+  vellum fork web --name web2                        a second machine
+  vellum fork web --count 100 --name w%d             w0 to w99
+  vellum fork web --name web2 --serial file=web2.log
+  vellum fork web --name web2 --disk copy.img --net user
+The guest stands still while its state is saved. New machines have no terminal.
+Name the host's side of their devices, as for vellum restore. A disk that can be
+written to belongs to one machine: give the others a copy.";
 
 /// The most machines of one call.
 const MAX_COUNT: i64 = 10_000;

@@ -78,11 +78,11 @@ enum Clock {
 
 const EXAMPLES: &str = "\
 Examples:
-  vellum restore web.snap --name web --disk web.img       the host's side of its devices is said here, as in vellum receive
-  vellum restore web.snap --at 0                          its first point
-  vellum restore web.snap --memory map                    at once, and many share the pages of one snapshot
-  vellum restore web.snap --memory demand --record        at once, each page compared when it is wanted; and which these are
-  vellum restore web.snap --memory demand --prefetch      the same, with those first";
+  vellum restore web.snap --name web --disk web.img   name its devices here
+  vellum restore web.snap --at 0                      its first point
+  vellum restore web.snap --memory map                at once; pages are shared
+  vellum restore web.snap --memory demand --record    record the pages wanted
+  vellum restore web.snap --memory demand --prefetch  read those pages first";
 
 /// The flag of each field.
 pub(super) const FLAGS: Flags = &[
