@@ -84,6 +84,22 @@ fn a_timeout_is_status_124() -> Result<(), Failed> {
 }
 
 #[test(kvm())]
+fn a_guest_that_prints_nothing_is_told_of() -> Result<(), Failed> {
+    let says = "printed nothing for 10 s; its kernel may lack CONFIG_SERIAL_8250_CONSOLE, or console=ttyS0";
+    let silent = Code::default().spin().elf64();
+    expect(&vellum("silent", silent.clone(), &["--timeout", "11s"])?, 124, "", says)?;
+    let heard = Code::default().print("V").spin().elf64();
+    for (code, flags) in
+        [(heard, &["--timeout", "11s"][..]), (silent, &["--timeout", "11s", "--serial", "null"])]
+    {
+        let run = vellum("heard", code, flags)?;
+        let said = String::from_utf8_lossy(&run.stderr).into_owned();
+        ensure(run.status.code() == Some(124) && !said.contains("printed nothing"), || format!("{run:?}"))?;
+    }
+    Ok(())
+}
+
+#[test(kvm())]
 fn the_sandbox_lets_a_guest_program_its_io_apic() -> Result<(), Failed> {
     // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
     let program = [0xb8, 0, 0, 0xc0, 0xfe, 0xc7, 0x00, 0x18, 0, 0, 0, 0xc7, 0x40, 0x10, 0x31, 0, 0, 0];

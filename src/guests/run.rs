@@ -209,6 +209,10 @@ impl Machine for BuiltinMachine {
         Some(Progress { done, of: (of > 0).then_some(of) })
     }
 
+    fn silence(&self) -> Option<&'static str> {
+        None
+    }
+
     fn ask(&mut self, _: Asker, what: &Do, _: Vec<OwnedFd>) -> Result<Value, String> {
         Err(match what {
             Do::Balloon { .. } => {

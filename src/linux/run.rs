@@ -24,6 +24,7 @@ use vellum_devices::vmgenid::VmGenId;
 use vellum_disk::DiskImage;
 use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::core::Core;
+use vellum_kvm::arch::fixed::Uart;
 use vellum_kvm::arch::irqchip::Irqchip;
 use vellum_kvm::dirty::{self, DirtyTracker};
 use vellum_kvm::memory::{Memory, Slot, short_size};
@@ -127,6 +128,14 @@ impl Machine for LinuxMachine {
 
     fn progress(&self) -> Option<Progress> {
         None
+    }
+
+    fn silence(&self) -> Option<&'static str> {
+        let is_heard = !self.serial.is_silent() || self.virtio.find::<console::Opened>().is_some();
+        (!is_heard).then(|| match self.serial.kind() {
+            Uart::Ns16550 => "CONFIG_SERIAL_8250_CONSOLE, or console=ttyS0 on its command line",
+            Uart::Pl011 => "CONFIG_SERIAL_AMBA_PL011_CONSOLE, or console=ttyAMA0 on its command line",
+        })
     }
 
     fn ask(&mut self, _: Asker, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {

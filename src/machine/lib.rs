@@ -143,6 +143,10 @@ pub trait Machine {
     /// Its progress, if it has a goal.
     fn progress(&self) -> Option<Progress>;
 
+    /// What may keep its guest from being heard, as long as the guest has printed nothing although
+    /// its output leads somewhere.
+    fn silence(&self) -> Option<&'static str>;
+
     /// Performs a request that only this kind of machine supports, with the descriptors that came
     /// with it.
     ///

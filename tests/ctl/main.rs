@@ -1,6 +1,7 @@
 //! Control of running machines: `vellum ctl` and `vellum list`, names, and what remains of a
 //! machine that is gone.
 
+mod completions;
 mod exec;
 mod places;
 mod terminal;

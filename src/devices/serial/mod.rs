@@ -11,7 +11,7 @@ pub mod pl011;
 
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -36,6 +36,8 @@ pub struct Serial {
     registers: Mutex<Registers>,
     /// How many bytes of [`PANIC`] the output has just matched. A full match stays.
     said: AtomicUsize,
+    /// Whether the guest has written a byte since this was made.
+    heard: AtomicBool,
     irq: Arc<EventFd>,
     drained: Arc<EventFd>,
 }
@@ -88,7 +90,13 @@ impl Serial {
             Uart::Ns16550 => Registers::Ns16550(Ns16550::new(irq.clone(), drained.clone(), output)),
             Uart::Pl011 => Registers::Pl011(Pl011::new(irq.clone(), drained.clone(), output)),
         };
-        Ok(Self { registers: Mutex::new(registers), said: AtomicUsize::new(0), irq, drained })
+        Ok(Self {
+            registers: Mutex::new(registers),
+            said: AtomicUsize::new(0),
+            heard: AtomicBool::new(false),
+            irq,
+            drained,
+        })
     }
 
     /// The kind of port.
@@ -140,9 +148,15 @@ impl Serial {
         self.said.load(Ordering::Relaxed) == PANIC.len()
     }
 
+    /// Whether the guest has not written a byte yet to output that leads somewhere.
+    pub fn is_silent(&self) -> bool {
+        !self.heard.load(Ordering::Relaxed) && self.lock().output().leads_somewhere()
+    }
+
     /// Matches a byte of output against [`PANIC`]. Only the first letter of [`PANIC`] can start a
     /// match after a mismatch, because no proper prefix recurs within it.
     fn hear(&self, byte: u8) {
+        self.heard.store(true, Ordering::Relaxed);
         let said = self.said.load(Ordering::Relaxed);
         if said < PANIC.len() {
             let said = if PANIC[said] == byte { said + 1 } else { usize::from(PANIC[0] == byte) };

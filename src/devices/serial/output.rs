@@ -107,6 +107,11 @@ impl Output {
         self.sink = Sink::new(file);
     }
 
+    /// Whether there is a target, even one whose reader has gone away.
+    pub fn leads_somewhere(&self) -> bool {
+        !matches!(self.sink, Sink::Nowhere)
+    }
+
     /// Bytes without a reader: lost, or still waiting.
     pub fn unread(&self) -> u64 {
         self.lost + self.backlog.len() as u64

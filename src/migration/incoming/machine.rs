@@ -93,6 +93,10 @@ impl Machine for Incoming {
         self.running().and_then(Machine::progress)
     }
 
+    fn silence(&self) -> Option<&'static str> {
+        self.running().and_then(Machine::silence)
+    }
+
     fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
         if let Some(machine) = self.running_mut() {
             return machine.ask(by, what, descriptors);

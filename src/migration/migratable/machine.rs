@@ -116,6 +116,10 @@ where
         self.machine.progress()
     }
 
+    fn silence(&self) -> Option<&'static str> {
+        self.machine.silence()
+    }
+
     fn ask(&mut self, by: Asker, what: &Do, mut descriptors: Vec<OwnedFd>) -> Result<Value, String> {
         let under_way = "no migration of this machine is under way";
         let kind = self.operation.kind();

@@ -8,6 +8,7 @@
 pub mod args;
 pub mod bench;
 mod client;
+mod completions;
 pub mod control;
 pub mod devices;
 pub mod disk;
@@ -166,11 +167,7 @@ pub fn main() -> ExitCode {
         Command::Judge(args) => judge::run(&args),
         Command::Test(args) => test::run(args),
         Command::ServeShare => process::serve().map(|()| Exit::PowerOff).map_err(Failure::host),
-        Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut self::command(), "vellum", &mut script);
-            print(with_machines(&String::from_utf8_lossy(&script))).map(|_| Exit::PowerOff)
-        }
+        Command::Completions { shell } => print(completions::script(shell)).map(|_| Exit::PowerOff),
     };
     if let Err(failure) = &result {
         say(&failure.message);
@@ -178,30 +175,6 @@ pub fn main() -> ExitCode {
     let status = exits.status(&result);
     crate::session::supervisor::report(status);
     ExitCode::from(status)
-}
-
-/// Adds the names of running machines to the words that a bash script offers for commands that take
-/// a machine. Scripts for other shells are unchanged.
-fn with_machines(script: &str) -> String {
-    const NAMES: &str = " $(vellum list 2>/dev/null | awk 'NR > 2 { print $1 }')\"";
-    let definition = command();
-    let takes = |command: &&clap::Command| command.get_positionals().any(|arg| arg.get_id() == "machine");
-    let commands = definition.get_subcommands().filter(takes);
-    let labels: Vec<String> =
-        commands.map(|command| format!("vellum__subcmd__{})", command.get_name())).collect();
-    let mut inside = false;
-    let mut out = String::new();
-    for line in script.lines() {
-        let word = line.trim_start();
-        if word.ends_with(')') && word.starts_with("vellum__subcmd__") {
-            inside = labels.iter().any(|label| label == word);
-        }
-        match line.strip_suffix('"').filter(|_| inside && word.starts_with("opts=\"")) {
-            Some(options) => out += &format!("{options}{NAMES}\n"),
-            None => out += &format!("{line}\n"),
-        }
-    }
-    out
 }
 
 /// Plants the mistake that the environment variable names, in builds that can plant one. The
@@ -264,39 +237,6 @@ fn read_from(words: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Shells complete words, not file names.
-    #[test]
-    fn completions_offer_the_words_that_there_are() {
-        let mut script = Vec::new();
-        clap_complete::generate(clap_complete::Shell::Bash, &mut command(), "vellum", &mut script);
-        let script = String::from_utf8(script).unwrap();
-        for (flag, words) in
-            [("--sandbox", "on log off"), ("--tracker", "bitmap manual-protect initially-set ring")]
-        {
-            let cases: Vec<_> = script.split(&format!("                {flag})\n")).skip(1).collect();
-            assert!(!cases.is_empty(), "{flag}");
-            assert!(
-                cases.iter().all(|case| case
-                    .trim_start()
-                    .starts_with(&format!("COMPREPLY=($(compgen -W \"{words}\""))),
-                "{flag}"
-            );
-        }
-    }
-
-    /// Shells complete the names of running machines, and the verbs of `ctl`.
-    #[test]
-    fn completions_offer_machines_and_verbs() {
-        let mut script = Vec::new();
-        clap_complete::generate(clap_complete::Shell::Bash, &mut command(), "vellum", &mut script);
-        let script = with_machines(&String::from_utf8(script).unwrap());
-        for (command, word) in [("pause", ""), ("exec", ""), ("migrate", "--to"), ("ctl", " balloon ")] {
-            let (_, case) = script.split_once(&format!("        vellum__subcmd__{command})\n")).unwrap();
-            let options = case.lines().find(|line| line.trim_start().starts_with("opts=")).unwrap();
-            assert!(options.contains("vellum list") && options.contains(word), "{command}: {options}");
-        }
-    }
 
     #[test]
     fn the_command_line_is_well_formed() {

@@ -94,6 +94,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         lent: Some(session::Supervised { control: control.map(Arc::new), supervisor: Arc::new(supervisor) }),
         gdb: None,
         waits: None,
+        tells_of_silence: false,
     };
     let serial = match list.serial {
         Some(Serial { output, input, slave, raw }) => {

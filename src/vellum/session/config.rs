@@ -30,6 +30,8 @@ pub struct Config {
     /// The socket to the client that waits until the machine runs. See
     /// [`supervisor::ClientSocket`].
     pub waits: Option<Arc<OwnedFd>>,
+    /// Whether the user is told of a guest that prints nothing.
+    pub tells_of_silence: bool,
 }
 
 /// Where a debugger connects.
@@ -62,6 +64,7 @@ impl Default for Config {
             lent: None,
             gdb: None,
             waits: None,
+            tells_of_silence: false,
         }
     }
 }

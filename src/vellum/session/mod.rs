@@ -50,6 +50,8 @@ use vellum_sys::terminal;
 
 /// How long a guest may take to stop after it was asked.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a guest may print nothing before the user is told.
+const SILENCE: Duration = Duration::from_secs(10);
 /// The interval of progress events on the control socket.
 const TELLING: Duration = Duration::from_secs(1);
 /// The interval at which the progress bar is redrawn.
@@ -274,6 +276,7 @@ impl Session {
     {
         let bar = progress::of(machine.progress(), self.config.limit);
         let mut told = Instant::now();
+        let mut silence = self.config.tells_of_silence.then(|| Instant::now() + SILENCE);
         let mut settled = false;
         let mut ending: Option<(Cause, Instant)> = None;
         let mut asked: Option<(i32, Instant)> = None;
@@ -308,6 +311,7 @@ impl Session {
             let tells = machine.progress().is_some() && !self.listeners.is_empty();
             let waits = [
                 left,
+                silence.map(|at| at.saturating_duration_since(Instant::now())),
                 terminal::regain().then_some(terminal::LOOK),
                 (!bar.is_hidden()).then_some(REDRAWING),
                 tells.then(|| TELLING.saturating_sub(told.elapsed())),
@@ -323,6 +327,15 @@ impl Session {
                 release_start_up_code();
                 let rest = wait.map(|wait| wait.saturating_sub(settling));
                 self.events.run_with_timeout(milliseconds(rest))?;
+            }
+            if machine.is_paused() {
+                silence = silence.map(|_| Instant::now() + SILENCE);
+            }
+            if silence.take_if(|at| Instant::now() >= *at).is_some()
+                && let Some(lacks) = machine.silence().filter(|_| ending.is_none())
+            {
+                let seconds = SILENCE.as_secs();
+                tracing::warn!("the guest has printed nothing for {seconds} s; its kernel may lack {lacks}");
             }
             let mut cause = None;
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {

@@ -16,6 +16,7 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("cpio", "cpio"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
+    ("fish", "fish"),
     // Its libraries are also for the GDB that emulated hosts get.
     ("gdb", "gdb"),
     ("git", "git"),
@@ -37,6 +38,7 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("ssh-keygen", "openssh-client"),
     ("sshd", "openssh-server"),
     ("unshare", "util-linux"),
+    ("zsh", "zsh"),
 ];
 
 /// The names of the browser.
