@@ -91,7 +91,11 @@ impl Format {
 
     /// The command that converts the image at `path` to a raw image.
     pub fn conversion(self, path: &Path) -> String {
-        let raw = path.with_extension("raw");
+        let mut raw = path.with_extension("raw");
+        if raw == path {
+            // The command would empty the image before it reads it.
+            raw = path.with_extension("raw.raw");
+        }
         let (from, to) = (path.display(), raw.display());
         match self {
             Self::Gzip => format!("gzip -dc {from} >{to}"),
@@ -143,5 +147,6 @@ mod tests {
         let qcow2 = Format::Qcow2.conversion(path);
         assert_eq!(qcow2, "qemu-img convert -O raw /a/debian.qcow2 /a/debian.raw");
         assert_eq!(Format::Xz.conversion(Path::new("a.raw.xz")), "xz -dc a.raw.xz >a.raw.raw");
+        assert_eq!(Format::Gzip.conversion(Path::new("a.raw")), "gzip -dc a.raw >a.raw.raw");
     }
 }

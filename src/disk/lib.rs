@@ -163,16 +163,9 @@ fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<b
 
 /// Makes `len` bytes of `file` from `at` on read as zeroes, and frees their space if `unmap`.
 fn write_zeros(file: &File, at: u64, len: u64, unmap: bool) -> io::Result<()> {
-    static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
     let mode = if unmap { FallocateMode::PunchHole } else { FallocateMode::ZeroRange };
-    if allocate(file, mode, at, len)? {
-        return Ok(());
+    match allocate(file, mode, at, len)? {
+        true => Ok(()),
+        false => vellum_sys::file::write_zeros(file, at, len),
     }
-    let (mut at, end) = (at, at + len);
-    while at < end {
-        let part = (end - at).min(ZEROS.len() as u64) as usize;
-        file.write_all_at(&ZEROS[..part], at)?;
-        at += part as u64;
-    }
-    Ok(())
 }

@@ -39,7 +39,6 @@ use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm::Crc32Iscsi, checksum};
 use serde::{Deserialize, Serialize};
-use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 #[cfg(test)]
 use crate::power::Act;
@@ -348,6 +347,10 @@ impl Overlay {
                 let mut page = [0; MAP_PAGE as usize];
                 for (at, words) in here.chunks_mut(page.len() / 8).enumerate() {
                     over.read_exact_at(&mut page, MAP + at as u64 * MAP_PAGE)?;
+                    // A write makes memory of the map resident, 512 MiB for a disk of 16 TiB.
+                    if page == [0; MAP_PAGE as usize] {
+                        continue;
+                    }
                     for (word, bytes) in words.iter_mut().zip(page.as_chunks::<8>().0) {
                         *word = u64::from_le_bytes(*bytes);
                     }
@@ -505,8 +508,7 @@ impl Overlay {
             if !whole && !self.is_here(block) {
                 self.fill(block)?;
             }
-            fallocate(&self.over, FallocateMode::PunchHole, true, self.data + at, next - at)
-                .map_err(io::Error::from)?;
+            crate::write_zeros(&self.over, self.data + at, next - at, true)?;
             self.note(self.data + at, next - at);
             self.mark(block, next.div_ceil(BLOCK));
             at = next;

@@ -220,11 +220,13 @@ impl Sandbox {
         }
         seccomp::no_new_privileges().map_err(|error| Error::Setup("prctl(PR_SET_NO_NEW_PRIVS)", error))?;
         seccomp::on_trap(violation::report).map_err(|error| Error::Setup("sigaction(SIGSYS)", error))?;
-        let rights = if writable { AccessFs::from_all(NEWEST) } else { AccessFs::from_read(NEWEST) };
-        keep(kept)?;
-        // It may not execute programs or use ioctls of devices.
-        let rights = rights & !(AccessFs::Execute | AccessFs::IoctlDev);
-        self.landlock = restrict_paths(Some(PathBeneath::new(directory.as_fd(), rights)));
+        if self.mode == Mode::On {
+            keep(kept)?;
+            let rights = if writable { AccessFs::from_all(NEWEST) } else { AccessFs::from_read(NEWEST) };
+            // It may not execute programs or use ioctls of devices.
+            let rights = rights & !(AccessFs::Execute | AccessFs::IoctlDev);
+            self.landlock = restrict_paths(Some(PathBeneath::new(directory.as_fd(), rights)));
+        }
         Ok(())
     }
 

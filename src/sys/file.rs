@@ -44,9 +44,24 @@ pub fn reserve(file: &File, len: u64) -> io::Result<()> {
 pub fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
         Ok(()) => Ok(()),
-        Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.write_all_at(&vec![0; len as usize], offset),
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => write_zeros(file, offset, len),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Writes `len` zeroes from `offset` on.
+///
+/// # Errors
+/// The kernel's error.
+pub fn write_zeros(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+    let (mut at, end) = (offset, offset + len);
+    while at < end {
+        let part = (end - at).min(ZEROS.len() as u64) as usize;
+        file.write_all_at(&ZEROS[..part], at)?;
+        at += part as u64;
+    }
+    Ok(())
 }
 
 /// Makes the kernel start to read `len` bytes of `file` from `offset` on, ahead of their use. A

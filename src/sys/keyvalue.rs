@@ -206,7 +206,7 @@ pub fn size(text: &str, bare: u64) -> Result<u64, String> {
         .parse::<u64>()
         .ok()
         .and_then(|number| number.checked_mul(unit))
-        .ok_or_else(|| format!("'{text}' is too large: the most is 16383t"))
+        .ok_or_else(|| format!("'{text}' is too large: the most is 16777215t"))
 }
 
 /// A number in an inclusive range.
@@ -322,7 +322,8 @@ mod tests {
         assert_eq!(size("256", 1 << 20), Ok(256 << 20));
         assert_eq!(size("4G", 1), Ok(4 << 30));
         assert_eq!(size("64kib", 1), Ok(64 << 10));
-        for text in ["", "g", "-1g", "1x", "1.5g", "99999999999999999999g", "17179869184g"] {
+        assert_eq!(size("16777215t", 1), Ok(16_777_215 << 40));
+        for text in ["", "g", "-1g", "1x", "1.5g", "99999999999999999999g", "17179869184g", "16777216t"] {
             assert!(size(text, 1).is_err(), "{text}");
         }
     }

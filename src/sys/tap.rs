@@ -155,7 +155,12 @@ impl Tap {
                 self.check(what, unsafe { ioctl_with_ref(&socket, number, &request) })?;
             }
         }
-        request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as i16;
+        // The kernel takes the flags as a whole: those of the interface stay, such as IFF_MULTICAST.
+        // SAFETY: SIOCGIFFLAGS fills one struct ifreq.
+        self.check("SIOCGIFFLAGS", unsafe { ioctl_with_mut_ref(&socket, libc::SIOCGIFFLAGS, &mut request) })?;
+        // SAFETY: the kernel has just written this field of the union.
+        let flags = unsafe { request.ifr_ifru.ifru_flags };
+        request.ifr_ifru.ifru_flags = flags | (libc::IFF_UP | libc::IFF_RUNNING) as i16;
         // SAFETY: SIOCSIFFLAGS reads one struct ifreq.
         self.check("SIOCSIFFLAGS", unsafe { ioctl_with_ref(&socket, libc::SIOCSIFFLAGS, &request) })
     }
