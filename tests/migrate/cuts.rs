@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use support::env::TestEnv;
 use support::guests::Code;
 use support::hosts::real;
-use support::{Failed, LIMIT, ensure, eventually, test};
+use support::{Failed, LIMIT, Random, ensure, eventually, test};
 use vellum_migration::message::Message;
 use vellum_migration::wire::{Decoder, Frame, HEADER};
 use vellum_sys::mmap::PAGE_SIZE;
@@ -198,15 +198,8 @@ fn a_source_that_is_ended_after_commit_leaves_the_guest_to_the_target() -> Resul
 /// page is right.
 #[test(real())]
 fn a_link_that_is_cut_leaves_exactly_one_guest() -> Result<(), Failed> {
-    let seed = u64::from(std::process::id());
-    eprintln!("seed {seed}");
-    let mut state = seed | 1;
-    let mut random = move |below: u64| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state % below.max(1)
-    };
+    let mut generator = Random::new();
+    let mut random = move |below: u64| generator.below(below);
     let (mut moved, mut stayed) = (0, 0);
     let mut whole = [0, 0];
     for round in 0..16 {

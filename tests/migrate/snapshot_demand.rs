@@ -8,8 +8,9 @@ use std::process::Command;
 
 use support::env::{Machine, TestEnv};
 use support::hosts::{huge_pages, kvm, real};
-use support::{Completion, Failed, LIMIT, Tests, ensure, eventually, test};
+use support::{Completion, Failed, LIMIT, Tests, ensure, eventually, test, tools};
 use vellum_migration::snapshot::working_set::{self, WorkingSet};
+use vellum_sys::host::is_root;
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
@@ -264,12 +265,11 @@ fn who_may_have_no_userfaultfd_is_told_the_remedy() -> Result<Completion, Failed
     let mut nobody = Command::new("setpriv");
     nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", VELLUM, "restore"]).arg(&dir);
     let output = nobody.args(["--memory", "demand"]).output();
-    let Ok(output) = output.map_err(drop).and_then(|output| match output.status.code() {
-        Some(2) if free.trim() == "0" => Ok(output),
-        _ => Err(()),
-    }) else {
+    if free.trim() != "0" || !is_root() || tools::find("setpriv").is_none() {
         return Ok(Completion::ignored_with("needs root, setpriv(1), and vm.unprivileged_userfaultfd=0"));
-    };
+    }
+    let output = output?;
+    ensure(output.status.code() == Some(2), || format!("{output:?}"))?;
     let said = String::from_utf8(output.stderr)?;
     let named = said.contains("--memory demand: ") && said.contains("vm.unprivileged_userfaultfd=1");
     ensure(named && said.lines().count() == 1, || said.clone())?;

@@ -168,7 +168,8 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     for (at, batch) in names.chunks(AT_ONCE).enumerate() {
         let first = at * AT_ONCE;
         let started = (first..).zip(batch).map(|(number, name)| source.start(args, number, name));
-        let mut started = started.collect::<Result<Vec<_>, _>>()?;
+        let started: Result<Vec<_>, _> = started.collect();
+        let mut started = started.map_err(|failed| some_run(failed, running, names.len()))?;
         for at in 0..started.len() {
             if let Err(failed) = started[at].runs() {
                 started.iter_mut().skip(at).for_each(Starting::give_up);

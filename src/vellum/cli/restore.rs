@@ -36,7 +36,7 @@ pub struct RestoreArgs {
     #[arg(long, value_name = "HOW", default_value = "stand-still", hide_possible_values = true)]
     clock: Clock,
 
-    /// Keep it paused until `vellum resume NAME`, even if it was saved running
+    /// Keep it paused until `vellum resume NAME`, however it was saved
     #[arg(long, requires = "name")]
     paused: bool,
 
@@ -46,8 +46,8 @@ pub struct RestoreArgs {
     disk_changed: bool,
 
     /// How memory is loaded and what backs it:
-    /// `eager|map|demand[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc]`
-    /// `[,lock]`; eager: all memory is read and compared with its checksums before the guest runs;
+    /// `eager|map|demand[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock]`;
+    /// eager: all memory is read and compared with its checksums before the guest runs;
     /// map: memory maps the files, on anonymous or thp, so that pages are read on demand, shared
     /// between machines and not compared; demand: the guest runs at once, on any backing, each page
     /// is read on demand and compared, and the rest is read in the background. A migration or

@@ -1,6 +1,6 @@
 //! `vellum judge image`.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -57,14 +57,22 @@ pub(super) fn write(
         io::ErrorKind::AlreadyExists => {
             Failure::usage(format!("--out {}: exists; remove it, or name another file", out.display()))
         }
-        _ => Failure::usage(format!("--out {}: cannot write: {error}", out.display())),
+        // A path that cannot be is the user's; a disk that is full is not.
+        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied | io::ErrorKind::NotADirectory => {
+            Failure::usage(format!("--out {}: {error}", out.display()))
+        }
+        _ => Failure::host(format!("--out {}: cannot write: {error}", out.display())),
     };
     if out == Path::new("-") {
         let mut stdout = io::stdout().lock();
         write(&mut stdout).and_then(|()| stdout.flush()).map_err(failed)?;
     } else {
         let mut file = io::BufWriter::new(File::create_new(out).map_err(failed)?);
-        write(&mut file).and_then(|()| file.flush()).map_err(failed)?;
+        write(&mut file).and_then(|()| file.flush()).map_err(|error| {
+            // Half an image is of no use, and would be in the way of the next attempt.
+            let _ = fs::remove_file(out);
+            failed(error)
+        })?;
     }
     Ok(Exit::PowerOff)
 }

@@ -4,6 +4,7 @@ use clap::Args;
 use indicatif::ProgressBar;
 
 use super::dirty_log::address;
+use super::fits;
 use crate::cli::args;
 use crate::cli::failure::Failure;
 use crate::cli::flags::Flags;
@@ -133,10 +134,7 @@ pub(super) fn config(args: &DirtyEdgesArgs) -> Result<edges::Config, Failure> {
         let flag = if args.revoke { "--revoke" } else { "--race" };
         return Err(Failure::usage(format!("{flag}: only --tracker initially-set has something to revoke")));
     }
-    if slot_base + args.memory > soak::MAX_MEMORY {
-        let most = (soak::MAX_MEMORY - slot_base) >> 20;
-        return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
-    }
+    fits(slot_base, args.memory)?;
     Ok(edges::Config {
         method,
         backing: args.backing,

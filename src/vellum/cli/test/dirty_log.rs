@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use indicatif::ProgressBar;
 
+use super::fits;
 use crate::cli::args;
 use crate::cli::failure::Failure;
 use crate::cli::flags::Flags;
@@ -207,6 +208,7 @@ pub(super) fn soak(
 }
 
 pub(super) fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
+    fits(args.slot_base.unwrap_or(0), args.memory)?;
     let mut left_out = Vec::new();
     let methods = match args.tracker.as_slice() {
         [] => {
@@ -234,10 +236,6 @@ pub(super) fn config(args: &DirtyLogArgs) -> Result<soak::Config, Failure> {
             present(some.iter().copied(), check, &mut left_out, |backing| (None, Some(backing)))?
         }
     };
-    if args.slot_base.unwrap_or(0) + args.memory > soak::MAX_MEMORY {
-        let most = (soak::MAX_MEMORY - args.slot_base.unwrap_or(0)) >> 20;
-        return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
-    }
     let seed = args.seed.unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         now.map_or(1, |since| since.as_nanos() as u64 & 0xffff_ffff)

@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use super::failure::Failure;
 use super::output::print;
 use super::run;
+use vellum_bench::oracle::soak;
 use vellum_kvm::vm::lifecycle::Exit;
 
 /// The flag of each field, by subcommand as typed.
@@ -57,4 +58,14 @@ pub fn run(args: TestArgs) -> Result<Exit, Failure> {
             print(format_args!("{rang}\n")).map(|_| outcome.exit)
         }
     }
+}
+
+/// That memory of this size fits where its slot begins.
+fn fits(slot_base: u64, memory: u64) -> Result<(), Failure> {
+    let most = soak::MAX_MEMORY.saturating_sub(slot_base);
+    if memory > most {
+        let most = most >> 20;
+        return Err(Failure::usage(format!("--memory: at most {most}m fits below the gap at 3g here")));
+    }
+    Ok(())
 }
