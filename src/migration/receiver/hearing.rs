@@ -59,15 +59,16 @@ impl Receiving {
         }
     }
 
-    /// Checks the further connections while pages arrive. A lost one is an event. If all have
-    /// reached the end of the pass, the barrier is lifted.
+    /// Checks the further connections. Their frames are a sign of life, also while pages follow the
+    /// guest. While pages arrive, a lost connection is an event. If all have reached the end of the
+    /// pass, the barrier is lifted.
     pub(super) fn lanes_are_cut(&mut self) -> Option<Event> {
-        if self.target.state != State::Receiving {
-            return None;
-        }
         let lanes = &mut self.place.as_mut()?.lanes;
         if lanes.have_moved() {
             self.heard = Instant::now();
+        }
+        if self.target.state != State::Receiving {
+            return None;
         }
         match lanes.have_ended(self.barrier.unwrap_or(0)) {
             Ok(true) => self.barrier = None,
@@ -238,5 +239,88 @@ impl Receiving {
             }
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::link::LIVENESS;
+    use crate::message::{SessionId, VERSION};
+    use crate::pages::{Block, Incoming, Outgoing};
+    use crate::receiver::lanes::Lanes;
+    use crate::threads;
+    use crate::wire::Encoder;
+    use serde_json::Value;
+    use vellum_kvm::memory::plan::Space;
+    use vellum_kvm::memory::{Memory, MemoryConfig};
+    use vellum_kvm::vm::vcpu::Throttle;
+    use vellum_sys::poll::Poll;
+
+    const SESSION: SessionId = SessionId([3; 16]);
+
+    /// The first connection has sent its share of the missing pages and is silent. Another one
+    /// still carries pages.
+    #[test]
+    fn pages_on_another_connection_are_a_sign_of_life_while_memory_is_missing() {
+        let (mine, _machine) = threads::pair(threads::event().unwrap()).unwrap();
+        let mut receiving = Receiving::new(mine, LIVENESS);
+        let config = Message::Config {
+            config: Value::Null,
+            connections: 2,
+            compression: None,
+            handed: false,
+            postcopy: true,
+        };
+        let last = Message::Final { attempt: 1, pages: 0, sections: 0, lacking: Some(1) };
+        for event in [
+            Event::Said(Message::Hello { versions: [VERSION; 2] }),
+            Event::Said(config),
+            Event::Judged(Vec::new()),
+            Event::Said(last),
+            Event::Restored,
+            Event::Said(Message::Commit { attempt: 1 }),
+            Event::Started,
+        ] {
+            receiving.target.step(event);
+        }
+        assert!(receiving.target.state == State::Running && receiving.target.lacks());
+
+        let ram = Memory::map(Space(&[0..1 << 30, 1 << 32..1 << 40]), MemoryConfig::new(4 << 20)).unwrap();
+        let slot = ram.slots()[0].clone();
+        let link = |socket: UnixStream| Link::new(socket.into(), Some(SESSION), PAGE_SIZE as u32).unwrap();
+        let ((_source, first), (mut source, further)) =
+            (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        let (mut lanes, lane) = Lanes::new(2).unwrap();
+        let memory = Arc::new(vec![Incoming::new(slot.clone(), true)]);
+        assert!(lanes.join(1, link(further), &memory, &[slot.pages()].into()));
+        lane.into_iter().for_each(|lane| drop(std::thread::spawn(|| lane.run())));
+
+        // The second chunk is the further connection's. Its thread reports the end of the pass
+        // after it has taken the page.
+        let (mut encoder, mut block) = (Encoder::new(SESSION), Block::new());
+        block.fill(&Outgoing::new(slot.clone(), 0, false), 512..513, 1, &mut encoder);
+        source.write_all(block.bytes()).unwrap();
+        source.write_all(&encoder.message(&Message::PassEnd { pass: 1, pages: 1 })).unwrap();
+        let mut poll = Poll::default();
+        poll.readable(lanes.descriptor());
+        poll.wait(None).unwrap();
+
+        receiving.place = Some(Place {
+            memory: vec![slot],
+            ram,
+            pagemap: None,
+            lanes,
+            populating: None,
+            fetching: None,
+            vcpus: Throttle::new(&[]),
+        });
+        receiving.link = Some(link(first));
+        receiving.heard = Instant::now() - 2 * LIVENESS;
+        let event = receiving.next();
+        assert!(matches!(event, Ok(None)) && receiving.link.is_some(), "{:?}", receiving.broken);
     }
 }
