@@ -61,8 +61,8 @@ enum Order {
     /// Join the migration.
     Join,
     /// Send the owed pages, then PASS_END for pass `number`. At `until` the thread stops, and the
-    /// rest stays owed.
-    Pass { number: u32, until: Option<Instant> },
+    /// rest stays owed. The cap does not apply to a `last` pass, because the guest is paused for it.
+    Pass { number: u32, until: Option<Instant>, last: bool },
 }
 
 /// A message of a thread.
@@ -161,9 +161,9 @@ impl Lanes {
         self.order(Order::Join);
     }
 
-    /// Orders all of them to send their part of a pass.
-    pub fn pass(&mut self, number: u32, until: Option<Instant>) {
-        self.order(Order::Pass { number, until });
+    /// Orders all of them to send their part of a pass. `last` says that the guest is paused for it.
+    pub fn pass(&mut self, number: u32, until: Option<Instant>, last: bool) {
+        self.order(Order::Pass { number, until, last });
     }
 
     /// Whether all have finished their last order. An error if one never will.
@@ -241,7 +241,7 @@ impl Lane {
             let Ok(order) = self.mine.wait() else { return };
             let done = match order {
                 Order::Join => self.join().map(|()| true),
-                Order::Pass { number, until } => self.pass(number, until),
+                Order::Pass { number, until, last } => self.pass(number, until, last),
             };
             let news = done.map_or_else(News::Broken, |whole| News::Done { whole });
             let broken = matches!(news, News::Broken(_));
@@ -274,23 +274,23 @@ impl Lane {
 
     /// Sends its part of a pass. Returns whether the kernel has taken all of it, including
     /// PASS_END.
-    fn pass(&mut self, number: u32, until: Option<Instant>) -> Result<bool, String> {
+    fn pass(&mut self, number: u32, until: Option<Instant>, last: bool) -> Result<bool, String> {
         let common = self.common.clone();
         let began = Instant::now();
         let (mut at, mut pace) = (At::default(), Pace::default());
         let mut block = Block::new().packing(common.compress);
         let (mut pages, late) = (0, |now: Instant| until.is_some_and(|until| now >= until));
         self.link.set_until(until);
+        let cap = || Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0 && !last);
         let share = self.share.in_pass(number);
         while let Some((outgoing, run)) = common.owed.next(&mut at, &share).map_err(|e| e.to_string())? {
-            let cap = Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0 && until.is_none());
-            pace.set(cap);
+            pace.set(cap());
             while let Some(wait) = pace.holds_back(began.elapsed()) {
                 if common.stop.load(Ordering::Relaxed) {
                     return Ok(false);
                 }
                 std::thread::sleep(wait.min(Duration::from_millis(20)));
-                pace.set(Some(common.cap.load(Ordering::Relaxed)).filter(|cap| *cap > 0));
+                pace.set(cap());
             }
             if common.stop.load(Ordering::Relaxed) || late(Instant::now()) {
                 return Ok(false);
@@ -308,5 +308,46 @@ impl Lane {
         }
         self.link.say(&Message::PassEnd { pass: number, pages }).map_err(|error| error.to_string())?;
         Ok(self.link.is_sent())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::bits::Bits;
+    use crate::link::LIVENESS;
+    use vellum_kvm::memory::Slot;
+    use vellum_sys::mmap::{Mapping, Source};
+
+    const SESSION: SessionId = SessionId([3; 16]);
+
+    /// `count` further connections of a migration that owes `owed` of 2048 pages and may send one
+    /// byte per second, and the sockets of the target.
+    fn further(count: usize, owed: &[u64]) -> (Lanes, Vec<Lane>, Vec<UnixStream>) {
+        let mapping = Arc::new(Mapping::new(8 << 20, PAGE_SIZE, Source::Anonymous).unwrap());
+        let pending = PendingPages::new(vec![Slot::new(0, 0, &mapping, 0..8 << 20).unwrap()]);
+        let bits = Bits::new(2048);
+        owed.iter().for_each(|page| bits.set(*page..*page + 1));
+        pending.owe(0, &bits);
+        let common = Arc::new(Common::new(pending, Some(1), false));
+        let (here, there): (Vec<OwnedFd>, _) =
+            (0..count).map(|_| UnixStream::pair().unwrap()).map(|(here, there)| (here.into(), there)).unzip();
+        let (lanes, threads) = Lanes::new(here, SESSION, common, LIVENESS).unwrap();
+        (lanes, threads, there)
+    }
+
+    /// A forced last pass has no time limit. Its guest is paused all the same.
+    #[test]
+    fn a_paused_guest_does_not_wait_for_the_cap() {
+        // The second chunk belongs to the further connection. The cap holds its second frame back.
+        let (mut lanes, threads, _there) = further(1, &[512, 600]);
+        threads.into_iter().for_each(|lane| drop(std::thread::spawn(|| lane.run())));
+        lanes.pass(1, None, true);
+        let mut poll = Poll::default();
+        poll.readable(lanes.descriptor());
+        assert!(poll.wait(Some(Duration::from_secs(60))).unwrap(), "the pass waits for the cap");
+        assert_eq!((lanes.are_done(), lanes.pages()), (Ok(true), 2));
     }
 }

@@ -113,7 +113,7 @@ impl Sending {
             link.set_until(until);
         }
         if !self.lanes.is_empty() {
-            self.lanes.pass(self.passes, until);
+            self.lanes.pass(self.passes, until, last.is_some());
         }
         self.pass = Some(Pass {
             number: self.passes,
@@ -224,7 +224,7 @@ impl Sending {
             return;
         }
         let Some(pass) = &self.pass else { return };
-        self.lanes.pass(pass.number, until);
+        self.lanes.pass(pass.number, until, pass.last.is_some());
         self.link.iter_mut().for_each(|link| link.set_until(until));
     }
 

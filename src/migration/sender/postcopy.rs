@@ -75,7 +75,7 @@ impl Sending {
         self.waits = None;
         self.link.iter_mut().for_each(|link| link.set_until(None));
         if !self.lanes.is_empty() {
-            self.lanes.pass(self.passes, None);
+            self.lanes.pass(self.passes, None, false);
         }
         let owed = self.common.owed.count();
         self.pass = Some(Pass::behind(self.passes, self.sent(), self.spared(), owed));
