@@ -84,12 +84,19 @@ pub struct Lane {
     mine: Mine<News, Order>,
 }
 
+/// The migration thread's handle on one further connection.
+struct Further {
+    thread: MachineEnd<News, Order>,
+    socket: OwnedFd,
+    /// How many orders its thread has not finished. A pass of missing pages may be ordered before
+    /// the previous one has ended.
+    unfinished: u32,
+}
+
 /// The migration thread's handle on the further connections.
 pub(super) struct Lanes {
     common: Arc<Common>,
-    lanes: Vec<(MachineEnd<News, Order>, OwnedFd)>,
-    /// How many threads have not finished their last order.
-    busy: usize,
+    lanes: Vec<Further>,
     /// Whether one of them did not complete its part.
     short: bool,
     wake: Arc<EventFd>,
@@ -110,14 +117,14 @@ impl Lanes {
         let of = sockets.len() as u32 + 1;
         let (mut lanes, mut started) = (Vec::new(), Vec::new());
         for (number, socket) in (1..).zip(sockets) {
-            let (mine, machine) = threads::pair(wake.clone())?;
-            lanes.push((machine, socket.try_clone()?));
+            let (mine, thread) = threads::pair(wake.clone())?;
+            lanes.push(Further { thread, socket: socket.try_clone()?, unfinished: 0 });
             let mut link = Link::new(socket, Some(session), PAGE_SIZE as u32)?;
             link.set_liveness(liveness);
             let share = Share::new(number, of);
             started.push(Lane { link, share, number, common: common.clone(), liveness, mine });
         }
-        Ok((Self { common, lanes, busy: 0, short: false, wake }, started))
+        Ok((Self { common, lanes, short: false, wake }, started))
     }
 
     /// Whether there are no further connections.
@@ -152,8 +159,11 @@ impl Lanes {
 
     fn order(&mut self, order: Order) {
         self.common.stop.store(false, Ordering::Relaxed);
-        (self.busy, self.short) = (self.lanes.len(), false);
-        self.lanes.iter().for_each(|(lane, _)| lane.tell(order));
+        self.short = false;
+        for lane in &mut self.lanes {
+            lane.unfinished += 1;
+            lane.thread.tell(order);
+        }
     }
 
     /// Orders all of them to join the migration.
@@ -166,24 +176,28 @@ impl Lanes {
         self.order(Order::Pass { number, until, last });
     }
 
-    /// Whether all have finished their last order. An error if one never will.
+    /// Whether all have finished all orders. An error if one never will.
     pub fn are_done(&mut self) -> Result<bool, String> {
         let _ = self.wake.read();
-        for (number, (lane, _)) in (1..).zip(&self.lanes) {
-            while let Some(news) = lane.heard() {
+        for (number, lane) in (1..).zip(&mut self.lanes) {
+            while let Some(news) = lane.thread.heard() {
                 match news {
                     News::Done { whole } => {
-                        self.busy = self.busy.saturating_sub(1);
+                        lane.unfinished = lane.unfinished.saturating_sub(1);
                         self.short |= !whole;
                     }
                     News::Broken(why) => {
-                        self.busy = self.busy.saturating_sub(1);
+                        lane.unfinished = 0;
                         return Err(format!("connection {number}: {why}"));
                     }
                 }
             }
         }
-        Ok(self.busy == 0)
+        Ok(!self.are_busy())
+    }
+
+    fn are_busy(&self) -> bool {
+        self.lanes.iter().any(|lane| lane.unfinished > 0)
     }
 
     /// Whether one did not complete its part.
@@ -207,12 +221,12 @@ impl Lanes {
     /// settles owed pages or waits for its peer.
     pub fn cut(&mut self) {
         self.common.stop.store(true, Ordering::Relaxed);
-        for (_, socket) in &self.lanes {
-            let _ = shutdown(socket, Shutdown::Both);
+        for lane in &self.lanes {
+            let _ = shutdown(&lane.socket, Shutdown::Both);
         }
-        while self.busy > 0 {
+        while self.are_busy() {
             let _ = self.are_done();
-            if self.busy > 0 {
+            if self.are_busy() {
                 let mut poll = Poll::default();
                 poll.readable(self.descriptor());
                 let _ = poll.wait(Some(Duration::from_millis(100)));
@@ -349,5 +363,29 @@ mod tests {
         poll.readable(lanes.descriptor());
         assert!(poll.wait(Some(Duration::from_secs(60))).unwrap(), "the pass waits for the cap");
         assert_eq!((lanes.are_done(), lanes.pages()), (Ok(true), 2));
+    }
+
+    /// The target may send its map of missing pages twice. The second pass is then ordered while
+    /// the first is being sent.
+    #[test]
+    fn a_pass_has_not_ended_before_all_connections_have_ended_it() {
+        let (mut lanes, threads, _there) = further(2, &[]);
+        let done = |lane: usize| assert!(threads[lane].mine.say(News::Done { whole: true }).is_ok());
+        lanes.pass(1, None, false);
+        done(0);
+        lanes.pass(2, None, false);
+        done(0);
+        assert_eq!(lanes.are_done(), Ok(false));
+        done(1);
+        assert_eq!(lanes.are_done(), Ok(false));
+        done(1);
+        assert_eq!(lanes.are_done(), Ok(true));
+        // A connection that breaks finishes none of its orders, and nothing waits for them.
+        lanes.pass(3, None, false);
+        lanes.pass(4, None, false);
+        assert!(threads[0].mine.say(News::Broken("it is cut".into())).is_ok());
+        assert_eq!(lanes.are_done(), Err("connection 1: it is cut".into()));
+        (0..2).for_each(|_| done(1));
+        assert_eq!(lanes.are_done(), Ok(true));
     }
 }
