@@ -207,6 +207,44 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
+/// `snapshot end` during a snapshot with `--follow` stops dirty tracking too: the snapshot does not
+/// return its log.
+#[test(real())]
+fn the_end_of_tracking_during_a_snapshot_is_the_end() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m --passes 0")?;
+    let mut events = env.has_written("here", 0)?;
+    let mut next =
+        |name: &str| eventually(LIMIT, name, || Ok((events.line()?["event"] == name).then_some(())));
+    let asked = vellum_control::Snapshot {
+        downtime_ms: 60_000,
+        timeout_ms: 60_000,
+        tracker: None,
+        loses: Default::default(),
+        stop: false,
+        chain: "a directory".into(),
+        number: 0,
+        follow: true,
+        clones: 0,
+    };
+    let mut client = Client::connect(&env.socket("here"))?;
+    for ends in [false, true] {
+        let files = (0..3).map(|_| vellum_sys::mmap::memfd(c"nameless", 0, None));
+        let files = files.collect::<Result<Vec<_>, _>>()?;
+        client.ask_with(&Do::Snapshot(asked.clone()), &files.iter().map(AsFd::as_fd).collect::<Vec<_>>())?;
+        next("snapshot")?;
+        if ends {
+            Client::connect(&env.socket("here"))?.ask(&Do::SnapshotEnd {})?;
+        }
+        client.ask(&Do::SnapshotNamed {})?;
+        next("snapshot-over")?;
+        let tracker = &client.ask(&Do::Status {})?["tracker"];
+        ensure(tracker.is_null() == ends, || format!("ended: {ends}, tracker: {tracker}"))?;
+    }
+    succeeds(&env.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
 /// A kernel that counts on its serial port continues where it was stopped: no byte is lost, and
 /// none comes twice.
 #[test(kvm())]

@@ -126,7 +126,12 @@ where
         match what {
             Do::Snapshot(asked) => return self.snapshot(by, asked, descriptors),
             Do::Fork {} => return self.fork(by, descriptors),
-            Do::SnapshotEnd {} => self.since = None,
+            Do::SnapshotEnd {} => {
+                self.since = None;
+                if let Some(leaving) = self.operation.leaving_mut() {
+                    leaving.keeps_log = false;
+                }
+            }
             Do::SnapshotNamed {} | Do::SnapshotCancel { .. } if kind != Some(Kind::Snapshot) => {
                 return Err("no snapshot of this machine is under way".into());
             }

@@ -153,7 +153,7 @@ impl<P: SaveState> MigratableMachine<P> {
     fn serve(&mut self) {
         while let Some(leaving) = self.operation.leaving() {
             // Checked before the messages, so that all messages of an ended thread are there.
-            let ended = leaving.has_ended();
+            let (ended, keeps_log) = (leaving.has_ended(), leaving.keeps_log);
             let Some(said) = leaving.thread_end.as_ref().and_then(threads::MachineEnd::heard) else {
                 // A thread that ends without a message could not enter its sandbox or has panicked.
                 // After COMMIT, only the operator knows what that means.
@@ -170,7 +170,7 @@ impl<P: SaveState> MigratableMachine<P> {
                     }
                 }
                 Said::SenderEvent(word) => self.hear(word),
-                Said::Kept(since) => self.since = Some(since),
+                Said::Kept(since) => self.since = keeps_log.then_some(since),
             }
         }
     }

@@ -202,6 +202,8 @@ pub(super) struct SaveOperation {
     pub(super) steps: [u64; 3],
     /// How its dirty pages are collected, once tracking is on.
     pub(super) tracker: Option<Method>,
+    /// Whether dirty tracking may continue after a snapshot.
+    pub(super) keeps_log: bool,
     /// Why the method with the lowest cost for the guest is not used.
     pub(super) distrust: Option<&'static str>,
     /// With postcopy, how long the guest had been paused when it started on the target, in
@@ -228,6 +230,7 @@ impl SaveOperation {
             stood: None,
             steps: [0; 3],
             tracker: None,
+            keeps_log: true,
             distrust,
             ahead: None,
             severed: false,
