@@ -4,6 +4,7 @@
 use std::fs::{self, File};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -11,8 +12,8 @@ use serde_json::Value;
 use support::env::{Machine, TestEnv};
 use support::hosts::{kvm, real};
 use support::{Completion, Failed, LIMIT, ensure, eventually, test};
-use vellum_control::Do;
-use vellum_control::client::Client;
+use vellum_control::client::{Client, Error};
+use vellum_control::{Do, MigrateRequest};
 use vellum_kvm::arch::layout;
 
 use crate::{counting, ends_with, every_page_is_right, has_counted, succeeds, with};
@@ -241,6 +242,27 @@ fn the_end_of_tracking_during_a_snapshot_is_the_end() -> Result<(), Failed> {
         let tracker = &client.ask(&Do::Status {})?["tracker"];
         ensure(tracker.is_null() == ends, || format!("ended: {ends}, tracker: {tracker}"))?;
     }
+    succeeds(&env.vellum("ctl here stop")?)?;
+    ends_with(here, 0).map(drop)
+}
+
+/// A migration that is refused leaves the log of the last snapshot on.
+#[test(real())]
+fn a_refused_migration_leaves_tracking_on() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m --passes 0")?;
+    let line = format!("snapshot here {} --follow", env.path("snap").display());
+    succeeds(&env.vellum(&line)?)?;
+    let (_there, socket) = UnixStream::pair()?;
+    let asked = MigrateRequest { tracker: Some("guesswork".into()), ..MigrateRequest::new(1000, 10_000) };
+    let mut client = Client::connect(&env.socket("here"))?;
+    let refused = client.ask_with(&Do::Migrate(asked), &[socket.as_fd()]);
+    ensure(matches!(&refused, Err(Error::Refused(why)) if why.contains("no tracker guesswork")), || {
+        format!("{refused:?}")
+    })?;
+    succeeds(&env.vellum(&line)?)?;
+    let full: Vec<_> = points(&env, &env.path("snap"))?.iter().map(|point| point["full"] == true).collect();
+    ensure(full == [true, false], || format!("full: {full:?}"))?;
     succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0).map(drop)
 }

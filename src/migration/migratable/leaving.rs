@@ -41,8 +41,6 @@ impl<P: SaveState> MigratableMachine<P> {
         if hands_over && asked.postcopies() {
             return Err("memory that is handed over is there at once: none of it can follow".into());
         }
-        // The migration uses the dirty log from here on.
-        self.since = None;
         let method = asked.tracker.as_deref().map(method).transpose()?;
         let options = Options {
             downtime: Duration::from_millis(asked.downtime_ms),
@@ -96,6 +94,8 @@ impl<P: SaveState> MigratableMachine<P> {
         let mut leaving = SaveOperation::new(thread_end, distrust);
         (leaving.successor, leaving.give_up) = (successor, give_up);
         self.begin(kind, by, leaving, || sending.run())?;
+        // The migration uses the dirty log from here on. A refused one leaves it on.
+        self.since = None;
         Ok(json!({ "session": format!("{session:?}") }))
     }
 
