@@ -61,7 +61,7 @@ pub struct PostcopyMemory {
 
 impl std::fmt::Debug for PostcopyMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Landing({} units missing)", self.left())
+        write!(f, "PostcopyMemory({} units missing)", self.left())
     }
 }
 
@@ -187,15 +187,18 @@ impl PostcopyMemory {
                 continue;
             }
             if let Some(whole) = self.gather(unit, page % self.unit, bytes(&(page..page + 1))) {
-                self.put(unit..unit + 1, &whole)?;
+                self.put_gathered(unit, &whole)?;
             }
         }
         Ok(())
     }
 
-    /// Stores a page of a unit. Returns the whole unit when its last page has arrived.
+    /// Stores a page of a unit. Returns the whole unit when its last page has arrived. It must then
+    /// be [placed](Self::put_gathered).
     fn gather(&self, unit: u64, page: u64, data: Option<&[u8]>) -> Option<Box<[u8]>> {
         let mut gathered = locked(&self.gathered);
+        // Another thread may have placed it since the caller looked.
+        self.missing.first_run(unit..unit + 1)?;
         let one = gathered.entry(unit).or_insert_with(|| Gathered {
             bytes: vec![0; self.page as usize].into(),
             came: Bits::new(self.unit),
@@ -209,7 +212,15 @@ impl PostcopyMemory {
         if let Some(data) = data {
             one.bytes[(page * PAGE_SIZE) as usize..][..PAGE_SIZE as usize].copy_from_slice(data);
         }
-        (one.left == 0).then(|| gathered.remove(&unit).map(|one| one.bytes))?
+        (one.left == 0).then(|| std::mem::take(&mut one.bytes))
+    }
+
+    /// Places a unit whose pages have all arrived. Its entry stays until the unit is marked as
+    /// present, so that a page that arrives twice does not begin another one.
+    fn put_gathered(&self, unit: u64, whole: &[u8]) -> Result<(), String> {
+        self.put(unit..unit + 1, whole)?;
+        locked(&self.gathered).remove(&unit);
+        Ok(())
     }
 
     /// Places `data` in the missing units `run`.
@@ -346,5 +357,28 @@ mod tests {
             let came = u64::from_ne_bytes([2; 8]);
             assert_eq!(found, [1, 1, came, came, came, 1, 1, 1]);
         }
+    }
+
+    /// A page arrives a second time while another thread places its unit. No buffer is left.
+    #[test]
+    fn a_page_that_arrives_while_its_unit_is_placed_begins_no_other() {
+        let Ok(uffd) = Uffd::new(Mode::Missing) else {
+            eprintln!("needs a userfaultfd that sees KVM's faults (vellum doctor)");
+            return;
+        };
+        let unit = 2 * PAGE_SIZE;
+        let mapping = Arc::new(Mapping::new(2 * unit, PAGE_SIZE, Source::Anonymous).unwrap());
+        let missing = Bits::new(2);
+        missing.set(0..2);
+        let landing = PostcopyMemory::new(uffd, mapping, unit, missing, threads::event().unwrap());
+        landing.register().unwrap();
+        landing.empty(false).unwrap();
+        landing.take(0..1, None).unwrap();
+        let whole = landing.gather(0, 1, Some(&[2; PAGE_SIZE as usize])).unwrap();
+        landing.take(0..1, None).unwrap();
+        landing.put_gathered(0, &whole).unwrap();
+        // This one had looked before the unit was marked as present.
+        assert!(landing.gather(0, 1, None).is_none());
+        assert!(locked(&landing.gathered).is_empty() && landing.left() == 1);
     }
 }
