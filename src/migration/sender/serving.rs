@@ -32,14 +32,17 @@ pub struct Server {
     number: u32,
     common: Arc<Common>,
     liveness: Duration,
-    mine: Mine<News, Link>,
+    mine: Mine<(u32, News), (u32, Link)>,
 }
 
 /// The migration thread's handle on the thread.
 pub(super) struct Serving {
-    thread: MachineEnd<News, Link>,
+    thread: MachineEnd<(u32, News), (u32, Link)>,
     wake: Arc<EventFd>,
     socket: Option<OwnedFd>,
+    /// How many connections it has had. Messages about one have its number, and those about an
+    /// earlier one are ignored, because they may arrive late.
+    links: u32,
     joined: bool,
 }
 
@@ -48,15 +51,17 @@ impl Serving {
     pub fn new(number: u32, common: Arc<Common>, liveness: Duration) -> Result<(Self, Server), link::Error> {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
-        Ok((Self { thread, wake, socket: None, joined: false }, Server { number, common, liveness, mine }))
+        Ok((
+            Self { thread, wake, socket: None, links: 0, joined: false },
+            Server { number, common, liveness, mine },
+        ))
     }
 
     /// Serves requests on `link` from now on.
     pub fn serve(&mut self, link: Link) -> Result<(), link::Error> {
-        // Messages about the previous connection are ignored.
-        while self.thread.heard().is_some() {}
         (self.socket, self.joined) = (Some(link.duplicate()?), false);
-        self.thread.tell(link);
+        self.links += 1;
+        self.thread.tell((self.links, link));
         Ok(())
     }
 
@@ -68,8 +73,9 @@ impl Serving {
     /// Whether the connection has joined the migration. An error if it never will.
     pub fn has_joined(&mut self) -> Result<bool, String> {
         let _ = self.wake.read();
-        while let Some(news) = self.thread.heard() {
+        while let Some((about, news)) = self.thread.heard() {
             match news {
+                _ if about != self.links => {}
                 News::Joined => self.joined = true,
                 News::Broken(_) if self.socket.is_none() => {}
                 News::Broken(why) => return Err(format!("the connection for pages that are wanted: {why}")),
@@ -95,20 +101,20 @@ impl Drop for Serving {
 impl Server {
     /// Reports that the thread cannot be started.
     pub fn fail(self, why: String) {
-        let _ = self.mine.say(News::Broken(why));
+        let _ = self.mine.say((1, News::Broken(why)));
     }
 
     /// Runs until the migration's thread is gone.
     pub fn run(self) {
-        while let Ok(link) = self.mine.wait() {
-            let Err(why) = self.serve(link);
-            if self.mine.say(News::Broken(why)).is_err() {
+        while let Ok((about, link)) = self.mine.wait() {
+            let Err(why) = self.serve(about, link);
+            if self.mine.say((about, News::Broken(why))).is_err() {
                 return;
             }
         }
     }
 
-    fn serve(&self, mut link: Link) -> Result<std::convert::Infallible, String> {
+    fn serve(&self, about: u32, mut link: Link) -> Result<std::convert::Infallible, String> {
         let say = |error: link::Error| error.to_string();
         link.say(&Message::Join { connection: self.number }).map_err(say)?;
         let since = Instant::now();
@@ -131,7 +137,7 @@ impl Server {
                     joined = true;
                     link.admit();
                     link.read_ahead(AT_ONCE);
-                    self.mine.say(News::Joined).map_err(|_| String::new())?;
+                    self.mine.say((about, News::Joined)).map_err(|_| String::new())?;
                     continue;
                 }
                 Some(Frame::Wanted(run)) if joined => run,
@@ -156,5 +162,42 @@ impl Server {
                 self.common.served(link.sent - before, taken.pages + taken.zeroes);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::link::LIVENESS;
+    use crate::pending::PendingPages;
+
+    /// The thread reports the end of a lost connection after another one has replaced it.
+    #[test]
+    fn what_is_said_late_of_a_lost_connection_does_not_cut_the_next() {
+        let common = Arc::new(Common::new(PendingPages::new(Vec::new()), None, false));
+        let (mut serving, server) = Serving::new(1, common, LIVENESS).unwrap();
+        let link = || Link::new(UnixStream::pair().unwrap().0.into(), None, 4096).unwrap();
+        let broken = || News::Broken("it is cut".into());
+        serving.serve(link()).unwrap();
+        serving.cut();
+        serving.serve(link()).unwrap();
+        assert!(server.mine.say((1, broken())).is_ok());
+        assert_eq!(serving.has_joined(), Ok(false));
+        assert!(server.mine.say((2, News::Joined)).is_ok());
+        assert_eq!(serving.has_joined(), Ok(true));
+        assert!(server.mine.say((2, broken())).is_ok());
+        assert!(serving.has_joined().is_err());
+    }
+
+    /// The thread may have failed before it is told of the first connection.
+    #[test]
+    fn a_thread_that_cannot_start_is_heard() {
+        let common = Arc::new(Common::new(PendingPages::new(Vec::new()), None, false));
+        let (mut serving, server) = Serving::new(1, common, LIVENESS).unwrap();
+        server.fail("no sandbox".into());
+        serving.serve(Link::new(UnixStream::pair().unwrap().0.into(), None, 4096).unwrap()).unwrap();
+        assert!(serving.has_joined().is_err_and(|why| why.contains("no sandbox")));
     }
 }
