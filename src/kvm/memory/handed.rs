@@ -50,7 +50,7 @@ impl Memory {
         file: File,
         source: impl FnOnce(&File) -> Source<'_>,
     ) -> Result<Self, Error> {
-        let MemoryConfig { size, lock, .. } = config;
+        let size = config.size;
         let backing = Backing::of_handed(&file)?;
         let len = file.metadata().map_err(|error| Error::Handed(error.to_string()))?.len();
         if len != size {
@@ -66,11 +66,7 @@ impl Memory {
         let mapping = Mapping::new(size, backing.alignment(), source(&file))
             .and_then(|mapping| advise(&mapping, backing).map(|()| mapping))
             .map_err(|source| Error::Map { size, backing, source })?;
-        let memory = Self::lay(space, MemoryConfig { backing, ..config }, mapping, Some(file))?;
-        if lock {
-            memory.mapping.lock(true).map_err(Error::Lock)?;
-        }
-        Ok(memory)
+        Self::lay(space, MemoryConfig { backing, ..config }, mapping, Some(file))
     }
 
     /// Whether `slot` is a part of this RAM, and not of the machine's other memory.
