@@ -12,8 +12,8 @@ use vellum_sys::mmap::{Mapping, PAGE_SIZE, host_page};
 /// therefore always a part of a mapping, which it keeps mapped. Only [`Slot::new`] creates one:
 ///
 /// ```compile_fail,E0451
-/// # use vellum::memory::{Memory, MemoryConfig, Slot};
-/// # let memory = Memory::map(vellum::memory::plan::Space(&[0..1 << 30]), MemoryConfig::new(1 << 20)).unwrap();
+/// # use vellum_kvm::memory::{Memory, MemoryConfig, Slot};
+/// # let memory = Memory::map(vellum_kvm::memory::plan::Space(&[0..1 << 30]), MemoryConfig::new(1 << 20)).unwrap();
 /// let forged = Slot { len: 1 << 40, ..memory.slots()[0].clone() };
 /// ```
 #[derive(Clone, Debug)]
