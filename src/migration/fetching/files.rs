@@ -1,7 +1,7 @@
 //! Memory that is fetched from the files of a snapshot.
 
 use std::ops::Range;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use super::{FetchCommand, Recording};
@@ -157,8 +157,16 @@ impl Files {
     /// Waits for faults until the order has been recorded for long enough, and then writes it.
     fn record(&mut self, landing: &PostcopyMemory) -> Result<(), String> {
         let Some(lasts) = self.recording.as_ref().map(|recording| recording.lasts) else { return Ok(()) };
-        if self.runs.is_none() && self.told.try_recv().is_ok() {
-            self.runs = Some(Instant::now());
+        if self.runs.is_none() {
+            match self.told.try_recv() {
+                Ok(FetchCommand::Runs) => self.runs = Some(Instant::now()),
+                Ok(_) | Err(TryRecvError::Empty) => {}
+                // The machine will not run, so there is no order to record.
+                Err(TryRecvError::Disconnected) => {
+                    self.recording = None;
+                    return Ok(());
+                }
+            }
         }
         let left = self.runs.map_or(LOOK, |since| lasts.saturating_sub(since.elapsed()));
         if !left.is_zero() {
@@ -208,7 +216,35 @@ fn in_order(set: &WorkingSet, unit: u64, units: u64, step: u64) -> Vec<Vec<Range
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::channel;
+
     use super::*;
+    use crate::snapshot::working_set::Unnamed;
+    use crate::threads;
+    use vellum_sys::mmap::{Mapping, Source};
+    use vellum_sys::uffd::{Mode, Uffd};
+
+    /// Only the start of the machine starts the time of the recording. A machine that is ended
+    /// before it runs ends the recording, and then the thread.
+    #[test]
+    fn a_recording_begins_with_the_machine_and_ends_without_it() {
+        let Ok(uffd) = Uffd::new(Mode::Missing) else {
+            eprintln!("needs a userfaultfd that sees KVM's faults (vellum doctor)");
+            return;
+        };
+        let mapping = Arc::new(Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
+        let landing = PostcopyMemory::new(uffd, mapping, PAGE_SIZE, Bits::new(1), threads::event().unwrap());
+        let (file, _naming) = Unnamed::create(&std::env::temp_dir()).unwrap();
+        let recording = Recording { lasts: Duration::MAX, file };
+        let (tell, told) = channel();
+        let mut files = Files::new(&landing, Layers(Vec::new()), None, Some(recording), told);
+        tell.send(FetchCommand::Cut).unwrap();
+        assert_eq!((files.go_on(&landing), files.runs), (Ok(true), None));
+        drop(tell);
+        assert_eq!(files.go_on(&landing), Ok(true));
+        assert_eq!((files.go_on(&landing), files.recording.is_none()), (Ok(false), true));
+    }
 
     #[test]
     fn what_was_wanted_is_brought_in_that_order_by_and_large() {
