@@ -211,13 +211,13 @@ impl Saving {
             self.keep(since, result.is_ok())?;
             result
         });
-        let word = match result {
+        let event = match result {
             Ok(()) => SenderEvent::Named,
             Err(End::Failed(why)) => SenderEvent::Stayed(why),
             Err(End::Orphaned) => return,
         };
         // If it fails, the event loop's thread is gone.
-        let _ = self.machine.say(Said::SenderEvent(word));
+        let _ = self.machine.say(Said::SenderEvent(event));
     }
 
     /// Starts dirty tracking, or continues it from the last point.

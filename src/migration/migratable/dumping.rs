@@ -47,8 +47,8 @@ impl<P: Inspect> MigratableMachine<P> {
         let cores = (0..vcpus.count()).map(core).collect();
         let ram = self.machine.ram();
         let slots = ram.slots().to_vec();
-        let errand = DumpJob { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended };
-        self.operation.begin(Operation::new(Kind::Dump, by, Work::Dumping(Box::new(errand))));
+        let job = DumpJob { dumping: Dumping::new(file, cores, ram, slots, self.pagemap.clone()), ended };
+        self.operation.begin(Operation::new(Kind::Dump, by, Work::Dumping(Box::new(job))));
         self.come_again();
     }
 
@@ -79,8 +79,8 @@ impl<P: Inspect> MigratableMachine<P> {
 
     /// Continues the dump. Returns how the guest has ended once a dump after a panic is written.
     pub(super) fn serve_dump(&mut self) -> Option<Exit> {
-        let errand = self.operation.dumping()?;
-        let done = match errand.dumping.turn() {
+        let job = self.operation.dumping()?;
+        let done = match job.dumping.turn() {
             Ok(None) => {
                 self.come_again();
                 return None;

@@ -169,7 +169,7 @@ impl<P: SaveState> MigratableMachine<P> {
                         leaving.tell(SenderCommand::Done(done));
                     }
                 }
-                Said::SenderEvent(word) => self.hear(word),
+                Said::SenderEvent(event) => self.hear(event),
                 Said::Kept(since) => self.since = keeps_log.then_some(since),
             }
         }
@@ -272,8 +272,8 @@ impl<P: SaveState> MigratableMachine<P> {
         tracker
     }
 
-    fn hear(&mut self, word: SenderEvent) {
-        match word {
+    fn hear(&mut self, event: SenderEvent) {
+        match event {
             SenderEvent::Progress(progress) => {
                 let pages = |pages: u64| pages.saturating_mul(PAGE_SIZE);
                 self.tell(Event::Migrating {

@@ -116,7 +116,7 @@ impl AtMostOne {
 
     pub(super) fn dumping(&mut self) -> Option<&mut DumpJob> {
         match &mut self.0.as_mut()?.work {
-            Work::Dumping(errand) => Some(errand),
+            Work::Dumping(job) => Some(job),
             Work::SaveOperation(_) => None,
         }
     }
@@ -129,7 +129,7 @@ impl AtMostOne {
     /// Takes the dump, to end it.
     pub(super) fn take_dump(&mut self) -> Option<DumpJob> {
         match self.0.take() {
-            Some(Operation { work: Work::Dumping(errand), .. }) => Some(*errand),
+            Some(Operation { work: Work::Dumping(job), .. }) => Some(*job),
             other => {
                 self.0 = other;
                 None

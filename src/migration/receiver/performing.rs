@@ -177,8 +177,9 @@ impl Receiving {
                 self.machine.say(Said::Severed(why))?;
             }
             Action::Settle => {
-                let word = self.fence.as_ref().map(|fence| fence.step(Ownership::Open, Ownership::Withdrawn));
-                self.pending.extend(word.map(Event::Fenced));
+                let owner =
+                    self.fence.as_ref().map(|fence| fence.step(Ownership::Open, Ownership::Withdrawn));
+                self.pending.extend(owner.map(Event::Fenced));
             }
             Action::Withdraw => {
                 if let Some(fence) = &self.fence {

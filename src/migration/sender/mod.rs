@@ -404,7 +404,7 @@ impl Sending {
         if let Some(link) = &self.link {
             poll.readable(link.descriptor());
         }
-        if let Some(serving) = self.serving.as_ref().filter(|_| self.event_sources()) {
+        if let Some(serving) = self.serving.as_ref().filter(|_| self.hears_serving()) {
             poll.readable(serving.descriptor());
         }
         if matches!(self.source.state, State::Copying | State::Finishing | State::Serving) {

@@ -25,15 +25,15 @@ impl Sending {
         }
     }
 
-    /// Whether messages of the serving thread matter in this state. In other states the event is
-    /// not read, so it must not be polled either.
-    pub(super) fn event_sources(&self) -> bool {
+    /// Whether messages of the serving thread are read in this state. In other states its event must
+    /// not be polled, because it would stay readable.
+    pub(super) fn hears_serving(&self) -> bool {
         matches!(self.source.state, State::Copying | State::Finishing | State::Committing | State::Serving)
     }
 
     /// The event of a lost connection for faulting pages.
     pub(super) fn served(&mut self) -> Option<Event> {
-        if !self.event_sources() {
+        if !self.hears_serving() {
             return None;
         }
         let why = self.serving.as_mut()?.has_joined().err()?;
