@@ -230,6 +230,8 @@ RETURNS_0(register_shrinker);
 RETURNS_0(__percpu_counter_init);
 RETURNS_0(__percpu_counter_init_many);
 DOES_NOTHING(percpu_counter_add_batch);
+int ex_percpu_counter_batch = 32;
+STANDS_FOR(percpu_counter_batch, ex_percpu_counter_batch);
 RETURNS_0(__percpu_counter_sum);
 
 unsigned long ex_page_offset_base, ex_vmemmap_base, ex_phys_base;
