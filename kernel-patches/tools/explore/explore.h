@@ -14,7 +14,7 @@
 #define PAGES 8
 #define OPS 24
 
-enum kind { AT_READ, AT_WRITE, AT_ATOMIC, AT_LOCK, AT_UNLOCK, AT_WAIT, AT_YIELD, AT_PLAIN };
+enum kind { AT_READ, AT_WRITE, AT_ATOMIC, AT_LOCK, AT_UNLOCK, AT_WAIT, AT_YIELD };
 
 /* One step of a task's program. */
 struct op {

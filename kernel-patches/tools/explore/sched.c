@@ -2,8 +2,8 @@
 /*
  * Simulated processors: tasks on stacks of their own that take turns on one thread.
  *
- * gcc compiles KVM as for KCSAN, so each access to memory calls a function here. Marked accesses
- * (READ_ONCE, WRITE_ONCE, atomic operations) and locks are points at which another task may go on.
+ * gcc compiles KVM as for KCSAN, so each access to memory calls a function here. Accesses to what is
+ * not on a task's stack, atomic operations and locks are points at which another task may go on.
  * Memory is ordered: the harness finds no fault that needs a weaker order.
  */
 #define _GNU_SOURCE
@@ -327,7 +327,7 @@ void schedule_run(void)
 	self = USER;
 }
 
-/* gcc's calls: an access that is volatile is one that the kernel marked. */
+/* gcc's calls; a plain access is a point as well as one that the kernel marked. */
 #define ACCESS(name, kind)						\
 	void __tsan_##name(void *address);				\
 	void __tsan_##name(void *address)				\
@@ -337,12 +337,11 @@ void schedule_run(void)
 		if (!running || on_task_stack(address))			\
 			return;						\
 		kernel_check_access(address, pc);			\
-		if ((kind) != AT_PLAIN)					\
-			point(kind, address, pc);			\
+		point(kind, address, pc);				\
 	}
 #define ACCESSES(size)							\
-	ACCESS(read##size, AT_PLAIN) ACCESS(write##size, AT_PLAIN)		\
-	ACCESS(unaligned_read##size, AT_PLAIN) ACCESS(unaligned_write##size, AT_PLAIN) \
+	ACCESS(read##size, AT_READ) ACCESS(write##size, AT_WRITE)	\
+	ACCESS(unaligned_read##size, AT_READ) ACCESS(unaligned_write##size, AT_WRITE) \
 	ACCESS(volatile_read##size, AT_READ) ACCESS(volatile_write##size, AT_WRITE) \
 	ACCESS(unaligned_volatile_read##size, AT_READ) ACCESS(unaligned_volatile_write##size, AT_WRITE)
 ACCESSES(1) ACCESSES(2) ACCESSES(4) ACCESSES(8) ACCESSES(16)

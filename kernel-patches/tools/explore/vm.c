@@ -661,6 +661,12 @@ const char *op_name(int code)
 	return names[code];
 }
 
+/* Any thread of user space may ask for it, a vCPU's too. */
+static void set_init_set(struct op op)
+{
+	enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, op.page & 1 ? 3 : setup.manual);
+}
+
 static void user_op(struct op op)
 {
 	switch (op.code) {
@@ -675,9 +681,7 @@ static void user_op(struct op op)
 	case DO_MOVE: return move_slot();
 	case DO_NOTIFY: return host_replace(hva_of(gfn_of(op.page)));
 	case DO_AGE: return host_age(hva_of(gfn_of(op.page)));
-	case DO_INIT_SET:
-		enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, op.page & 1 ? 3 : setup.manual);
-		return;
+	case DO_INIT_SET: return set_init_set(op);
 	}
 }
 
@@ -795,6 +799,11 @@ static void vcpu_op(struct kvm_vcpu *vcpu, struct op op)
 	switch (op.code) {
 	case DO_SIGNAL:
 		set_signal(true);
+		return;
+	case DO_INIT_SET:
+		/* Whether a log is cleared or collected is user space's own knowledge; it stays the same. */
+		if (setup.manual)
+			set_init_set(op);
 		return;
 	case DO_TABLE:
 		changed_page[vcpu->vcpu_id] = op.page % 2;
