@@ -106,6 +106,12 @@ pub fn kinds() -> &'static [&'static str] {
     &KINDS
 }
 
+/// The first two words and the last of the page at `address` that `pass` has written.
+pub fn page(start: &Start, address: u64, pass: u64) -> [u64; 3] {
+    let schedule = Schedule { seed: mix(start.seed), ..Schedule::default() };
+    [address, pass, schedule.tail(address, pass)]
+}
+
 /// Reads a log.
 pub fn read(log: &[u8]) -> Log {
     let mut read = Log { counts: vec![None; KINDS.len()], ..Log::default() };

@@ -89,11 +89,19 @@ pub enum Mistake {
     PartedLeftOut,
     /// A machine that is forked goes on before what has parted from the base is copied.
     CopiedAfterResume,
+    /// The last vCPU's state is the one that was saved first.
+    OldVcpu,
+    /// Devices are saved as if they had looked at one more request.
+    DevicesAhead,
+    /// The VM's clock is restored a second early.
+    ClockSetBack,
+    /// The timers of local APICs are restored as if they had expired, without their interrupt.
+    TimerLost,
 }
 
 impl Mistake {
     /// The mistakes by the names that `VARIABLE` takes.
-    pub const NAMES: [(&str, Self); 33] = [
+    pub const NAMES: [(&str, Self); 37] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -127,6 +135,10 @@ impl Mistake {
         ("piece-left-shared", Self::PieceLeftShared),
         ("parted-left-out", Self::PartedLeftOut),
         ("copied-after-resume", Self::CopiedAfterResume),
+        ("old-vcpu", Self::OldVcpu),
+        ("devices-ahead", Self::DevicesAhead),
+        ("clock-set-back", Self::ClockSetBack),
+        ("timer-lost", Self::TimerLost),
     ];
 }
 

@@ -241,11 +241,12 @@ impl Transport {
     /// Saves the device, which must be quiesced.
     pub fn save(&self) -> State {
         let inner = self.lock();
-        State {
-            registers: inner.registers.clone(),
-            interrupt: self.interrupt.save(),
-            device: inner.device.save(),
+        let mut registers = inner.registers.clone();
+        if plant::is(Mistake::DevicesAhead) {
+            let queues = registers.queues.iter_mut();
+            queues.for_each(|queue| queue.next_available = queue.next_available.wrapping_add(1));
         }
+        State { registers, interrupt: self.interrupt.save(), device: inner.device.save() }
     }
 
     /// Restores what [`Transport::save`] returned. The device stays quiesced until

@@ -71,6 +71,8 @@ pub struct Setup {
     pub cmdline: String,
     /// How long each step may take.
     pub limit: Duration,
+    /// What happens to a snapshot, whose file or directory this gets, before it is restored: tests plant faults there.
+    pub between: fn(&Path) -> std::io::Result<()>,
 }
 
 /// Why there is no log to read.
@@ -146,10 +148,10 @@ impl Round<'_> {
         self.dir.join(name)
     }
 
-    /// Waits until the first console has a pass, so that there is something to lose.
+    /// Waits until the first console has a second pass: each page has been written twice, and can be old.
     fn has_begun(&self, process: &mut Process) -> Result<(), Trouble> {
         process.until(self.setup.limit, "the image has begun a pass", || {
-            Ok((read(&fs::read(self.path("first.log")).unwrap_or_default()).pass > Some(0)).then_some(()))
+            Ok((read(&fs::read(self.path("first.log")).unwrap_or_default()).pass > Some(1)).then_some(()))
         })
     }
 

@@ -141,6 +141,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             first.migrate("exec:cat > saved", false)?;
             is_silent(round)?;
             drop(first);
+            (round.setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;
             let mut second = Qemu::start(round, "second", Some("exec:cat saved"))?;
             // It stands still, because it was saved so; and there is nothing to continue before all of it is read.
             let begun = Instant::now();
@@ -163,13 +164,19 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
                 }
             };
             first.migrate(SOCKET, postcopy)?;
+            let moved = round.first_length();
             second.process.ended(limit)?;
-            // Until the other one's end: both must not have run.
-            is_silent(round)?;
+            // From its move to the other one's end: both must not have run.
+            match round.first_length() == moved {
+                true => is_silent(round)?,
+                false => return Err(Trouble::failed(GOES_ON)),
+            }
         }
     }
     Ok(())
 }
+
+const GOES_ON: &str = "the first copy goes on after it was stopped or moved";
 
 /// The first machine stands still: its console does not grow while it could report ten times.
 fn is_silent(round: &Round) -> Result<(), Trouble> {
@@ -177,6 +184,6 @@ fn is_silent(round: &Round) -> Result<(), Trouble> {
     std::thread::sleep(Duration::from_millis(500));
     match round.first_length() == before {
         true => Ok(()),
-        false => Err(Trouble::failed("the first copy goes on after it was stopped or moved")),
+        false => Err(Trouble::failed(GOES_ON)),
     }
 }

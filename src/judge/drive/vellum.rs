@@ -65,6 +65,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
         Scenario::Snapshot => {
             round.succeeds(&["snapshot", "first", &dir, "--stop"])?;
             first.ended(limit)?;
+            (setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;
             round.machine("second", &["restore", &dir])?.ended(limit)?;
         }
         Scenario::Migrate | Scenario::MigratePostcopy => {

@@ -6,7 +6,7 @@
 //     r15    the last TSC                rbx  segment     rbp  index in it    r8  segments left
 //     xmm12, xmm13  the last position seen of each processor, 32 bits each     r9   its address
 //     xmm14  sum of the image            r10  multiplier of the order
-//     xmm15  position and checksum at the last boundary; FS and GS base hold the same (`set_bases`)     r11  deadline
+//     xmm15  position and checksum at the last boundary; FS and GS base hold the same (`SET_BASES`)     r11  deadline
 //
 // A boundary is a multiple of 64 accesses, or a change of phase. There all copies are compared and renewed. While Rust code
 // prints, which the compiler may have use any of these, r12, r13 and xmm12 to xmm15 wait in the MMX registers: they never
@@ -196,8 +196,9 @@ image_sum:
 6:  ret
 
 // FS base := bits 0 to 45 of the position; GS base := bits 46 to 63 of it, and bits 0 to 29 of the checksum. Both are
-// canonical addresses then. Changes rax, rcx, rdx, rsi.
-set_bases:
+// canonical addresses then. Changes rax, rcx, rdx, rsi. What runs at every boundary uses as little of the stack as it can:
+// where registers and memory are of two times, a return address may be of neither, and the image crashes before it judges.
+.macro SET_BASES
     movabs rsi, 0x3fffffffffff
     and rsi, r12
     mov rax, r12
@@ -207,11 +208,11 @@ set_bases:
     and edx, 0x3fffffff
     or rdx, rax
     test dword ptr [rdi + {c_flags}], {F_FSGSBASE}
-    jz 2f
+    jz 7f
     wrfsbase rsi
     wrgsbase rdx
-    ret
-2:  push rdx
+    jmp 8f
+7:  push rdx
     mov ecx, 0xc0000100
     mov eax, 1
     call service
@@ -219,16 +220,17 @@ set_bases:
     mov ecx, 0xc0000101
     mov eax, 1
     call service
-    ret
+8:
+.endm
 
 // rax: FS base; rdx: GS base.
-get_bases:
+.macro GET_BASES
     test dword ptr [rdi + {c_flags}], {F_FSGSBASE}
-    jz 2f
+    jz 7f
     rdfsbase rax
     rdgsbase rdx
-    ret
-2:  push rcx
+    jmp 8f
+7:  push rcx
     mov ecx, 0xc0000101
     xor eax, eax
     call service
@@ -238,14 +240,15 @@ get_bases:
     call service
     pop rdx
     pop rcx
-    ret
+8:
+.endm
 
 // Copies position and checksum, and publishes the position.
 store_copies:
     movq xmm15, r12
     movq xmm0, r13
     punpcklqdq xmm15, xmm0
-    call set_bases
+    SET_BASES
     mov rax, r12
     shr rax, 6
     mov rcx, [rdi + {c_number}]
@@ -263,7 +266,7 @@ poison:
     movq xmm15, r12
     punpcklqdq xmm15, xmm0
     push rsi
-    call set_bases
+    SET_BASES
     pop rsi
     pop r13
     pop r12
@@ -271,10 +274,12 @@ poison:
 
 // rcx: the position at the last boundary. Compares all copies with it.
 check_copies:
+    movq xmm5, r9
+    movq xmm6, r10
     movq r9, xmm15
     pshufd xmm0, xmm15, 0xee
     movq r10, xmm0
-    call get_bases
+    GET_BASES
     cmp r9, rcx
     jne 3f
     movabs rsi, 0x3fffffffffff
@@ -295,10 +300,14 @@ check_copies:
     shr r9, 6
     cmp esi, r9d
     jne 3f
+    movq r9, xmm5
+    movq r10, xmm6
     ret
-3:  mov r10, rcx
+3:  movq r9, xmm5
+    movq r10, xmm6
+    movq xmm7, rcx
     PARK
-    mov rsi, r10
+    movq rsi, xmm7
     mov r8, rdx
     mov rcx, rax
     movq rdx, xmm15
@@ -439,12 +448,8 @@ time:
     ret
 
 boundary:
-    push r9
-    push r10
     lea rcx, [r12 - 64]
     call check_copies
-    pop r10
-    pop r9
     call look
     call store_copies
     test dword ptr [rdi + {c_flags}], {F_DISK}

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::state_error::{Error, call};
 pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::kvm_vcpu;
+use vellum_sys::plant::{self, Mistake};
 
 /// IA32_TIME_STAMP_COUNTER.
 pub(super) const MSR_TSC: u32 = 0x10;
@@ -182,6 +183,9 @@ impl Clock {
         } else {
             let passed = meanwhile.passed(self.realtime, now()).as_nanos() as u64;
             clock.clock = clock.clock.saturating_add(passed);
+        }
+        if plant::is(Mistake::ClockSetBack) {
+            clock.clock = clock.clock.saturating_sub(1_000_000_000);
         }
         call("KVM_SET_CLOCK", vm.set_clock(&clock))
     }

@@ -259,8 +259,15 @@ impl State {
         if deadline_first {
             set_msrs(vcpu, &self.msrs(false))?;
         }
-        if let Some(lapic) = &self.lapic {
-            call("KVM_SET_LAPIC", vcpu.set_lapic(lapic))?;
+        if let Some(mut lapic) = self.lapic {
+            if plant::is(Mistake::TimerLost) {
+                // The initial and the current count (Intel SDM volume 3, section 11.5.4).
+                [0x380, 0x390].iter().for_each(|at| lapic.regs[*at..at + 4].fill(0));
+                // Its vector among those requested.
+                let vector = usize::from(lapic.regs[0x320] as u8);
+                lapic.regs[0x200 + vector / 32 * 16 + vector % 32 / 8] &= !(1 << (vector % 8));
+            }
+            call("KVM_SET_LAPIC", vcpu.set_lapic(&lapic))?;
         }
         if !deadline_first {
             set_msrs(vcpu, &self.msrs(false))?;

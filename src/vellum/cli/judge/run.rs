@@ -128,6 +128,7 @@ fn judge(args: &RunArgs, scenario: Scenario, mebibytes: u64, logs: &Logs) -> Res
             memory: mebibytes,
             cmdline: format!("{passes} report=50ms seed={round} {}", args.cmdline),
             limit: args.limit,
+            between: |_| Ok(()),
         };
         let dir = logs.round(scenario, round)?;
         let what = match drive::run(args.vmm, scenario, &setup, &dir) {
