@@ -25,10 +25,15 @@ pub(super) struct Process {
 impl Process {
     /// Starts `command`, without standard streams but standard error, which goes into the file `error`.
     pub(super) fn start(command: &mut Command, error: PathBuf) -> Result<Self, Trouble> {
+        Self::start_with(command, error, Stdio::null())
+    }
+
+    /// The same with a standard output.
+    pub(super) fn start_with(command: &mut Command, error: PathBuf, output: Stdio) -> Result<Self, Trouble> {
         let name = command.get_program().to_string_lossy().into_owned();
         end_with_parent(command);
         let file = File::create(&error).map_err(Trouble::io("its messages"))?;
-        let streams = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
+        let streams = command.stdin(Stdio::null()).stdout(output).stderr(file);
         let child = streams.spawn().map_err(Trouble::io(&name))?;
         Ok(Self { child, name, error })
     }

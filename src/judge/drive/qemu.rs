@@ -3,13 +3,12 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::process::{Process, wait};
-use super::{DISK, KERNEL, Round, Scenario, Trouble};
+use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, is_silent, program, version_of};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// Where a machine moves to.
@@ -18,14 +17,7 @@ const SOCKET: &str = "unix:socket";
 const MAX_ANSWER: u64 = 1 << 20;
 
 pub(super) fn version() -> Result<String, Trouble> {
-    let output = Command::new(PROGRAM).arg("--version").output().map_err(|error| {
-        Trouble::Missing(
-            format!("{PROGRAM} does not start: {error}"),
-            "apt-get install qemu-system-x86".into(),
-        )
-    })?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    Ok(text.lines().next().unwrap_or_default().chars().take(200).collect())
+    version_of(PROGRAM, "apt-get install qemu-system-x86")
 }
 
 /// A QEMU with its QMP connection.
@@ -39,7 +31,7 @@ impl Qemu {
     fn start(round: &Round, name: &str, incoming: Option<&str>) -> Result<Self, Trouble> {
         let setup = round.setup;
         let socket = round.path(&format!("{name}.qmp"));
-        let mut command = Command::new(PROGRAM);
+        let mut command = program(PROGRAM);
         // A processor without KVM's bit of arch-capabilities: not every KVM can set it.
         let kvm = File::options().read(true).write(true).open("/dev/kvm").is_ok();
         match kvm {
@@ -123,13 +115,17 @@ impl Qemu {
 
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let limit = round.setup.limit;
+    if scenario == Scenario::SnapshotDiff {
+        let remedy = "judge whole ones: --scenario snapshot";
+        return Err(Trouble::Missing("QEMU has no snapshots of changed pages alone".into(), remedy.into()));
+    }
     let mut first = Qemu::start(round, "first", None)?;
     if scenario == Scenario::Boot {
         return first.process.ended(limit);
     }
     round.has_begun(&mut first.process)?;
     match scenario {
-        Scenario::Boot => {}
+        Scenario::Boot | Scenario::SnapshotDiff => {}
         Scenario::Pause => {
             first.do_("stop")?;
             is_silent(round)?;
@@ -174,16 +170,4 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
         }
     }
     Ok(())
-}
-
-const GOES_ON: &str = "the first copy goes on after it was stopped or moved";
-
-/// The first machine stands still: its console does not grow while it could report ten times.
-fn is_silent(round: &Round) -> Result<(), Trouble> {
-    let before = round.first_length();
-    std::thread::sleep(Duration::from_millis(500));
-    match round.first_length() == before {
-        true => Ok(()),
-        false => Err(Trouble::failed(GOES_ON)),
-    }
 }

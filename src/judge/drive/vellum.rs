@@ -62,7 +62,12 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             round.succeeds(&["resume", "first"])?;
             first.ended(limit)?;
         }
-        Scenario::Snapshot => {
+        Scenario::Snapshot | Scenario::SnapshotDiff => {
+            if scenario == Scenario::SnapshotDiff {
+                round.succeeds(&["snapshot", "first", &dir, "--follow"])?;
+                let before = round.pass();
+                round.goes_on(&mut first, before)?;
+            }
             round.succeeds(&["snapshot", "first", &dir, "--stop"])?;
             first.ended(limit)?;
             (setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;

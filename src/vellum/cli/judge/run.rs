@@ -21,11 +21,13 @@ use vellum_sys::{keyvalue, signal};
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct RunArgs {
-    /// qemu (qemu-system-x86_64 in PATH, driven by QMP) or vellum (this program)
+    /// cloud-hypervisor, firecracker, qemu (qemu-system-x86_64) or vellum (this program); programs are
+    /// looked for in the directory VELLUM_VMMS and in PATH
     #[arg(long, value_name = "NAME", value_parser = |text: &str| keyvalue::one_of("VMM", text, &Vmm::NAMES))]
     vmm: Vmm,
 
-    /// boot, pause, snapshot, migrate or migrate-postcopy; may be repeated [default: all of them]
+    /// boot, pause, snapshot, snapshot-diff, migrate or migrate-postcopy; may be repeated
+    /// [default: all of them]
     #[arg(long, value_name = "NAME", value_parser = |text: &str| keyvalue::one_of("scenario", text, &Scenario::NAMES))]
     scenario: Vec<Scenario>,
 

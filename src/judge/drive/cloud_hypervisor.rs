@@ -1,0 +1,116 @@
+//! Cloud Hypervisor, driven by its REST API (docs/api.md, docs/snapshot_restore.md and docs/live_migration.md in Cloud
+//! Hypervisor). A machine that is restored or received opens the files that the first one has named. So the second process
+//! runs in a directory of its own, where these names are other files.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::http::Api;
+use super::process::Process;
+use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, is_silent, program, version_of};
+
+const PROGRAM: &str = "cloud-hypervisor";
+const REMEDY: &str = "build it from a checkout, and name the directory of its program in VELLUM_VMMS";
+/// The console, in each directory.
+const CONSOLE: &str = "first.log";
+
+pub(super) fn version() -> Result<String, Trouble> {
+    version_of(PROGRAM, REMEDY)
+}
+
+struct CloudHypervisor {
+    process: Process,
+    api: Api,
+}
+
+/// Starts the program in `dir`.
+fn start(dir: &Path, arguments: &[&str]) -> Result<Process, Trouble> {
+    let mut command = program(PROGRAM);
+    command.current_dir(dir).args(["--api-socket", "api"]).args(arguments);
+    Process::start(&mut command, dir.join("error"))
+}
+
+impl CloudHypervisor {
+    /// The program that was started in `dir`, when it listens.
+    fn of(mut process: Process, round: &Round, dir: &Path) -> Result<Self, Trouble> {
+        let api = Api::of(&mut process, &dir.join("api"), round.setup.limit)?;
+        Ok(Self { process, api })
+    }
+
+    fn put(&self, action: &str, body: Option<&Value>) -> Result<(), Trouble> {
+        self.api.request("PUT", &format!("/api/v1/{action}"), body)
+    }
+}
+
+pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
+    match scenario {
+        Scenario::SnapshotDiff => Err(Trouble::Missing(
+            "Cloud Hypervisor has no snapshots of changed pages alone".into(),
+            "judge whole ones: --scenario snapshot".into(),
+        )),
+        Scenario::MigratePostcopy => Err(Trouble::Missing(
+            "postcopy of Cloud Hypervisor is not driven".into(),
+            "judge precopy: --scenario migrate".into(),
+        )),
+        _ => {
+            let done = moves(round, scenario);
+            // What the second one has printed, for the reader.
+            let _ = fs::rename(round.dir.join("second").join(CONSOLE), round.path("second.log"));
+            done
+        }
+    }
+}
+
+fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
+    let (setup, limit) = (round.setup, round.setup.limit);
+    let [cpus, memory] = [format!("boot={}", setup.cpus), format!("size={}M", setup.memory)];
+    let [serial, disk] = [format!("file={CONSOLE}"), format!("path={DISK},readonly=on")];
+    let line = ["--kernel", KERNEL, "--cmdline", &setup.cmdline, "--cpus", &cpus, "--memory", &memory];
+    let devices = ["--serial", &serial, "--console", "off", "--disk", &disk];
+    let mut process = start(round.dir, &[&line[..], &devices[..]].concat())?;
+    if scenario == Scenario::Boot {
+        return process.ended(limit);
+    }
+    let mut first = CloudHypervisor::of(process, round, round.dir)?;
+    round.has_begun(&mut first.process)?;
+    let dir = round.path("second");
+    fs::create_dir(&dir).map_err(Trouble::io("a directory"))?;
+    for name in [DISK, KERNEL] {
+        symlink(round.path(name), dir.join(name)).map_err(Trouble::io("a directory"))?;
+    }
+    if scenario == Scenario::Migrate {
+        let mut second = CloudHypervisor::of(start(&dir, &[])?, round, &dir)?;
+        let socket = round.path("socket");
+        let to = format!("unix:{}", socket.display());
+        let body = json!({ "receiver_url": to });
+        let receives = second.api.ask("PUT", "/api/v1/vm.receive-migration", Some(&body))?;
+        second.process.until(limit, "its socket", || Ok(socket.exists().then_some(())))?;
+        first.put("vm.send-migration", Some(&json!({ "destination_url": to, "local": false })))?;
+        let moved = round.first_length();
+        receives.answer()?;
+        second.process.ended(limit)?;
+        return match round.first_length() == moved {
+            true => is_silent(round),
+            false => Err(Trouble::failed(GOES_ON)),
+        };
+    }
+    first.put("vm.pause", None)?;
+    is_silent(round)?;
+    if scenario == Scenario::Pause {
+        first.put("vm.resume", None)?;
+        return first.process.ended(limit);
+    }
+    let saved = round.path("saved");
+    fs::create_dir(&saved).map_err(Trouble::io("a directory"))?;
+    let url = format!("file://{}", saved.display());
+    first.put("vm.snapshot", Some(&json!({ "destination_url": url })))?;
+    drop(first);
+    (setup.between)(&saved).map_err(Trouble::io("the snapshot"))?;
+    let mut second = CloudHypervisor::of(start(&dir, &[])?, round, &dir)?;
+    second.put("vm.restore", Some(&json!({ "source_url": url })))?;
+    second.put("vm.resume", None)?;
+    second.process.ended(limit)
+}

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Answers the API of Firecracker or of Cloud Hypervisor, by the name it is called by, as their documents have it. Its guest is
+a recorded log of the image: it stands where a pass has begun until it has been moved or resumed, and then ends.
+
+FAKE_LOG is the log, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer. With
+FAKE_BOOTS the guest ends as soon as it has started."""
+import json
+import os
+import socket
+import sys
+
+NAME = os.path.basename(sys.argv[0])
+ARGUMENTS = sys.argv[1:]
+HEAD, TAIL = open(os.environ["FAKE_LOG"], newline="").read().split("1..", 1)
+PAGE = 4096
+
+
+def option(name):
+    return ARGUMENTS[ARGUMENTS.index(name) + 1] if name in ARGUMENTS else None
+
+
+class Guest:
+    def __init__(self):
+        self.saved = False
+        self.ends = False
+        serial = option("--serial")
+        self.console = open(serial.removeprefix("file="), "w", newline="") if serial else sys.stdout
+
+    def prints(self, text):
+        self.console.write(text)
+        self.console.flush()
+
+    def starts(self):
+        self.prints(HEAD + "# pass 2 of 2 accesses=0 faults=0\r\n")
+        if "FAKE_BOOTS" in os.environ:
+            self.goes_on()
+
+    def goes_on(self):
+        if self.saved:
+            # For another snapshot.
+            self.saved = False
+            self.prints("# pass 9 of 2 accesses=0 faults=0\r\n")
+        else:
+            self.prints("1.." + TAIL)
+            self.ends = True
+
+
+def firecracker(guest, request, body):
+    if request in ("PUT /machine-config", "PUT /boot-source", "PUT /drives/disk"):
+        return ""
+    if request == "PUT /actions" and body == {"action_type": "InstanceStart"}:
+        guest.starts()
+        return ""
+    if request == "PATCH /vm":
+        if body["state"] == "Resumed":
+            guest.goes_on()
+        return ""
+    if request == "PUT /snapshot/create":
+        guest.saved = True
+        open(body["snapshot_path"], "w").close()
+        with open(body["mem_file_path"], "wb") as memory:
+            if body["snapshot_type"] == "Full":
+                memory.write(b"A" * (4 * PAGE))
+            else:
+                # What has changed since: the third page. The rest is a hole.
+                memory.truncate(4 * PAGE)
+                memory.seek(2 * PAGE)
+                memory.write(b"B" * PAGE)
+        return ""
+    if request == "PUT /snapshot/load" and body["resume_vm"]:
+        with open(body["mem_backend"]["backend_path"], "rb") as memory:
+            pages = memory.read()[::PAGE].decode()
+        guest.goes_on()
+        return pages
+    return None
+
+
+def cloud_hypervisor(guest, request, body):
+    action = request.removeprefix("PUT /api/v1/vm.")
+    if action == "pause":
+        return ""
+    if action == "resume":
+        guest.goes_on()
+        return ""
+    if action == "snapshot":
+        guest.saved = True
+        path = body["destination_url"].removeprefix("file://") + "/memory-ranges"
+        open(path, "w").close()
+        return ""
+    if action == "restore":
+        if not os.path.exists(body["source_url"].removeprefix("file://") + "/memory-ranges"):
+            return None
+        # The console is the file that the first one has named.
+        guest.console = open("first.log", "w", newline="")
+        return ""
+    if action == "send-migration":
+        stream = socket.socket(socket.AF_UNIX)
+        stream.connect(body["destination_url"].removeprefix("unix:"))
+        stream.sendall(b"state")
+        stream.shutdown(socket.SHUT_WR)
+        stream.recv(1)
+        guest.ends = True
+        return ""
+    if action == "receive-migration":
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(body["receiver_url"].removeprefix("unix:"))
+        listener.listen()
+        stream = listener.accept()[0]
+        while stream.recv(4096):
+            pass
+        stream.close()
+        guest.console = open("first.log", "w", newline="")
+        guest.goes_on()
+        return ""
+    return None
+
+
+def main():
+    if ARGUMENTS == ["--version"]:
+        print(NAME, "of a test")
+        return
+    guest = Guest()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(option("--api-sock") or option("--api-socket"))
+    listener.listen()
+    if option("--kernel"):
+        guest.starts()
+    while not guest.ends:
+        stream = listener.accept()[0].makefile("rwb")
+        words = stream.readline().decode().split()
+        if not words:
+            # It was looked at whether this listens.
+            continue
+        length = 0
+        while header := stream.readline().strip():
+            name, value = header.decode().split(":", 1)
+            length = int(value) if name.lower() == "content-length" else length
+        body = stream.read(length)
+        request = " ".join(words[:2])
+        answer = (firecracker if NAME == "firecracker" else cloud_hypervisor)(
+            guest, request, json.loads(body) if body else None
+        )
+        with open(os.environ["FAKE_REQUESTS"], "a") as requests:
+            requests.write(f"{request} {body.decode()} {answer}".strip() + "\n")
+        error = b'{"fault_message": "Invalid request."}'
+        good = b"HTTP/1.1 204 No Content\r\nServer: a test\r\n\r\n"
+        bad = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(error), error)
+        said = os.environ.get("FAKE_ANSWER")
+        stream.write(said.encode() if said else bad if answer is None else good)
+        stream.flush()
+        stream.close()
+
+
+main()
