@@ -93,7 +93,7 @@ pub enum Mistake {
     OldVcpu,
     /// Devices are saved as if they had looked at one more request.
     DevicesAhead,
-    /// The VM's clock is restored a second early.
+    /// The VM's clock is restored a second behind where it was saved.
     ClockSetBack,
     /// The timers of local APICs are restored as if they had expired, without their interrupt.
     TimerLost,

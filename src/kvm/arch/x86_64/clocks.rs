@@ -185,7 +185,7 @@ impl Clock {
             clock.clock = clock.clock.saturating_add(passed);
         }
         if plant::is(Mistake::ClockSetBack) {
-            clock.clock = clock.clock.saturating_sub(1_000_000_000);
+            (clock.flags, clock.clock) = (0, self.nanoseconds.saturating_sub(1_000_000_000));
         }
         call("KVM_SET_CLOCK", vm.set_clock(&clock))
     }
