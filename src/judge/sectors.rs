@@ -3,19 +3,19 @@
 use crate::schedule::mix;
 
 /// Words of a sector.
-pub const WORDS: u64 = 64;
+pub(crate) const WORDS: u64 = 64;
 /// Sectors of a request.
-pub const SECTORS: u64 = 8;
+pub(crate) const SECTORS: u64 = 8;
 /// Accesses of the first processor between two requests.
-pub const EVERY: u64 = 512;
+pub(crate) const EVERY: u64 = 512;
 
 /// A word of a sector. The first one is the sector's number.
-pub fn word(sector: u64, at: u64) -> u64 {
+pub(crate) fn word(sector: u64, at: u64) -> u64 {
     if at == 0 { sector } else { mix(sector * WORDS + at) }
 }
 
 /// The first sector of request `number`. The first request, 0, reads the start of the disk.
-pub fn first(number: u64, seed: u64, sectors: u64) -> u64 {
+pub(crate) fn first(number: u64, seed: u64, sectors: u64) -> u64 {
     match number {
         0 => 0,
         _ => mix(number ^ seed) % (sectors / SECTORS).max(1) * SECTORS,
@@ -23,7 +23,7 @@ pub fn first(number: u64, seed: u64, sectors: u64) -> u64 {
 }
 
 /// Requests of a pass in which the first processor makes so many accesses.
-pub fn each_pass(accesses: u64) -> u64 {
+pub(crate) fn each_pass(accesses: u64) -> u64 {
     accesses / EVERY
 }
 
