@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use support::{Failed, Need, Tests, ensure, test};
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
@@ -27,15 +28,22 @@ struct Host {
     dir: PathBuf,
     device: String,
     mounted: bool,
+    /// Released last: see [`ALONE`].
+    _alone: MutexGuard<'static, ()>,
 }
+
+/// A program that one test starts has the locks of another test's disks until it is executed, so
+/// that a disk that was closed would be in use. One test runs at a time.
+static ALONE: Mutex<()> = Mutex::new(());
 
 impl Host {
     fn new() -> Result<Self, Failed> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let next = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("vellum-disks-{}-{next}", std::process::id()));
         fs::create_dir_all(dir.join("mnt"))?;
-        let mut host = Self { dir, device: String::new(), mounted: false };
+        let mut host = Self { dir, device: String::new(), mounted: false, _alone: alone };
         let image = host.image().display().to_string();
         fs::File::create(&image)?.set_len(8 << 20)?;
         call("mkfs.ext4", &["-q", &image])?;

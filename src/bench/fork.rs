@@ -2,9 +2,9 @@
 //!
 //! It starts processes of this program as a user would: `vellum run` with the built-in guest, and
 //! `vellum fork` again and again. The guest fills its memory as fast as it can, then writes at the
-//! requested rate. It is forked, and forked again when it has written so many more pages, and once
-//! more for a machine that stands still, of which the host's memory is counted. In the end every
-//! page of every machine is checked.
+//! requested rate. It is forked, and forked again when it has reported (once a second) that it has
+//! written so many more pages, and once more for a machine that stands still, of which the host's
+//! memory is counted. In the end every page of every machine is checked.
 //!
 //! The pause is the machine's own figure. Beside it stands the longest time in which the guest
 //! wrote nothing, by its own clock: all forks of the round are in it, and whatever else kept the
@@ -104,7 +104,7 @@ struct Round {
     further: Option<f64>,
     /// The longest time in which the guest wrote nothing.
     gap: Option<f64>,
-    /// Pages that the guest wrote in a second, before the first fork and after it.
+    /// Pages that the guest wrote in a second, before the first fork and after the second.
     rates: [f64; 2],
     /// Mapping as much memory privately at once.
     remap: f64,
@@ -208,10 +208,11 @@ fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Er
     running.leave_alone(config.around)?;
     let before = running.rate()?;
     let (first, one) = running.fork(config, "one", false)?;
-    let after = running.rate()?;
     let done = running.done;
     running.until(|running| Ok((running.done >= done + config.changed).then_some(())))?;
     let (later, two) = running.fork(config, "two", false)?;
+    // Not between the two forks: the guest would change more than it is to.
+    let after = running.rate()?;
     let (_, three) = running.fork(config, "three", true)?;
     let further = own_memory(three.pid);
     for child in [one, two, three] {
