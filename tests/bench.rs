@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use support::hosts;
-use support::hosts::kvm;
+use support::hosts::{kvm, real};
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum_guests as guests;
@@ -331,7 +331,7 @@ fn rounds(report: &Report, name: impl Into<Label>) -> Result<Vec<f64>, Failed> {
 }
 
 /// A guest that writes is forked three times a round. Every figure is there, and no page is wrong.
-#[test(kvm())]
+#[test(real())]
 fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
     let (output, report) = bench("fork -b 64m --dirty-rate 1m --around 100ms --changed 100 --repeat 2")?;
     ensure(output.status.success(), || format!("{output:?}"))?;
