@@ -350,8 +350,8 @@ impl Running {
             return Err(command.failed());
         }
         let (us, copied) = loop {
-            if let Some(Event::Forked { us, present, zero, .. }) = self.event()? {
-                break (us, present + zero);
+            if let Some(Event::Forked { us, written, .. }) = self.event()? {
+                break (us, written.present + written.zero);
             }
         };
         let mut client = Client::connect(&self.directory.socket(name)).map_err(unheard)?;

@@ -97,6 +97,28 @@ pub struct Waited {
     pub longest_us: u64,
 }
 
+/// What a snapshot or a fork wrote into its files.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WrittenPoint {
+    /// When the guest was paused, in nanoseconds since 1970.
+    pub taken: u64,
+    /// The number of pages in total.
+    pub pages: u64,
+    /// The number of pages with content.
+    pub present: u64,
+    /// The number of zero pages.
+    pub zero: u64,
+    /// The CRC32C of the map.
+    pub map_crc: u32,
+    /// The size of the state in bytes.
+    pub state_bytes: u64,
+    /// The CRC32C of the state.
+    pub state_crc: u32,
+    /// The disks.
+    #[serde(default)]
+    pub disks: Vec<Disk>,
+}
+
 /// What a machine reports to listeners.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
@@ -191,27 +213,13 @@ pub enum Event {
         us: Option<u64>,
         /// Whether the snapshot has all of memory, not only the changes since the previous point.
         full: bool,
-        /// When the guest was paused, in nanoseconds since 1970.
-        taken: u64,
         /// The number of passes over memory.
         passes: u32,
-        /// The number of pages in total.
-        pages: u64,
-        /// The number of pages with content in the files.
-        present: u64,
-        /// The number of zero pages.
-        zero: u64,
-        /// The CRC32C of the map.
-        map_crc: u32,
-        /// The size of the state in bytes.
-        state_bytes: u64,
-        /// The CRC32C of the state.
-        state_crc: u32,
+        /// What was written. Its pages with content are those in the files.
+        #[serde(flatten)]
+        written: WrittenPoint,
         /// How dirty pages were collected.
         tracker: Option<String>,
-        /// The disks.
-        #[serde(default)]
-        disks: Vec<Disk>,
     },
     /// The machine was forked and continues. The client now starts the new machines.
     Forked {
@@ -219,23 +227,9 @@ pub enum Event {
         us: u64,
         /// The number of its base, from 0.
         base: u64,
-        /// When the guest was paused, in nanoseconds since 1970.
-        taken: u64,
-        /// The number of pages in total.
-        pages: u64,
-        /// The number of pages with content in the files: those that differ from the base.
-        present: u64,
-        /// The number of pages that differ from the base and are zero.
-        zero: u64,
-        /// The CRC32C of the map.
-        map_crc: u32,
-        /// The size of the state in bytes.
-        state_bytes: u64,
-        /// The CRC32C of the state.
-        state_crc: u32,
-        /// The disks.
-        #[serde(default)]
-        disks: Vec<Disk>,
+        /// What was written. Its pages with content, or of zeroes, are those that differ from the base.
+        #[serde(flatten)]
+        written: WrittenPoint,
     },
     /// A fork failed. The guest continues.
     NotForked {

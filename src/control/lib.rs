@@ -25,7 +25,7 @@ pub mod server;
 mod state;
 mod status;
 
-pub use self::event::{Came, Disk, Event, Fetched, Left, Pass, Phase, Waited};
+pub use self::event::{Came, Disk, Event, Fetched, Left, Pass, Phase, Waited, WrittenPoint};
 pub use self::request::{
     Compression, Do, Lending, Link, Loses, MAX_LINE, MigrateRequest, Mode, Request, Snapshot, Then,
     Throttling, parse,

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::plan::Measured;
 use crate::since::Since;
 use crate::snapshot::layer;
-use vellum_control::{Disk, Left, Mode, Pass, Phase, Then, Throttling, Waited};
+use vellum_control::{Disk, Left, Mode, Pass, Phase, Then, Throttling, Waited, WrittenPoint};
 use vellum_kvm::dirty::{DirtyTracker, Method};
 use vellum_kvm::memory::{Memory, Slot};
 use vellum_kvm::vm::vcpu::Throttle;
@@ -130,6 +130,14 @@ pub struct Written {
     pub state_crc: u32,
     /// The machine's disks.
     pub disks: Vec<Disk>,
+}
+
+impl From<Written> for WrittenPoint {
+    fn from(written: Written) -> Self {
+        let Written { taken, layer, state_bytes, state_crc, disks, .. } = written;
+        let layer::Written { pages, present, zero, map_crc } = layer;
+        Self { taken, pages, present, zero, map_crc, state_bytes, state_crc, disks }
+    }
 }
 
 /// The progress of a migration.

@@ -293,17 +293,10 @@ impl<P: SaveState> MigratableMachine<P> {
                 let stood = self.operation.leaving().and_then(|leaving| leaving.stood);
                 let tracker = self.operation.leaving().and_then(|leaving| leaving.tracker);
                 self.tell(Event::Snapshot {
-                    full: written.full,
                     us: stood.map(|time| time.as_micros() as u64),
-                    taken: written.taken,
+                    full: written.full,
                     passes: written.passes,
-                    pages: written.layer.pages,
-                    present: written.layer.present,
-                    zero: written.layer.zero,
-                    map_crc: written.layer.map_crc,
-                    state_bytes: written.state_bytes,
-                    state_crc: written.state_crc,
-                    disks: written.disks,
+                    written: written.into(),
                     tracker: tracker.map(|method| method.name().to_owned()),
                 });
             }
@@ -317,14 +310,7 @@ impl<P: SaveState> MigratableMachine<P> {
                 self.tell(Event::Forked {
                     us: stood.map_or(0, |time| time.as_micros() as u64),
                     base,
-                    taken: written.taken,
-                    pages: written.layer.pages,
-                    present: written.layer.present,
-                    zero: written.layer.zero,
-                    map_crc: written.layer.map_crc,
-                    state_bytes: written.state_bytes,
-                    state_crc: written.state_crc,
-                    disks: written.disks,
+                    written: written.into(),
                 });
                 self.operation.end();
             }

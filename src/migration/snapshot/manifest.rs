@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Error;
-use vellum_control::Disk;
+use vellum_control::{Disk, WrittenPoint};
 
 /// The name of the file.
 pub const NAME: &str = "manifest.json";
@@ -62,6 +62,12 @@ fn is_zero(number: &u32) -> bool {
 }
 
 impl Point {
+    /// Point `number`, which has all pages if it is `full`.
+    pub fn of(number: u32, full: bool, written: WrittenPoint) -> Self {
+        let WrittenPoint { taken, pages, present, zero, map_crc, state_bytes, state_crc, disks } = written;
+        Self { number, taken, full, pages, present, zero, map_crc, state_bytes, state_crc, merged: 0, disks }
+    }
+
     /// The suffix of its `ram` and `map` files' names.
     pub fn label(&self) -> String {
         match self.merged {

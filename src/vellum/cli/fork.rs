@@ -285,34 +285,7 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64, u64), Failure
         }
         let Some(line) = heard(machine, Some(of), "it was forked")? else { continue };
         match serde_json::from_value::<Event>(line) {
-            Ok(Event::Forked {
-                us,
-                base,
-                taken,
-                pages,
-                present,
-                zero,
-                map_crc,
-                state_bytes,
-                state_crc,
-                disks,
-            }) => {
-                let (number, full, merged) = (0, false, 0);
-                let point = Point {
-                    number,
-                    taken,
-                    full,
-                    pages,
-                    present,
-                    zero,
-                    map_crc,
-                    state_bytes,
-                    state_crc,
-                    merged,
-                    disks,
-                };
-                return Ok((point, us, base));
-            }
+            Ok(Event::Forked { us, base, written }) => return Ok((Point::of(0, false, written), us, base)),
             Ok(Event::NotForked { why }) => {
                 return Err(Failure::host(format!("{name} was not forked: {why}")));
             }

@@ -237,35 +237,7 @@ fn written(
             print(format_args!("{line}\n"))?;
         }
         match serde_json::from_value::<Event>(line) {
-            Ok(Event::Snapshot {
-                full,
-                us,
-                taken,
-                pages,
-                present,
-                zero,
-                map_crc,
-                state_bytes,
-                state_crc,
-                disks,
-                ..
-            }) => {
-                let number = 0;
-                let point = Point {
-                    number,
-                    taken,
-                    full,
-                    pages,
-                    present,
-                    zero,
-                    map_crc,
-                    state_bytes,
-                    state_crc,
-                    merged: 0,
-                    disks,
-                };
-                return Ok((point, us));
-            }
+            Ok(Event::Snapshot { us, full, written, .. }) => return Ok((Point::of(0, full, written), us)),
             Ok(Event::NoSnapshot { why }) => {
                 return Err(Failure::host(format!("no snapshot of {name}: {why}")));
             }
