@@ -1,5 +1,6 @@
-//! `vellum judge`: the image boots and judges, under Vellum and QEMU; it survives each kind of move, beside the built-in
-//! guest; what a planted fault loses is named; and no log passes that is not whole.
+//! `vellum judge`: the image boots and judges, under Vellum and QEMU; it survives each kind of
+//! move, beside the built-in guest; what a planted fault loses is named; and no log passes that is
+//! not whole.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -119,7 +120,8 @@ fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
     disk(&env)?;
     let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", env.path("judge.raw").display());
-    // On `microvm` a bzImage was not seen to start. Its virtio-mmio is of version 1, or of version 2.
+    // On `microvm` a bzImage was not seen to start. Its virtio-mmio is of version 1, or of version
+    // 2.
     let (ways, device, transport) = match machine {
         "pc" => ([(Format::Elf, "on"), (Format::BzImage, "on")], "virtio-blk-pci", "pci"),
         _ => ([(Format::Elf, "on"), (Format::Elf, "off")], "virtio-blk-device", "mmio"),
@@ -142,9 +144,9 @@ fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The options of an image that moves. It takes some seconds, in which it does little, so that a busy host does not make
-/// them minutes. It says twice a second how far it is: while it prints, its stack is in use, and an image that loses its
-/// stack says nothing of use.
+/// The options of an image that moves. It takes some seconds, in which it does little, so that a
+/// busy host does not make them minutes. It says twice a second how far it is: while it prints, its
+/// stack is in use, and an image that loses its stack says nothing of use.
 const MOVING: &str = "passes=16 rate=8000 seed=5 report=500ms";
 
 /// Waits until the image has reported a pass that began in the console of this name.
@@ -234,7 +236,8 @@ fn a_postcopy_migration_is_whole() -> Result<(), Failed> {
     built_in_migrates("--mode postcopy")
 }
 
-/// A snapshot while the image runs, which goes on; and each way to restore it, whose console begins in the middle.
+/// A snapshot while the image runs, which goes on; and each way to restore it, whose console begins
+/// in the middle.
 #[test(boots())]
 fn a_snapshot_and_each_restore_are_whole() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -285,14 +288,16 @@ fn an_upgrade_is_whole() -> Result<(), Failed> {
     whole(&logged(&env, &["here.log"])?)
 }
 
-/// Faults that a debug build makes: the log is LOST, and what is older than it should be is named with its address.
+/// Faults that a debug build makes: the log is LOST, and what is older than it should be is named
+/// with its address.
 #[test(boots())]
 fn pages_that_a_migration_loses_are_named() -> Result<Completion, Failed> {
     if !POSSIBLE {
         return Ok(Completion::ignored_with(IMPOSSIBLE));
     }
-    // What is lost depends on the moment: some of a vCPU's own pages, the array of positions alone, nothing, where no vCPU
-    // ran between the last pass and the end, or the stack of an image that prints, which may print without end.
+    // What is lost depends on the moment: some of a vCPU's own pages, the array of positions alone,
+    // nothing, where no vCPU ran between the last pass and the end, or the stack of an image that
+    // prints, which may print without end.
     eventually(LIMIT, "a page is lost and named", || {
         let env = TestEnv::planted(Some("no-last-harvest"))?;
         let mut there = moves(&env, "--downtime 1s --timeout 10s,then=force")?;
@@ -330,7 +335,8 @@ struct Files {
 const PAGE: usize = 4096;
 
 impl Files {
-    /// Of two points that the image has been saved at, the second one, and in the directory `old` the first.
+    /// Of two points that the image has been saved at, the second one, and in the directory `old`
+    /// the first.
     fn new() -> Result<Self, Failed> {
         Self::of(TestEnv::new()?, "", String::new())
     }
@@ -341,7 +347,8 @@ impl Files {
         let mut command = line(&env, 2, "16m", &cmdline, "here.log")?;
         let here = env.start("here", command.args(devices.split_whitespace()))?;
         has_passed(&env, "here.log")?;
-        // While the image prints, its stack is in use. It is to judge with the memory of another time.
+        // While the image prints, its stack is in use. It is to judge with the memory of another
+        // time.
         let save = |dir: &str| {
             eventually(LIMIT, "it does not print", || {
                 succeeds(env.vellum(&format!("snapshot here {} --paused", env.path(dir).display()))?)?;
@@ -371,8 +378,9 @@ impl Files {
         Ok(fs::read(self.env.path(dir).join("ram-0"))?)
     }
 
-    /// What the image says that is restored from the second point with this RAM, until it has found all of these: a kind,
-    /// and the address of the page, if there is one. Of nothing to be found, until it ends.
+    /// What the image says that is restored from the second point with this RAM, until it has found
+    /// all of these: a kind, and the address of the page, if there is one. Of nothing to be found,
+    /// until it ends.
     fn restored(&self, ram: &[u8], wanted: &[(&str, Option<usize>)]) -> Result<Log, Failed> {
         let log = self.runs_on(ram, wanted)?;
         let right = match wanted {
@@ -400,7 +408,8 @@ impl Files {
             Ok((ended || found).then_some(()))
         })?;
         if !wanted.is_empty() {
-            // It may have ended by itself meanwhile; a machine that neither ends nor stops fails below.
+            // It may have ended by itself meanwhile; a machine that neither ends nor stops fails
+            // below.
             self.env.vellum("ctl restored stop")?;
         }
         ends(restored, 0)?;
@@ -416,7 +425,8 @@ fn finds(log: &Log, kind: &str, at: Option<usize>) -> bool {
     log.faults.iter().any(|fault| fault.kind == kind && is_at(fault.address))
 }
 
-/// One page, or part of it, is not what it was: the first fault has the kind, and each page is named.
+/// One page, or part of it, is not what it was: the first fault has the kind, and each page is
+/// named.
 #[test(boots())]
 fn what_is_wrong_with_a_page_is_named() -> Result<(), Failed> {
     let files = Files::new()?;
@@ -461,7 +471,8 @@ fn registers_and_memory_of_two_times_are_named() -> Result<(), Failed> {
     Ok(())
 }
 
-/// State that is older, or newer, than memory; a clock, an interrupt and what a device writes that are lost.
+/// State that is older, or newer, than memory; a clock, an interrupt and what a device writes that
+/// are lost.
 #[test(boots())]
 fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
     if !POSSIBLE {
@@ -474,7 +485,8 @@ fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
         ("timer-lost", &["timer"]),
     ] {
         let wanted: Vec<_> = kinds.iter().map(|kind| (*kind, None)).collect();
-        // Where a stack is in use that is newer than the registers, the image crashes before it has judged.
+        // Where a stack is in use that is newer than the registers, the image crashes before it has
+        // judged.
         let log = eventually(LIMIT, planted, || {
             let env = TestEnv::planted(Some(planted))?;
             let disk = disk(&env)?;
@@ -482,7 +494,8 @@ fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
             let log = files.runs_on(&files.ram("new")?, &wanted)?;
             let named = kinds.iter().all(|kind| finds(&log, kind, None));
             let crashed = planted == "old-vcpu" && matches!(log.verdict(), Verdict::Crashed(_));
-            // A clock that is set back has caught up, where the machine stands still for a second before it goes on.
+            // A clock that is set back has caught up, where the machine stands still for a second
+            // before it goes on.
             let late = planted == "clock-set-back" && log.verdict() == Verdict::Whole;
             ensure(named || crashed || late, || format!("{planted}: {log:?}"))?;
             Ok(named.then_some(log))
@@ -504,7 +517,8 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
     if !POSSIBLE {
         return Ok(Completion::ignored_with(IMPOSSIBLE));
     }
-    // Whether a request ends between the last look at its buffer and the end, depends on the moment.
+    // Whether a request ends between the last look at its buffer and the end, depends on the
+    // moment.
     eventually(LIMIT, "a device's write is lost and named", || {
         let env = TestEnv::planted(Some("vmm-writes-left-out"))?;
         ends(moves(&env, "--downtime 1s --timeout 10s,then=force")?, 0)?;
@@ -519,9 +533,9 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
     Ok(Completion::Completed)
 }
 
-/// Changes pages in a file of QEMU's migration stream: a record is its offset in RAM with flags, in big-endian order, and the
-/// page (docs/devel/migration in QEMU). A page of the image has its address in its first word, so that nothing else is
-/// taken for one.
+/// Changes pages in a file of QEMU's migration stream: a record is its offset in RAM with flags, in
+/// big-endian order, and the page (docs/devel/migration in QEMU). A page of the image has its
+/// address in its first word, so that nothing else is taken for one.
 fn damage(path: &Path) -> std::io::Result<()> {
     let mut file = fs::read(path)?;
     let mut pages = BTreeMap::new();
@@ -759,7 +773,8 @@ fn a_driven_qemu_is_whole_in_each_scenario() -> Result<(), Failed> {
     driven("qemu", &["boot", "pause", "snapshot", "migrate"])
 }
 
-/// A directory with a program of this name that answers as the real one does by its documents (`tests/data/fake-vmm.py`).
+/// A directory with a program of this name that answers as the real one does by its documents
+/// (`tests/data/fake-vmm.py`).
 fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
     let vmms = env.path("vmms");
     fs::create_dir(&vmms)?;
@@ -777,7 +792,8 @@ fn python() -> Need {
     tools::program("python3")
 }
 
-/// Each driver sends what the documents of its VMM say, in this order, and reads both consoles. `DIR` is the round's.
+/// Each driver sends what the documents of its VMM say, in this order, and reads both consoles.
+/// `DIR` is the round's.
 #[test(python())]
 fn drivers_of_rest_apis_send_what_is_documented() -> Result<(), Failed> {
     let machine = [

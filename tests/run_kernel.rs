@@ -1,4 +1,5 @@
-//! `vellum run --kernel` as a user types it: what comes out of the serial port, exit statuses, and bad input.
+//! `vellum run --kernel` as a user types it: what comes out of the serial port, exit statuses, and
+//! bad input.
 
 use std::fs::{self, File, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -101,7 +102,8 @@ fn a_guest_that_prints_nothing_is_told_of() -> Result<(), Failed> {
 
 #[test(kvm())]
 fn the_sandbox_lets_a_guest_program_its_io_apic() -> Result<(), Failed> {
-    // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer masked.
+    // mov eax, 0xfec00000; mov dword [rax], 0x18; mov dword [rax + 0x10], 0x31: pin 4 is no longer
+    // masked.
     let program = [0xb8, 0, 0, 0xc0, 0xfe, 0xc7, 0x00, 0x18, 0, 0, 0, 0xc7, 0x40, 0x10, 0x31, 0, 0, 0];
     let image = Code::default().bytes(&program).print("I").power_off().elf64();
     expect(&vellum("ioapic", image, &[])?, 0, "I", "")
@@ -154,7 +156,8 @@ fn a_command_line_that_is_too_long_is_status_2() -> Result<(), Failed> {
     expect(&run, 2, "", "--cmdline 'console=")
 }
 
-/// What a user can mistype about files, sockets and interfaces; `DIR` has them all, and the same ones afterwards.
+/// What a user can mistype about files, sockets and interfaces; `DIR` has them all, and the same
+/// ones afterwards.
 #[test(kvm())]
 fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     // Short, for sockets.
@@ -186,7 +189,8 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     fs::File::options().write(true).open(at("short"))?.set_len(8192)?;
     fs::create_dir(at("closed"))?;
     fs::set_permissions(at("closed"), Permissions::from_mode(0o0))?;
-    // Trees in which a kernel was built: of one without a thing that commands need, of one whose modules are not there.
+    // Trees in which a kernel was built: of one without a thing that commands need, of one whose
+    // modules are not there.
     let fragment = Command::new(env!("CARGO_BIN_EXE_vellum"))
         .args(["run", "-k", &at("kernel"), "--kconfig"])
         .stdin(Stdio::null())
@@ -348,7 +352,8 @@ fn wait_for(file: &mut impl Read, text: &str) -> Result<(), Failed> {
     ensure(got == text.as_bytes(), || format!("it said {:?}, not {text:?}", String::from_utf8_lossy(&got)))
 }
 
-/// Ctrl-c and the end-of-line go through, nothing is echoed but by the guest, and the terminal is as before afterwards.
+/// Ctrl-c and the end-of-line go through, nothing is echoed but by the guest, and the terminal is
+/// as before afterwards.
 #[test(kvm(), setsid())]
 fn a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x() -> Result<(), Failed> {
     let kernel = path("terminal");
@@ -428,7 +433,8 @@ fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
     ensure(status.success() && said.len() == BYTES as usize, || format!("{status:?}, {} bytes", said.len()))
 }
 
-/// The guest never stops talking. The second reader gets more than the pipe kept when the first one left.
+/// The guest never stops talking. The second reader gets more than the pipe kept when the first one
+/// left.
 #[test(kvm())]
 fn a_fifo_that_is_read_again_gets_output_again() -> Result<(), Failed> {
     let (kernel, fifo) = (path("talker"), path("fifo"));
@@ -487,11 +493,13 @@ fn input_through_a_pipe_reaches_the_guest_in_order() -> Result<(), Failed> {
     arrived
 }
 
-/// A guest that breaks its device again and again, in the middle of a line on the terminal, where errors are shown too.
+/// A guest that breaks its device again and again, in the middle of a line on the terminal, where
+/// errors are shown too.
 #[test(kvm())]
 fn a_broken_ring_is_told_and_not_too_often() -> Result<(), Failed> {
     const STATUS: u32 = 0x70;
-    // Reset; VIRTIO_F_VERSION_1; FEATURES_OK; queue 0 of 3 entries, which is no power of two; DRIVER_OK.
+    // Reset; VIRTIO_F_VERSION_1; FEATURES_OK; queue 0 of 3 entries, which is no power of two;
+    // DRIVER_OK.
     let stores =
         [(STATUS, 0), (0x24, 1), (0x20, 1), (STATUS, 0xb), (0x30, 0), (0x38, 3), (0x44, 1), (STATUS, 0xf)];
     // mov eax, address; mov dword [rax], value

@@ -227,7 +227,8 @@ pub enum Event {
         us: u64,
         /// The number of its base, from 0.
         base: u64,
-        /// What was written. Its pages with content, or of zeroes, are those that differ from the base.
+        /// What was written. Its pages with content, or of zeroes, are those that differ from the
+        /// base.
         #[serde(flatten)]
         written: WrittenPoint,
     },

@@ -10,10 +10,11 @@
 //! and sends their descriptors with the request's first byte (SCM_RIGHTS, unix(7)).
 //! [`Do::descriptors`] says how many.
 //!
-//! `request` has the requests, `status` and `event` what a machine says of itself. [`operation`] says
-//! which operations exclude each other. [`server`] is the machine's side, on its event loop.
-//! [`client`] is the side of `vellum ctl` and `list`. [`names`] finds the socket of a named machine,
-//! and [`agent`] talks to the guest agent. The machine itself carries out the requests (`machine/`).
+//! `request` has the requests, `status` and `event` what a machine says of itself. [`operation`]
+//! says which operations exclude each other. [`server`] is the machine's side, on its event loop.
+//! [`client`] is the side of `vellum ctl` and `list`. [`names`] finds the socket of a named
+//! machine, and [`agent`] talks to the guest agent. The machine itself carries out the requests
+//! (`machine/`).
 
 pub mod agent;
 pub mod client;

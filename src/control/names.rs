@@ -114,7 +114,8 @@ pub fn socket(name: &str) -> Result<PathBuf, Error> {
     Ok(path.join(format!("{name}.sock")))
 }
 
-/// The directory of what belongs to the SSH access of machine `name`, beside its socket. It may not exist.
+/// The directory of what belongs to the SSH access of machine `name`, beside its socket. It may not
+/// exist.
 ///
 /// # Errors
 /// As [`socket`].
@@ -133,8 +134,8 @@ pub fn make_ssh_directory(name: &str) -> Result<PathBuf, Error> {
     Ok(path)
 }
 
-/// The directory of what is kept of machine `name` from one run to the next, in the user's data directory
-/// (XDG_DATA_HOME). Creates it.
+/// The directory of what is kept of machine `name` from one run to the next, in the user's data
+/// directory (XDG_DATA_HOME). Creates it.
 ///
 /// # Errors
 /// As [`own_socket`].

@@ -1,4 +1,5 @@
-//! The built-in guest of `vellum run`: one workload from start to end as a session runs it, and the result that says what it did.
+//! The built-in guest of `vellum run`: one workload from start to end as a session runs it, and the
+//! result that says what it did.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -118,7 +119,8 @@ impl BuiltinMachine {
         self.seen = Some(Examined { after: self.counters(), verdict: model::StampVerdict::default() });
     }
 
-    /// What was measured, on the host of `facts`; and whether every page holds what the guest must have written.
+    /// What was measured, on the host of `facts`; and whether every page holds what the guest must
+    /// have written.
     pub fn report(mut self, facts: Facts) -> (Report, bool) {
         let Examined { after, verdict } = self.seen.take().unwrap_or_else(|| self.look());
         let Self { guest, config, before, .. } = self;
@@ -298,7 +300,8 @@ impl SaveState for BuiltinMachine {
             self.guest.quiesced().map_err(|error| dirty::Error::NotStill(Box::new(error)))?;
         let mut tracker = dirty::tracker(method, vm, &quiesced, Some(dirty::CHUNK))?;
         slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
-        // Before the log is on: what is written here is sent as everything is that was touched by then.
+        // Before the log is on: what is written here is sent as everything is that was touched by
+        // then.
         journal::enter(&self.guest, phase::LOGGED);
         Ok(tracker)
     }
@@ -386,7 +389,8 @@ fn describe(config: &RunConfig, facts: Facts) -> Report {
     report
 }
 
-/// When the last access of a vCPU ended, as far as it has recorded it, in TSC ticks since its first.
+/// When the last access of a vCPU ended, as far as it has recorded it, in TSC ticks since its
+/// first.
 fn pass_ticks(control: &Control) -> Vec<u64> {
     let passes = control.pass.load(Ordering::Relaxed);
     let first = passes.saturating_sub(PASS_ENDS as u64);
@@ -479,8 +483,9 @@ fn prove_huge(report: &mut Report, config: &RunConfig, after: &Snapshot) {
     huge_premise(report, backing, config.page, after);
 }
 
-/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can tell. A KVM that shadows
-/// the guest's tables maps the smaller of its own pages and theirs, so small ones there promise nothing.
+/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can
+/// tell. A KVM that shadows the guest's tables maps the smaller of its own pages and theirs, so
+/// small ones there promise nothing.
 pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
     let count = |name: &str| now.get(name).copied();
     let (Some(small), Some(large), Some(huge)) = (count("pages_4k"), count("pages_2m"), count("pages_1g"))

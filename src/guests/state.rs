@@ -1,6 +1,8 @@
-//! A built-in guest's whole state beside its memory, and what it is for those who make the like of it.
+//! A built-in guest's whole state beside its memory, and what it is for those who make the like of
+//! it.
 //!
-//! The order in which parts are saved and restored is that of [`vellum_machine::state`]; here is which parts there are.
+//! The order in which parts are saved and restored is that of [`vellum_machine::state`]; here is
+//! which parts there are.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -28,7 +30,8 @@ pub enum Kind {
     BuiltIn,
 }
 
-/// What a built-in guest is. From it another process makes the like; what backs its memory is that process's own.
+/// What a built-in guest is. From it another process makes the like; what backs its memory is that
+/// process's own.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
@@ -65,8 +68,8 @@ impl Description {
         }
     }
 
-    /// What the like of it runs, over memory that is as `memory` says but of its own size. Nothing is pinned, and it has no end but
-    /// its own.
+    /// What the like of it runs, over memory that is as `memory` says but of its own size. Nothing
+    /// is pinned, and it has no end but its own.
     ///
     /// # Errors
     /// Where it asks for CPU features that nobody knows.

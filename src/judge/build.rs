@@ -1,5 +1,6 @@
-//! Builds the image that `guest/` has the source of, with the compiler and the linker that build everything else. It needs
-//! the target x86_64-unknown-linux-musl, which rust-toolchain.toml names; of that only `core` is used.
+//! Builds the image that `guest/` has the source of, with the compiler and the linker that build
+//! everything else. It needs the target x86_64-unknown-linux-musl, which rust-toolchain.toml names;
+//! of that only `core` is used.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! The argument of this crate's head as a program: a machine of the same parts and the same comparisons, in which every
-//! proper subset of the parts is rolled back by one pass.
+//! The argument of this crate's head as a program: a machine of the same parts and the same
+//! comparisons, in which every proper subset of the parts is rolled back by one pass.
 
 use std::collections::BTreeMap;
 

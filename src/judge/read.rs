@@ -1,8 +1,8 @@
 //! A console log as a verdict.
 //!
-//! The log is hostile: it went through a VMM, a serial port and a firmware that prints, too. Lines that are not the image's
-//! are skipped. A log is WHOLE only if it has everything that the image prints, in order and once, and if the checksums are
-//! those that [`crate::schedule`] gives.
+//! The log is hostile: it went through a VMM, a serial port and a firmware that prints, too. Lines
+//! that are not the image's are skipped. A log is WHOLE only if it has everything that the image
+//! prints, in order and once, and if the checksums are those that [`crate::schedule`] gives.
 
 use crate::schedule::{MAX_RANGES, MAX_VCPUS, PAGE, PHASE, POISON, Range, Schedule, mix};
 use crate::sectors;
@@ -124,7 +124,8 @@ pub fn read(log: &[u8]) -> Log {
     read
 }
 
-/// A line without what a terminal obeys: firmware prints escape sequences, and they may precede the image's first line.
+/// A line without what a terminal obeys: firmware prints escape sequences, and they may precede the
+/// image's first line.
 fn printable(line: &[u8]) -> String {
     let mut text = String::new();
     let mut bytes = line.iter().copied().peekable();

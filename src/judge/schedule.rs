@@ -1,8 +1,8 @@
-//! What is written when: the same functions for the image and for the host. The image's loop has them once more, in
-//! assembly (`guest/x86_64/run.s`).
+//! What is written when: the same functions for the image and for the host. The image's loop has
+//! them once more, in assembly (`guest/x86_64/run.s`).
 //!
-//! No function depends on anything but its arguments: the seed, the memory map, and a pass. No `std`, because the image
-//! is built of this file, too.
+//! No function depends on anything but its arguments: the seed, the memory map, and a pass. No
+//! `std`, because the image is built of this file, too.
 
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
@@ -87,8 +87,8 @@ pub struct Division {
 }
 
 impl Schedule {
-    /// Sets the thresholds: `write` percent of the pages are written in a pass. Where there is a hot set, it is `hot.0`
-    /// percent of the pages, and gets `hot.1` percent of the writes.
+    /// Sets the thresholds: `write` percent of the pages are written in a pass. Where there is a
+    /// hot set, it is `hot.0` percent of the pages, and gets `hot.1` percent of the writes.
     pub fn thresholds(&mut self, write: u64, hot: Option<(u64, u64)>) {
         let of = |part: u64, whole: u64| (ALL / whole.max(1)).saturating_mul(part).min(ALL);
         match hot {
@@ -117,7 +117,8 @@ impl Schedule {
             || !self.is_sparse()
     }
 
-    /// The last pass up to `pass` that wrote the page at `address`. Returns `None` once `steps` has reached `limit`.
+    /// The last pass up to `pass` that wrote the page at `address`. Returns `None` once `steps` has
+    /// reached `limit`.
     pub fn last_within(&self, address: u64, mut pass: u64, steps: &mut u64, limit: u64) -> Option<u64> {
         loop {
             *steps += 1;
@@ -131,7 +132,8 @@ impl Schedule {
         }
     }
 
-    /// The last word of the page at `address` when `pass` has written it. Its first word is the address, its second the pass.
+    /// The last word of the page at `address` when `pass` has written it. Its first word is the
+    /// address, its second the pass.
     pub fn tail(&self, address: u64, pass: u64) -> u64 {
         let sum = (pass.wrapping_mul(ODD[0]) ^ address).wrapping_add(self.seed);
         sum.wrapping_mul(ODD[1]).rotate_left(29)

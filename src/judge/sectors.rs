@@ -1,4 +1,5 @@
-//! What the disk of the image holds: each sector is a function of its number. Both the image and the host use this.
+//! What the disk of the image holds: each sector is a function of its number. Both the image and
+//! the host use this.
 
 use crate::schedule::mix;
 

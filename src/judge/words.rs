@@ -1,5 +1,5 @@
-//! The beginnings of the lines that the image prints and that [`crate::read`] understands. All but the verdicts are
-//! comments of KTAP.
+//! The beginnings of the lines that the image prints and that [`crate::read`] understands. All but
+//! the verdicts are comments of KTAP.
 
 /// Before anything else, with all options.
 pub const START: &str = "# judge 1 ";

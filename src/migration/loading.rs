@@ -65,7 +65,8 @@ pub enum Way {
         /// Whether the recorded working set is fetched first.
         prefetch: bool,
     },
-    /// It shows the base of a fork already. What differs from that is read, and each page compared with its sum.
+    /// It shows the base of a fork already. What differs from that is read, and each page compared
+    /// with its sum.
     Base,
 }
 

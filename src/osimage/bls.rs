@@ -1,4 +1,5 @@
-//! Boot loader entries: files in loader/entries, as systemd-boot and Fedora's GRUB have them (UAPI.1).
+//! Boot loader entries: files in loader/entries, as systemd-boot and Fedora's GRUB have them
+//! (UAPI.1).
 
 use std::cmp::Ordering;
 

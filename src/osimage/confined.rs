@@ -16,8 +16,8 @@ use vellum_sys::mmap::memfd;
 
 use super::{Boot, Disk, ReadAt, VolumeInfo, find as search};
 
-/// How long the search may take of a CPU. SIGXCPU ends it then, and the status tells so. Emulated hosts
-/// are a hundred times slower than others.
+/// How long the search may take of a CPU. SIGXCPU ends it then, and the status tells so. Emulated
+/// hosts are a hundred times slower than others.
 const CPU_SECONDS: u64 = 60;
 /// The longest answer.
 const MAX_ANSWER: u64 = 1 << 20;
@@ -68,8 +68,8 @@ struct Answer {
     boots: Result<About, String>,
 }
 
-/// Finds what boots in `disk`, in a process that is confined as `mode` says. Called before this process
-/// has threads.
+/// Finds what boots in `disk`, in a process that is confined as `mode` says. Called before this
+/// process has threads.
 ///
 /// # Errors
 /// Why the image cannot be read, in one line.

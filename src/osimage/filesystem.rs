@@ -1,8 +1,8 @@
-//! File systems that are read: ext2, ext3 and ext4 by the crate ext4-view, and FAT by fatfs. Others are
-//! told by their magic numbers, for messages.
+//! File systems that are read: ext2, ext3 and ext4 by the crate ext4-view, and FAT by fatfs. Others
+//! are told by their magic numbers, for messages.
 //!
-//! A damaged file system can lead in circles. Reads of a disk are limited to several times its size, so
-//! that each search ends.
+//! A damaged file system can lead in circles. Reads of a disk are limited to several times its
+//! size, so that each search ends.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -16,8 +16,8 @@ use super::partitions::{Partition, is_fat};
 
 /// The most names of a directory that are read.
 const MAX_NAMES: usize = 65536;
-/// How many reads of a small file system there may be, each of up to 4 KiB; a larger one has one more for
-/// each 64 bytes.
+/// How many reads of a small file system there may be, each of up to 4 KiB; a larger one has one
+/// more for each 64 bytes.
 const MIN_READS: u64 = 20_000;
 
 /// A file system. Paths are absolute. Links are followed within it.

@@ -1,5 +1,5 @@
-//! The operating system in a disk image: which kernel, initrd and command line its boot loader would
-//! use. So a cloud image boots without firmware, and without its kernel beside it.
+//! The operating system in a disk image: which kernel, initrd and command line its boot loader
+//! would use. So a cloud image boots without firmware, and without its kernel beside it.
 //!
 //! [`find`] reads the partition table ([`partitions`]), the file systems ([`filesystem`]), and then
 //! what the image has of these, in this order: GRUB's script ([`grub`]), the entries and unified

@@ -1,4 +1,5 @@
-//! Images without a boot loader that is known: the newest kernel of /boot, and the root of /etc/fstab.
+//! Images without a boot loader that is known: the newest kernel of /boot, and the root of
+//! /etc/fstab.
 
 use super::filesystem::FileSystem;
 use super::{Disk, Entry, MAX_CONFIG, Refused, Volume, root_parameter, version};

@@ -100,7 +100,8 @@ pub(crate) fn is_fat(sector: &[u8; SECTOR as usize]) -> bool {
     matches!(sector[0], 0xeb | 0xe9) && [512, 1024, 2048, 4096].contains(&bytes) && named
 }
 
-/// The partitions of the GPT whose header is in sector `at`, if there is one and its checksums are right.
+/// The partitions of the GPT whose header is in sector `at`, if there is one and its checksums are
+/// right.
 fn gpt(disk: &dyn ReadAt, at: u64) -> io::Result<Option<Vec<Partition>>> {
     let mut header = [0; SECTOR as usize];
     let Some(offset) = at.checked_mul(SECTOR).filter(|at| at + SECTOR <= disk.size()) else {

@@ -1,5 +1,5 @@
-//! Kernels as distributions pack them for Arm: compressed as a whole, or in an EFI program that unpacks
-//! itself (CONFIG_EFI_ZBOOT). The kernel's own formats are left as they are.
+//! Kernels as distributions pack them for Arm: compressed as a whole, or in an EFI program that
+//! unpacks itself (CONFIG_EFI_ZBOOT). The kernel's own formats are left as they are.
 
 use std::io::Read;
 

@@ -1,4 +1,5 @@
-//! Unified kernel images: an EFI program with kernel, initrd and command line in its sections (UAPI.5).
+//! Unified kernel images: an EFI program with kernel, initrd and command line in its sections
+//! (UAPI.5).
 
 use super::partitions::{le16, le32};
 use super::{Disk, Entry, Refused, version};

@@ -1,7 +1,7 @@
 //! The terminal form and the Markdown form: the verdict, then figures, then details.
 //!
-//! They have no colours or escape codes, so a pipe, a file and a screen get the same. Text is as wide
-//! as the terminal, or [`WIDTH`] columns without one. Columns that do not fit follow below.
+//! They have no colours or escape codes, so a pipe, a file and a screen get the same. Text is as
+//! wide as the terminal, or [`WIDTH`] columns without one. Columns that do not fit follow below.
 
 use std::collections::HashSet;
 
@@ -22,8 +22,8 @@ pub const WIDTH: usize = 100;
 /// How many notes a short form has.
 const NOTES: usize = 4;
 
-/// The results in this form: the verdicts first, the worst before the others, then what else is asked
-/// for.
+/// The results in this form: the verdicts first, the worst before the others, then what else is
+/// asked for.
 pub fn render(reports: &[Report], form: Form, extent: Extent) -> String {
     let mut page = Page::new(form);
     match extent {

@@ -74,7 +74,8 @@ fn check(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A private mapping of a file. Huge pages of the pool are reserved, so that a write never finds none (SIGBUS).
+/// A private mapping of a file. Huge pages of the pool are reserved, so that a write never finds
+/// none (SIGBUS).
 fn private(huge: bool) -> libc::c_int {
     libc::MAP_PRIVATE | if huge { 0 } else { libc::MAP_NORESERVE }
 }
@@ -261,15 +262,15 @@ impl Mapping {
         self.advise_range(offset, len, libc::MADV_DONTDUMP)
     }
 
-    /// Replaces `[offset, offset + len)`, a shared mapping of the same range of `file`, by a private
-    /// one. Its content stays. A write then copies the page. A concurrent access finds the old
-    /// mapping or the new one: the new one is made elsewhere and moved over the old one. If the
+    /// Replaces `[offset, offset + len)`, a shared mapping of the same range of `file`, by a
+    /// private one. Its content stays. A write then copies the page. A concurrent access finds the
+    /// old mapping or the new one: the new one is made elsewhere and moved over the old one. If the
     /// file's pages are `huge` ones of the pool, all of them are reserved. The range is left out of
     /// core dumps, and has no transparent huge pages. All are multiples of the file's pages.
     ///
     /// # Errors
-    /// The range is not inside, the pool lacks huge pages, or the process has too many mappings. The
-    /// old mapping stays.
+    /// The range is not inside, the pool lacks huge pages, or the process has too many mappings.
+    /// The old mapping stays.
     pub fn part(&self, offset: u64, len: u64, file: &File, huge: bool) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
         if end.is_none() || !(offset | len).is_multiple_of(host_page()) {

@@ -103,8 +103,8 @@ impl Pagemap {
         self.find(Which::There, mapping, offset, pages, found)
     }
 
-    /// The same of the pages that have parted from the file which `mapping` shows privately: this process has written to them, and they
-    /// are its own. With huge pages of a pool, all of each.
+    /// The same of the pages that have parted from the file which `mapping` shows privately: this
+    /// process has written to them, and they are its own. With huge pages of a pool, all of each.
     ///
     /// # Errors
     /// What the kernel says.

@@ -68,7 +68,8 @@ pub enum Mistake {
     SumsUnchecked,
     /// With huge pages, only a page of the usual size is fetched.
     SmallCopy,
-    /// Pages of a file that postcopy is to bring are removed from the mapping, but stay in the file.
+    /// Pages of a file that postcopy is to bring are removed from the mapping, but stay in the
+    /// file.
     KeptInCache,
     /// vCPUs that write little are throttled as much as those that write a lot.
     AllThrottledAlike,

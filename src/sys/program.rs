@@ -13,13 +13,14 @@ use super::mmap::host_page;
 
 /// Lets the program of `command` inherit these descriptors under the same numbers, without a
 /// controlling terminal. It may then read and write a terminal that it is given, whichever process
-/// group is in the foreground. Other descriptors than the standard ones are closed (Linux 5.11): the
-/// program outlives this process, and would keep them open.
+/// group is in the foreground. Other descriptors than the standard ones are closed (Linux 5.11):
+/// the program outlives this process, and would keep them open.
 pub fn detached_with(command: &mut Command, descriptors: Vec<RawFd>) {
     let prepare = move || {
         // This fails for a session leader, which has no other session's terminal.
         let _ = rustix::process::setsid();
-        // SAFETY: takes numbers only. What is marked is closed when the program begins, and by nobody before.
+        // SAFETY: takes numbers only. What is marked is closed when the program begins, and by
+        // nobody before.
         unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
         for &descriptor in &descriptors {
             // SAFETY: the caller keeps it open, and the forked process has it too.

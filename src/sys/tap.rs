@@ -155,8 +155,8 @@ impl Tap {
                 self.check(what, unsafe { ioctl_with_ref(&socket, number, &request) })?;
             }
         }
-        // The kernel takes the flags as a whole: those of the interface stay, such as IFF_MULTICAST.
-        // SAFETY: SIOCGIFFLAGS fills one struct ifreq.
+        // The kernel takes the flags as a whole: those of the interface stay, such as
+        // IFF_MULTICAST. SAFETY: SIOCGIFFLAGS fills one struct ifreq.
         self.check("SIOCGIFFLAGS", unsafe { ioctl_with_mut_ref(&socket, libc::SIOCGIFFLAGS, &mut request) })?;
         // SAFETY: the kernel has just written this field of the union.
         let flags = unsafe { request.ifr_ifru.ifru_flags };

@@ -12,8 +12,8 @@
 //! another cap is given. Right before the guest moves, the benchmark also measures the minimal
 //! answer to a fault beside such a stream, to compare with the guest's waits.
 //!
-//! [`process`](super::process) has the processes, `round` moves a guest once, `answer` measures the minimal answer,
-//! `measured` has the results and figures.
+//! [`process`](super::process) has the processes, `round` moves a guest once, `answer` measures the
+//! minimal answer, `measured` has the results and figures.
 
 mod answer;
 mod measured;

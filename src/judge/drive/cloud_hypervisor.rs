@@ -1,6 +1,7 @@
-//! Cloud Hypervisor, driven by its REST API (docs/api.md, docs/snapshot_restore.md and docs/live_migration.md in Cloud
-//! Hypervisor). A machine that is restored or received opens the files that the first one has named. So the second process
-//! runs in a directory of its own, where these names are other files.
+//! Cloud Hypervisor, driven by its REST API (docs/api.md, docs/snapshot_restore.md and
+//! docs/live_migration.md in Cloud Hypervisor). A machine that is restored or received opens the
+//! files that the first one has named. So the second process runs in a directory of its own, where
+//! these names are other files.
 
 use std::fs;
 use std::os::unix::fs::symlink;

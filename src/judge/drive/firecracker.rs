@@ -1,5 +1,6 @@
-//! Firecracker, driven by its REST API (src/firecracker/swagger/firecracker.yaml in Firecracker). The guest's serial port is
-//! its standard output; it ends when the guest resets itself by the i8042.
+//! Firecracker, driven by its REST API (src/firecracker/swagger/firecracker.yaml in Firecracker).
+//! The guest's serial port is its standard output; it ends when the guest resets itself by the
+//! i8042.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -106,7 +107,8 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     second.process.ended(limit)
 }
 
-/// Copies what a sparse file of dirty pages holds into the file of the snapshot before, as Firecracker's snapshot-editor does.
+/// Copies what a sparse file of dirty pages holds into the file of the snapshot before, as
+/// Firecracker's snapshot-editor does.
 fn merge(diff: &Path, base: &Path) -> io::Result<()> {
     let (mut from, mut to) = (File::open(diff)?, OpenOptions::new().write(true).open(base)?);
     let mut extents = Vec::new();

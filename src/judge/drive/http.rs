@@ -1,4 +1,5 @@
-//! Requests of a REST API on a Unix socket: HTTP/1.1 with bodies in JSON, as Cloud Hypervisor and Firecracker have it.
+//! Requests of a REST API on a Unix socket: HTTP/1.1 with bodies in JSON, as Cloud Hypervisor and
+//! Firecracker have it.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;

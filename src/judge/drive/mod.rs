@@ -1,5 +1,6 @@
-//! Other VMMs: each is started with the image, driven through a scenario, and ended. What they say is not believed: the
-//! consoles of all copies are read, and the one that was moved away must have fallen silent.
+//! Other VMMs: each is started with the image, driven through a scenario, and ended. What they say
+//! is not believed: the consoles of all copies are read, and the one that was moved away must have
+//! fallen silent.
 
 mod cloud_hypervisor;
 mod firecracker;
@@ -88,7 +89,8 @@ pub struct Setup {
     pub cmdline: String,
     /// How long each step may take.
     pub limit: Duration,
-    /// What happens to a snapshot, whose file or directory this gets, before it is restored: tests plant faults there.
+    /// What happens to a snapshot, whose file or directory this gets, before it is restored: tests
+    /// plant faults there.
     pub between: fn(&Path) -> std::io::Result<()>,
 }
 
@@ -156,7 +158,8 @@ fn program(name: &str) -> Command {
     own.map_or_else(|| Command::new(name), Command::new)
 }
 
-/// The first line that a program prints of its version. A program that does not start is missing, with this remedy.
+/// The first line that a program prints of its version. A program that does not start is missing,
+/// with this remedy.
 fn version_of(name: &str, remedy: &str) -> Result<String, Trouble> {
     let output = program(name)
         .arg("--version")
@@ -202,7 +205,8 @@ impl Round<'_> {
         self.dir.join(name)
     }
 
-    /// Waits until the first console has a second pass: each page has been written twice, and can be old.
+    /// Waits until the first console has a second pass: each page has been written twice, and can
+    /// be old.
     fn has_begun(&self, process: &mut Process) -> Result<(), Trouble> {
         process.until(self.setup.limit, "the image has begun a pass", || {
             Ok((self.pass() > Some(1)).then_some(()))

@@ -23,7 +23,8 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts `command`, without standard streams but standard error, which goes into the file `error`.
+    /// Starts `command`, without standard streams but standard error, which goes into the file
+    /// `error`.
     pub(super) fn start(command: &mut Command, error: PathBuf) -> Result<Self, Trouble> {
         Self::start_with(command, error, Stdio::null())
     }
@@ -38,7 +39,8 @@ impl Process {
         Ok(Self { child, name, error })
     }
 
-    /// Asks `done` until it has an answer. Fails if the process ends first, or when the time is over.
+    /// Asks `done` until it has an answer. Fails if the process ends first, or when the time is
+    /// over.
     pub(super) fn until<T>(
         &mut self,
         limit: Duration,

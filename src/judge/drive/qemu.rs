@@ -40,7 +40,8 @@ impl Qemu {
         };
         command.args(["-M", "pc", "-nodefaults", "-display", "none", "-no-reboot"]);
         command.args(["-smp", &setup.cpus.to_string(), "-m", &format!("{}M", setup.memory)]);
-        // Its files are in its working directory: QEMU splits paths at commas, and has a shell for `exec:`.
+        // Its files are in its working directory: QEMU splits paths at commas, and has a shell for
+        // `exec:`.
         command.current_dir(round.dir).args(["-kernel", KERNEL, "-append", &setup.cmdline]);
         command.args(["-serial", &format!("file:{name}.log")]);
         command.args(["-qmp", &format!("unix:{name}.qmp,server=on,wait=off")]);
@@ -139,7 +140,8 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             drop(first);
             (round.setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;
             let mut second = Qemu::start(round, "second", Some("exec:cat saved"))?;
-            // It stands still, because it was saved so; and there is nothing to continue before all of it is read.
+            // It stands still, because it was saved so; and there is nothing to continue before all
+            // of it is read.
             let begun = Instant::now();
             while second.ask("query-status", &json!({}))?["status"] == "inmigrate" {
                 wait(begun, limit, "the end of the restore")?;

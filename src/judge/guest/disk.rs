@@ -1,9 +1,10 @@
 //! Disks whose sectors are functions of their number.
 //!
-//! The number of requests follows from the first processor's position, and so does all that driver and device write: sectors,
-//! status, both rings and their indices. None of it is a counter in memory. A request stays in flight until the next one is
-//! due, 512 accesses later, or a phase, so that there is one at almost any moment. Each buffer is compared twice: when the
-//! request is answered, and before it is used again, seven requests later.
+//! The number of requests follows from the first processor's position, and so does all that driver
+//! and device write: sectors, status, both rings and their indices. None of it is a counter in
+//! memory. A request stays in flight until the next one is due, 512 accesses later, or a phase, so
+//! that there is one at almost any moment. Each buffer is compared twice: when the request is
+//! answered, and before it is used again, seven requests later.
 
 use core::mem::offset_of;
 use core::sync::atomic::{Ordering, fence};
@@ -36,7 +37,8 @@ struct Descriptor {
     next: u16,
 }
 
-/// What driver and device share. The used ring is where the legacy layout has it, too: on the page behind.
+/// What driver and device share. The used ring is where the legacy layout has it, too: on the page
+/// behind.
 #[repr(C, align(4096))]
 struct Memory {
     descriptors: [Descriptor; SIZE as usize],
@@ -132,7 +134,8 @@ pub(crate) fn any() -> bool {
     disks().iter().any(Option::is_some)
 }
 
-/// Makes request `number` of each disk, when those before have been answered. Returns whether something was wrong.
+/// Makes request `number` of each disk, when those before have been answered. Returns whether
+/// something was wrong.
 pub(crate) fn request(number: u64) -> bool {
     let mut right = true;
     for disk in disks().iter_mut().flatten() {
@@ -242,7 +245,8 @@ impl Disk {
         ]
     }
 
-    /// The first word that a request's buffer has wrongly: its address, what it should be, and what it is.
+    /// The first word that a request's buffer has wrongly: its address, what it should be, and what
+    /// it is.
     fn wrong_word(&self, number: u64) -> Option<(u64, u64, u64)> {
         let (sector, buffer) = (first(number, self.seed, self.sectors), self.buffer(number % SLOTS));
         (0..SECTORS * WORDS).find_map(|at| {

@@ -1,8 +1,8 @@
 //! The image: a kernel without an operating system. build.rs compiles it for each architecture.
 //!
-//! [`judge_main`] runs on every processor, in ring 3. The first one reads what the boot protocol passes, starts the others
-//! and divides memory. Then all run the loop of `x86_64/run.s`, which calls the `judge_*` functions below where something
-//! is wrong.
+//! [`judge_main`] runs on every processor, in ring 3. The first one reads what the boot protocol
+//! passes, starts the others and divides memory. Then all run the loop of `x86_64/run.s`, which
+//! calls the `judge_*` functions below where something is wrong.
 
 #![no_std]
 #![no_main]
@@ -155,8 +155,8 @@ pub(crate) fn ticks() -> u64 {
     unsafe { (*SEALED.get()).ticks }
 }
 
-/// Waiting for what is late. Only time counts that passes while the processor runs: a machine that stood still, or whose
-/// time went forward, has not waited.
+/// Waiting for what is late. Only time counts that passes while the processor runs: a machine that
+/// stood still, or whose time went forward, has not waited.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
     last: u64,
@@ -449,7 +449,8 @@ mod called {
         NEXT_REPORT.fetch_min(now, Ordering::Relaxed);
     }
 
-    /// It is time to look at the processor's clocks, and to report progress. Returns whether something is wrong.
+    /// It is time to look at the processor's clocks, and to report progress. Returns whether
+    /// something is wrong.
     #[unsafe(no_mangle)]
     extern "C" fn judge_look(cpu: &Cpu, position: u64, now: u64) -> u64 {
         let sealed = sealed();

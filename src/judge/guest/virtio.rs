@@ -1,5 +1,5 @@
-//! A virtio device's registers, on virtio-mmio of both versions or behind a PCI function's capabilities (virtio 1.2,
-//! sections 4.1 and 4.2).
+//! A virtio device's registers, on virtio-mmio of both versions or behind a PCI function's
+//! capabilities (virtio 1.2, sections 4.1 and 4.2).
 
 use crate::arch::{load, store};
 

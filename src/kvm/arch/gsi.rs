@@ -119,8 +119,8 @@ impl Gsis {
         Ok(Gsi(number as u32))
     }
 
-    /// Makes a signal of `gsi`, a [message's](Gsis::message), write `data` to `address`, in the name
-    /// of the device `sender`. A message that no controller takes is lost, as on hardware.
+    /// Makes a signal of `gsi`, a [message's](Gsis::message), write `data` to `address`, in the
+    /// name of the device `sender`. A message that no controller takes is lost, as on hardware.
     pub fn route(&self, gsi: &Gsi, sender: u16, address: u64, data: u32) {
         let message = Message::written(sender, address, data);
         let mut routes = self.routes();

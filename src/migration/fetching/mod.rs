@@ -256,8 +256,8 @@ impl Fetching {
 
 impl Drop for Fetching {
     fn drop(&mut self) {
-        // The thread finds its channel disconnected. It ends at once, or when all pages of files are
-        // present.
+        // The thread finds its channel disconnected. It ends at once, or when all pages of files
+        // are present.
         self.tell = channel().0;
         let _ = self.wake.write(1);
     }

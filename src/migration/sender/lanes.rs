@@ -61,7 +61,8 @@ enum Order {
     /// Join the migration.
     Join,
     /// Send the owed pages, then PASS_END for pass `number`. At `until` the thread stops, and the
-    /// rest stays owed. The cap does not apply to a `last` pass, because the guest is paused for it.
+    /// rest stays owed. The cap does not apply to a `last` pass, because the guest is paused for
+    /// it.
     Pass { number: u32, until: Option<Instant>, last: bool },
 }
 
@@ -171,7 +172,8 @@ impl Lanes {
         self.order(Order::Join);
     }
 
-    /// Orders all of them to send their part of a pass. `last` says that the guest is paused for it.
+    /// Orders all of them to send their part of a pass. `last` says that the guest is paused for
+    /// it.
     pub fn pass(&mut self, number: u32, until: Option<Instant>, last: bool) {
         self.order(Order::Pass { number, until, last });
     }

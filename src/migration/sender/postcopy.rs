@@ -25,8 +25,8 @@ impl Sending {
         }
     }
 
-    /// Whether messages of the serving thread are read in this state. In other states its event must
-    /// not be polled, because it would stay readable.
+    /// Whether messages of the serving thread are read in this state. In other states its event
+    /// must not be polled, because it would stay readable.
     pub(super) fn hears_serving(&self) -> bool {
         matches!(self.source.state, State::Copying | State::Finishing | State::Committing | State::Serving)
     }

@@ -1,5 +1,5 @@
-//! GRUB's configuration: grub.cfg is a script, which is run here as far as it decides what boots. Commands
-//! that show something do nothing.
+//! GRUB's configuration: grub.cfg is a script, which is run here as far as it decides what boots.
+//! Commands that show something do nothing.
 
 mod parse;
 mod run;

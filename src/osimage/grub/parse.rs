@@ -1,4 +1,5 @@
-//! GRUB's script language (GRUB manual, "Writing full configuration files directly"): text to commands.
+//! GRUB's script language (GRUB manual, "Writing full configuration files directly"): text to
+//! commands.
 
 /// The deepest nesting of blocks.
 const MAX_DEPTH: usize = 32;

@@ -111,7 +111,8 @@ impl<'d> Script<'d> {
         if entries.is_empty() { Err("no entry of its menu names a kernel".into()) } else { Ok(entries) }
     }
 
-    /// The entry of `menu` that `chosen` names: a number, a title or an ID; `>` leads into a submenu.
+    /// The entry of `menu` that `chosen` names: a number, a title or an ID; `>` leads into a
+    /// submenu.
     fn choose(&mut self, menu: &[Item], chosen: &str) -> Result<Option<Entry>, String> {
         let (name, rest) = chosen.split_once('>').unwrap_or((chosen, "0"));
         let number = name.trim().parse::<usize>().ok();

@@ -163,8 +163,8 @@ fn table<'a>(page: &mut Page, rows: impl Iterator<Item = &'a Weighed>) {
 /// The columns in either form.
 pub(crate) const HEAD: [&str; 8] = ["figure", "A", "B", "unit", "B/A", "interval", "n", "verdict"];
 
-/// The headline first, then what is slower, what is faster, other differences, and the rest, each in
-/// order of measurement.
+/// The headline first, then what is slower, what is faster, other differences, and the rest, each
+/// in order of measurement.
 pub(crate) fn in_order(rows: &[Weighed]) -> impl Iterator<Item = &Weighed> {
     let mut order: Vec<&Weighed> = rows.iter().collect();
     order.sort_by_key(|row| match row.change() {
@@ -213,8 +213,8 @@ fn verdict(row: &Weighed) -> String {
         (FigureVerdict::Differs, Some(differs)) => differs,
     };
     let far = if ratio < 1.0 { 1.0 / ratio } else { ratio };
-    // The second word says whether time or speed changed: a percentage of one is not a percentage of
-    // the other.
+    // The second word says whether time or speed changed: a percentage of one is not a percentage
+    // of the other.
     let word = match (super::is_time(&row.of.unit), ratio < 1.0) {
         (true, true) => "less time",
         (true, false) => "more time",

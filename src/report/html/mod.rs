@@ -1,8 +1,9 @@
 //! The HTML form: one self-contained page for desktop and phone.
 //!
 //! It has no scripts, fonts or requests, and its content security policy forbids them. A result
-//! from someone else is therefore safe to open. A result begins with its verdict, goes on with plots
-//! ([`super::plot`]) and figures, and ends with parameters and host. [`comparison`] is the page of a comparison.
+//! from someone else is therefore safe to open. A result begins with its verdict, goes on with
+//! plots ([`super::plot`]) and figures, and ends with parameters and host. [`comparison`] is the
+//! page of a comparison.
 
 mod compare;
 

@@ -1,5 +1,5 @@
-//! The scripts that complete command lines in shells. clap_complete writes them; it knows no names of
-//! machines, which are added here for bash, zsh and fish.
+//! The scripts that complete command lines in shells. clap_complete writes them; it knows no names
+//! of machines, which are added here for bash, zsh and fish.
 
 use clap_complete::Shell;
 

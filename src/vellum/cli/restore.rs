@@ -47,12 +47,12 @@ pub struct RestoreArgs {
 
     /// How memory is loaded and what backs it:
     /// `eager|map|demand[,backing=anonymous|thp|hugetlb-2m|hugetlb-1g|shmem|memfd][,prealloc][,lock]`;
-    /// eager: all memory is read and compared with its checksums before the guest runs;
-    /// map: memory maps the files, on anonymous or thp, so that pages are read on demand, shared
-    /// between machines and not compared; demand: the guest runs at once, on any backing, each page
-    /// is read on demand and compared, and the rest is read in the background. A migration or
-    /// snapshot that starts before all memory is there reads the missing pages in its first pass. A
-    /// damaged page ends the machine
+    /// eager: all memory is read and compared with its checksums before the guest runs; map: memory
+    /// maps the files, on anonymous or thp, so that pages are read on demand, shared between
+    /// machines and not compared; demand: the guest runs at once, on any backing, each page is read
+    /// on demand and compared, and the rest is read in the background. A migration or snapshot that
+    /// starts before all memory is there reads the missing pages in its first pass. A damaged page
+    /// ends the machine
     #[arg(short, long, value_name = "HOW", value_parser = args::restored_memory, default_value = "eager")]
     memory: args::RestoredMemory,
 

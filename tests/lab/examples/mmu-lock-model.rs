@@ -1,11 +1,13 @@
-//! What a lock costs a guest of many vCPUs, from what it costs one: a model of faults that queue for it.
+//! What a lock costs a guest of many vCPUs, from what it costs one: a model of faults that queue
+//! for it.
 //!
 //!     cargo run -p lab --example mmu-lock-model -- kernel-patches/5.10/tdp-mmu-parallel-faults/model.toml
 //!
-//! Each vCPU is a customer of a closed network of queues. It thinks (runs in the guest, exits, has its page found), then
-//! passes one station after another that serves one vCPU at a time: the sections under a lock that exclude each other, and
-//! the cache line of a lock that is shared. Mean value analysis gives the time that a fault takes with N vCPUs, exactly for
-//! service times without memory and close enough for others, for the ends are the same: N = 1, and one station saturated.
+//! Each vCPU is a customer of a closed network of queues. It thinks (runs in the guest, exits, has
+//! its page found), then passes one station after another that serves one vCPU at a time: the
+//! sections under a lock that exclude each other, and the cache line of a lock that is shared. Mean
+//! value analysis gives the time that a fault takes with N vCPUs, exactly for service times without
+//! memory and close enough for others, for the ends are the same: N = 1, and one station saturated.
 //! `MODEL.md` beside the data says what this leaves out.
 
 use std::path::PathBuf;
@@ -19,7 +21,8 @@ use serde::Deserialize;
 struct Data {
     /// How many vCPUs to look at.
     vcpus: Vec<u32>,
-    /// What it may take to move a cache line from one CPU to another, in the time of so many instructions. Not measured.
+    /// What it may take to move a cache line from one CPU to another, in the time of so many
+    /// instructions. Not measured.
     line_transfer: Vec<f64>,
     workload: Vec<Workload>,
 }
@@ -43,7 +46,8 @@ struct Workload {
 }
 
 impl Workload {
-    /// The stations at which vCPUs queue, in instructions of service: for mmu_lock first, then the host's own.
+    /// The stations at which vCPUs queue, in instructions of service: for mmu_lock first, then the
+    /// host's own.
     fn stations(&self, line_transfer: f64) -> Vec<f64> {
         let lines = [self.line_writes, self.mmap_line_writes].map(|writes| writes * line_transfer);
         [self.exclusive, lines[0], lines[1]].into_iter().chain(self.others.iter().copied()).collect()
@@ -53,7 +57,8 @@ impl Workload {
 /// How many of `Workload::stations` belong to mmu_lock.
 const OF_MMU_LOCK: usize = 2;
 
-/// The instructions' time that a fault takes with `vcpus` of them, and how much of it passes at each station.
+/// The instructions' time that a fault takes with `vcpus` of them, and how much of it passes at
+/// each station.
 fn cycle(think: f64, stations: &[f64], vcpus: u32) -> (f64, Vec<f64>) {
     let mut queues = vec![0.0; stations.len()];
     let mut result = (think, queues.clone());

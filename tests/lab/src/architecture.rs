@@ -13,7 +13,8 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    /// The target of static programs. It is named here although `.cargo/config.toml` has it, because cargo lets CARGO_BUILD_TARGET win.
+    /// The target of static programs. It is named here although `.cargo/config.toml` has it,
+    /// because cargo lets CARGO_BUILD_TARGET win.
     pub fn target(self) -> &'static str {
         match self {
             Self::X86 => "x86_64-unknown-linux-musl",

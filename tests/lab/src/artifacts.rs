@@ -1,4 +1,5 @@
-//! What is put into an emulated host: our own programs, built static, and Debian's kernels with their modules.
+//! What is put into an emulated host: our own programs, built static, and Debian's kernels with
+//! their modules.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -57,7 +58,8 @@ pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
     executables(Command::new(cargo()).args(arguments))
 }
 
-/// Runs cargo with `arguments` for static programs of x86-64 in the profile for beds; gives the executables.
+/// Runs cargo with `arguments` for static programs of x86-64 in the profile for beds; gives the
+/// executables.
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
     build_for(Architecture::X86, arguments)
 }
@@ -167,7 +169,8 @@ pub struct Kernel {
     suites: &'static [&'static str],
 }
 
-/// A kernel of Debian's: the version by which it is known here, its metapackage but for the architecture, and where that is.
+/// A kernel of Debian's: the version by which it is known here, its metapackage but for the
+/// architecture, and where that is.
 type Offered = (&'static str, &'static str, &'static [&'static str]);
 
 const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
@@ -281,8 +284,8 @@ impl Kernel {
         &self.dir
     }
 
-    /// Its ELF image with symbols and what unwinds the stack, out of its package for debuggers, fetched if need be; without the rest of
-    /// what is in there, which is ten times as much.
+    /// Its ELF image with symbols and what unwinds the stack, out of its package for debuggers,
+    /// fetched if need be; without the rest of what is in there, which is ten times as much.
     pub fn symbols(&self, cache: &Cache) -> Result<PathBuf> {
         const THERE: &str = "usr/lib/debug/boot";
         let (name, version) = self.package.split_once(' ').unwrap_or((&self.package, ""));
@@ -301,15 +304,15 @@ impl Kernel {
         Ok(entry.join(SYMBOLS))
     }
 
-    /// The modules called `names` and all that they need, in the order in which they load. A name that this kernel has
-    /// built in, or does not have, is passed over.
+    /// The modules called `names` and all that they need, in the order in which they load. A name
+    /// that this kernel has built in, or does not have, is passed over.
     pub fn modules(&self, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
         modules_in(&self.modules.join("kernel"), names)
     }
 }
 
-/// The modules below `dir` that are called `names`, and all that they need, in the order in which they load. A name that is not
-/// there is passed over.
+/// The modules below `dir` that are called `names`, and all that they need, in the order in which
+/// they load. A name that is not there is passed over.
 pub fn modules_in(dir: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = BTreeMap::new();
     index(dir, &mut files)?;
@@ -352,7 +355,8 @@ fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// What a module says it needs: `depends=` in its .modinfo section. Debian's modules.dep is made at installation only.
+/// What a module says it needs: `depends=` in its .modinfo section. Debian's modules.dep is made at
+/// installation only.
 fn dependencies(image: &[u8]) -> Vec<String> {
     let mark = b"\0depends=";
     let Some(at) = image.windows(mark.len()).position(|window| window == mark) else { return Vec::new() };

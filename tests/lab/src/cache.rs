@@ -1,8 +1,9 @@
-//! What was fetched or built, outside the repository: `$XDG_CACHE_HOME/vellum`, else `~/.cache/vellum`.
+//! What was fetched or built, outside the repository: `$XDG_CACHE_HOME/vellum`, else
+//! `~/.cache/vellum`.
 //!
-//! An entry appears whole or not at all: it is made in a scratch directory beside it and renamed. Whoever makes one
-//! holds its lock, so two laboratories on one machine do not make it twice, and what a killed one left is swept away
-//! by the next.
+//! An entry appears whole or not at all: it is made in a scratch directory beside it and renamed.
+//! Whoever makes one holds its lock, so two laboratories on one machine do not make it twice, and
+//! what a killed one left is swept away by the next.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -44,7 +45,8 @@ impl Cache {
         self.root.join(name)
     }
 
-    /// A directory that lives on and is not an entry: it may be half done at any time, and says so itself.
+    /// A directory that lives on and is not an entry: it may be half done at any time, and says so
+    /// itself.
     pub fn dir(&self, name: &str) -> Result<PathBuf> {
         let dir = self.path(name);
         fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
@@ -55,8 +57,8 @@ impl Cache {
     pub fn lock(&self, name: &str) -> Result<Lock> {
         let path = self.dir("locks")?.join(name.replace('/', ","));
         let file = File::create(&path).map_err(Error::file("create", &path))?;
-        // Children have it too: a make that outlives a killed laboratory, be it for a moment, still writes.
-        // SAFETY: the descriptor is open, and fcntl takes no pointer here.
+        // Children have it too: a make that outlives a killed laboratory, be it for a moment, still
+        // writes. SAFETY: the descriptor is open, and fcntl takes no pointer here.
         unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFD, 0) };
         if file.try_lock().is_err() {
             eprintln!("lab: another laboratory works on {name}; waiting for it");
@@ -85,7 +87,8 @@ impl Cache {
         fs::create_dir_all(&scratch).map_err(Error::file("create", &scratch))?;
         let made = make(&scratch);
         if let Err(error) = made {
-            // What is half made helps nobody; if it cannot be removed now, the next one will try again.
+            // What is half made helps nobody; if it cannot be removed now, the next one will try
+            // again.
             let _ = fs::remove_dir_all(&scratch);
             return Err(error);
         }
@@ -113,7 +116,8 @@ impl Cache {
     }
 }
 
-/// A short name for content: FNV-1a, 64 bits. Collisions would need an adversary, and this is a cache of our own.
+/// A short name for content: FNV-1a, 64 bits. Collisions would need an adversary, and this is a
+/// cache of our own.
 pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     let mut eat = |byte: u8| hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);

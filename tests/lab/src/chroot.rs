@@ -1,7 +1,8 @@
 //! A Debian that has never seen Vellum, unpacked into a directory, and commands in it.
 //!
-//! The archive of it is made once and kept in the cache. Where a command needs more than files, [`command`] gives it mounts and processes
-//! of its own: they are namespaces', which the kernel takes down with the last process in them, however this one ends.
+//! The archive of it is made once and kept in the cache. Where a command needs more than files,
+//! [`command`] gives it mounts and processes of its own: they are namespaces', which the kernel
+//! takes down with the last process in them, however this one ends.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,8 +35,9 @@ pub fn unpack(archive: &Path, root: &Path) -> Result<()> {
     tool::output(Command::new("mknod").args(["-m", "666"]).arg(&null).args(["c", "1", "3"])).map(drop)
 }
 
-/// What the first process does: it makes the mounts, has the directory be the root, and waits for the command. A root that is none of
-/// chroot(2)'s lets tests make user namespaces. Of the host's devices all are there, with a /dev/shm of its own.
+/// What the first process does: it makes the mounts, has the directory be the root, and waits for
+/// the command. A root that is none of chroot(2)'s lets tests make user namespaces. Of the host's
+/// devices all are there, with a /dev/shm of its own.
 const ENTER: &str = r#"set -e
 root=$0
 mount --bind "$root" "$root"
@@ -53,8 +55,9 @@ status=0
 "$@" || status=$?
 exit $status"#;
 
-/// `words` in `root`, from the directory `dir` there, in namespaces of their own and without this process' environment. The processes end
-/// with the command that is started, and the mounts with them.
+/// `words` in `root`, from the directory `dir` there, in namespaces of their own and without this
+/// process' environment. The processes end with the command that is started, and the mounts with
+/// them.
 pub fn command(root: &Path, dir: &str, words: &[&str]) -> Result<Command> {
     let mut command = Command::new(tool::need("unshare")?);
     command.args(["--mount", "--pid", "--fork", "--kill-child=KILL", "sh", "-c", ENTER]);

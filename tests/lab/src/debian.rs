@@ -1,8 +1,9 @@
 //! Debian's packages, fetched by name and unpacked into the cache; never installed.
 //!
-//! apt does the work, with a state directory of our own: another suite than this machine's can be read without a trace
-//! in its lists, and without root. The mirror is the one that this machine already uses. What a metapackage resolved to
-//! is recorded, so that a bed stays the same from day to day until `cargo lab update`.
+//! apt does the work, with a state directory of our own: another suite than this machine's can be
+//! read without a trace in its lists, and without root. The mirror is the one that this machine
+//! already uses. What a metapackage resolved to is recorded, so that a bed stays the same from day
+//! to day until `cargo lab update`.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -16,7 +17,8 @@ use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
-/// Lists older than this are fetched again before they are asked; where there is no network they serve all the same.
+/// Lists older than this are fetched again before they are asked; where there is no network they
+/// serve all the same.
 const FRESH: Duration = Duration::from_secs(24 * 3600);
 
 /// Beside the lists; its age is theirs.
@@ -66,7 +68,8 @@ impl Archive {
         Ok(Package { name: name.to_owned(), version: version.to_owned() })
     }
 
-    /// The package that the metapackage `name` stands for: its dependency that begins with `prefix`.
+    /// The package that the metapackage `name` stands for: its dependency that begins with
+    /// `prefix`.
     pub fn resolve_meta(&self, name: &str, prefix: &str) -> Result<Package> {
         let fields = self.show(name)?;
         let depends = field(&fields, "Depends").unwrap_or_default();
@@ -154,7 +157,8 @@ impl Archive {
         let list = self.state.join("sources.list");
         fs::write(&list, sources(&Mirror::discover()?, self.suites)).map_err(Error::file("write", &list))?;
         eprintln!("lab: reading Debian's lists of {}", self.suites.join(", "));
-        // An apt that reached no server says so on its error stream and exits with 0, unless told otherwise.
+        // An apt that reached no server says so on its error stream and exits with 0, unless told
+        // otherwise.
         let update = ["-q", "-o", "APT::Update::Error-Mode=any", "update"];
         match tool::output(self.apt("apt-get").args(update)) {
             Ok(_) => fs::write(&stamp, "").map_err(Error::file("write", &stamp)),
@@ -193,7 +197,8 @@ impl Archive {
             // The cache may be where apt's own user cannot write.
             format!("APT::Sandbox::User={}", std::env::var("USER").unwrap_or_else(|_| "root".into())),
             "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".into(),
-            // Where apt-file is installed, apt fetches this too, and fails where a mirror is being renewed.
+            // Where apt-file is installed, apt fetches this too, and fails where a mirror is being
+            // renewed.
             "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled=false".into(),
             "Acquire::Languages=none".into(),
             // An old suite's Release file has expired by design.
@@ -219,7 +224,8 @@ pub fn unpack(deb: &Path, to: &Path) -> Result<()> {
     tool::output(Command::new("dpkg-deb").arg("-x").args([deb, to])).map(drop)
 }
 
-/// Unpacks of a package's files the one in the directory `at` whose name begins with `prefix`, and says where it is.
+/// Unpacks of a package's files the one in the directory `at` whose name begins with `prefix`, and
+/// says where it is.
 pub fn unpack_only(deb: &Path, at: &str, prefix: &str, to: &Path) -> Result<PathBuf> {
     let mut files = Command::new("dpkg-deb");
     files.arg("--fsys-tarfile").arg(deb).stdout(Stdio::piped());
@@ -247,8 +253,8 @@ pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Pack
     Ok(package)
 }
 
-/// Forgets what was resolved and how fresh the lists are: the next use asks Debian again, or the lists themselves where there is
-/// no network, so that what is cached can be used.
+/// Forgets what was resolved and how fresh the lists are: the next use asks Debian again, or the
+/// lists themselves where there is no network, so that what is cached can be used.
 pub fn forget(cache: &Cache) -> Result<()> {
     let _lock = cache.lock("apt")?;
     let states = cache.dir("apt")?;

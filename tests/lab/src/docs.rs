@@ -112,7 +112,8 @@ fn collect(command: &Clap, depth: usize, into: &mut Vec<(usize, String, String)>
     }
 }
 
-/// Links within the book. linkchecker gives up root's rights, so it gets a copy that anyone can read.
+/// Links within the book. linkchecker gives up root's rights, so it gets a copy that anyone can
+/// read.
 fn links(book: &Path) -> Result<()> {
     let dir = std::env::temp_dir().join(format!("vellum-book-{}", std::process::id()));
     let checked = copy(book, &dir).and_then(|()| {

@@ -1,4 +1,5 @@
-//! `--format`: how each part of something ended, in a form that other programs read, on a standard output that has nothing else.
+//! `--format`: how each part of something ended, in a form that other programs read, on a standard
+//! output that has nothing else.
 
 use std::fs::File;
 use std::io::Write;
@@ -21,7 +22,8 @@ impl Output {
     pub fn claim(view: View) -> Result<Self> {
         // SAFETY: dup takes a number and gives a descriptor of our own, or an error.
         let out = unsafe { libc::dup(libc::STDOUT_FILENO) };
-        // SAFETY: both are numbers; the descriptor that is replaced has been copied, if it was open.
+        // SAFETY: both are numbers; the descriptor that is replaced has been copied, if it was
+        // open.
         if out < 0 || unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } < 0 {
             return Err(Error::file("keep", "standard output")(std::io::Error::last_os_error()));
         }

@@ -1,13 +1,15 @@
-//! Work side by side. An emulated host that counts instructions keeps one CPU busy, and what it finds out does not depend on
-//! what runs beside it; so a machine of two CPUs has two of them at once.
+//! Work side by side. An emulated host that counts instructions keeps one CPU busy, and what it
+//! finds out does not depend on what runs beside it; so a machine of two CPUs has two of them at
+//! once.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use crate::Result;
 
-/// What `work` makes of each of `items`, in their order; as many at once as there are CPUs. After an error nothing new
-/// begins, what has begun is brought to its end (it may be worth keeping), and the first error of the order is given.
+/// What `work` makes of each of `items`, in their order; as many at once as there are CPUs. After
+/// an error nothing new begins, what has begun is brought to its end (it may be worth keeping), and
+/// the first error of the order is given.
 pub fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
     let lanes = thread::available_parallelism().map_or(1, usize::from).min(items.len());
     let next = AtomicUsize::new(0);

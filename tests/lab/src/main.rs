@@ -28,7 +28,8 @@ use lab::test::kvm_unit_tests;
 use lab::{Error, Result, artifacts, compare, debian, docs, release, test};
 use vellum::cli::{Form, origin};
 
-/// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine can run.
+/// Vellum's laboratory: emulated hosts, kernels and their patches, and every test that this machine
+/// can run.
 #[derive(Parser)]
 #[command(name = "lab", bin_name = "cargo lab", version)]
 struct Cli {
@@ -40,8 +41,8 @@ struct Cli {
 enum LabCommand {
     /// Say which beds this machine has, and how to get the others
     Doctor,
-    /// Run a command inside an emulated host; its exit code is passed on, and what it writes into its working directory
-    /// comes back
+    /// Run a command inside an emulated host; its exit code is passed on, and what it writes into
+    /// its working directory comes back
     Run {
         bed: Emulated,
         #[command(flatten)]
@@ -59,14 +60,17 @@ enum LabCommand {
         #[command(flatten)]
         host: Host,
     },
-    /// Run every test that this machine can run, and say in one list what was skipped, why, and what to do about it
+    /// Run every test that this machine can run, and say in one list what was skipped, why, and
+    /// what to do about it
     Test {
         /// One bed instead of all
         bed: Option<test::TestHost>,
-        /// Consent to install Debian's packages (as root) and to reserve huge pages while the tests run
+        /// Consent to install Debian's packages (as root) and to reserve huge pages while the tests
+        /// run
         #[arg(long)]
         setup: bool,
-        /// Without a bed: also what takes long, the series of kernel-patches and each test with nested paging and without
+        /// Without a bed: also what takes long, the series of kernel-patches and each test with
+        /// nested paging and without
         #[arg(long)]
         full: bool,
         /// Each program of this machine so many times, beside four processes that spin and a build
@@ -86,7 +90,8 @@ enum LabCommand {
         time: Option<Duration>,
         #[command(flatten)]
         form: Formed,
-        /// Arguments for the test programs, as `cargo test` hands them on: part of a name, `--exact`, `--skip NAME`
+        /// Arguments for the test programs, as `cargo test` hands them on: part of a name,
+        /// `--exact`, `--skip NAME`
         #[arg(last = true, value_name = "ARGS")]
         arguments: Vec<String>,
     },
@@ -95,19 +100,21 @@ enum LabCommand {
         #[command(subcommand)]
         command: KernelCommand,
     },
-    /// List every series: its base, its patches, what it claims; and when `cargo lab test --full` last passed here
+    /// List every series: its base, its patches, what it claims; and when `cargo lab test --full`
+    /// last passed here
     List,
-    /// Measure a series: the pristine and the patched kernel in turn, A B A B; or two kernels of your own
+    /// Measure a series: the pristine and the patched kernel in turn, A B A B; or two kernels of
+    /// your own
     Compare {
         /// The series, as `cargo lab list` calls it
         #[arg(required_unless_present = "kernel")]
         series: Option<String>,
-        /// Instead of a series: a bzImage (for arm64 an Image), or a tree in which it was built; given twice, before and after. KVM
-        /// and the serial console are to be built in
+        /// Instead of a series: a bzImage (for arm64 an Image), or a tree in which it was built;
+        /// given twice, before and after. KVM and the serial console are to be built in
         #[arg(long, value_name = "IMAGE", conflicts_with_all = ["series", "on"])]
         kernel: Vec<PathBuf>,
-        /// With --kernel: what is measured, as in 'vellum bench dirty-log -b 64M --json {json}'; may be repeated [default: a dirty
-        /// log, and faults on mapped memory]
+        /// With --kernel: what is measured, as in 'vellum bench dirty-log -b 64M --json {json}';
+        /// may be repeated [default: a dirty log, and faults on mapped memory]
         #[arg(long, value_name = "COMMAND", requires = "kernel")]
         run: Vec<String>,
         /// The hosts that it is measured on [default: svm, or arm64 for a series of arm64's]
@@ -116,7 +123,8 @@ enum LabCommand {
         /// On vmx: a processor with page-modification logging
         #[arg(long)]
         pml: bool,
-        /// Instead of the patched kernel: Debian's of another base, without patches, to see what mainline has of the idea
+        /// Instead of the patched kernel: Debian's of another base, without patches, to see what
+        /// mainline has of the idea
         #[arg(long, value_name = "BASE")]
         on: Option<String>,
         /// Where the table and the results are kept; by default in the cache, for `cargo lab list`
@@ -125,11 +133,12 @@ enum LabCommand {
         #[command(flatten)]
         form: Formed,
     },
-    /// Say what a command in a guest of a kernel in its tree costs, and what its directories of the host's do, in instructions on an
-    /// emulated host, beside the bare boot of that kernel and the host's own files
+    /// Say what a command in a guest of a kernel in its tree costs, and what its directories of the
+    /// host's do, in instructions on an emulated host, beside the bare boot of that kernel and the
+    /// host's own files
     Speed,
-    /// Hold a series to its promises: applies, checkpatch, warnings, other configurations, boots, the oracle, selftests; and its
-    /// base's stack as modules, and with lockdep and KASAN
+    /// Hold a series to its promises: applies, checkpatch, warnings, other configurations, boots,
+    /// the oracle, selftests; and its base's stack as modules, and with lockdep and KASAN
     Check {
         series: Vec<String>,
         /// This step alone, or these
@@ -138,14 +147,16 @@ enum LabCommand {
         #[command(flatten)]
         form: Formed,
     },
-    /// Run the kernel's own KVM selftests on a base's kernel as Debian has it and with its whole stack, which must end alike; those that
-    /// a series adds must fail on the one and pass on the other
+    /// Run the kernel's own KVM selftests on a base's kernel as Debian has it and with its whole
+    /// stack, which must end alike; those that a series adds must fail on the one and pass on the
+    /// other
     Selftests {
         /// 5.10, 6.12, 7.2 or 7.3
         base: String,
     },
-    /// Run KVM's memory code of x86 in user space under a scheduler that takes turns between vCPUs and user space: no page that the
-    /// guest writes may be missing from the dirty log, and no TLB may lead to a page that the host took away. Prints KTAP
+    /// Run KVM's memory code of x86 in user space under a scheduler that takes turns between vCPUs
+    /// and user space: no page that the guest writes may be missing from the dirty log, and no TLB
+    /// may lead to a page that the host took away. Prints KTAP
     Explore {
         /// 6.12, 7.2 or 7.3
         base: String,
@@ -168,15 +179,16 @@ enum LabCommand {
         #[arg(long, value_name = "NAME")]
         setup: Option<String>,
     },
-    /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover letter and, given a clone, the
-    /// base-commit; checkpatch has to find nothing
+    /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover
+    /// letter and, given a clone, the base-commit; checkpatch has to find nothing
     Post {
         /// The series, as `cargo lab list` calls it
         series: String,
         /// Who posts it: the patches here have no author
         #[arg(long, value_name = "NAME <ADDRESS>")]
         from: String,
-        /// Add their Signed-off-by, by which they certify the kernel's Developer's Certificate of Origin
+        /// Add their Signed-off-by, by which they certify the kernel's Developer's Certificate of
+        /// Origin
         #[arg(long)]
         sign_off: bool,
         /// Ask for comments: RFC PATCH in the subjects
@@ -185,7 +197,8 @@ enum LabCommand {
         /// Which version of the series it is
         #[arg(short = 'v', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
         reroll: u32,
-        /// A clone of the kernel's repository with the tag that the base is of: the patches must apply there by `git am`
+        /// A clone of the kernel's repository with the tag that the base is of: the patches must
+        /// apply there by `git am`
         #[arg(long, value_name = "DIR")]
         linux: Option<PathBuf>,
         /// Where the mails go, a directory that is empty or not there
@@ -206,9 +219,11 @@ enum LabCommand {
         /// Where it goes, as `vmlinuz`, `initrd` and `vmlinux`
         dir: PathBuf,
     },
-    /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host, which has 4096 MiB and an hour at least
+    /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host, which has
+    /// 4096 MiB and an hour at least
     KvmUnitTests {
-        /// The directory that holds unittests.cfg and the .flat images: x86 of a built kvm-unit-tests
+        /// The directory that holds unittests.cfg and the .flat images: x86 of a built
+        /// kvm-unit-tests
         dir: PathBuf,
         /// Only tests whose names contain one of these
         only: Vec<String>,
@@ -218,10 +233,12 @@ enum LabCommand {
         #[command(flatten)]
         host: Host,
     },
-    /// Make and try what is given away, of the commit that is checked out: two builds compared, licences, a list of what is in it, and
-    /// a Debian package that is installed into a fresh Debian and removed again. LabCommand needs a tool that is not there is skipped
+    /// Make and try what is given away, of the commit that is checked out: two builds compared,
+    /// licences, a list of what is in it, and a Debian package that is installed into a fresh
+    /// Debian and removed again. LabCommand needs a tool that is not there is skipped
     Release {
-        /// Consent to install Debian's packages (as root), and cargo-deb into the laboratory's cache
+        /// Consent to install Debian's packages (as root), and cargo-deb into the laboratory's
+        /// cache
         #[arg(long)]
         setup: bool,
         /// A static program that was built elsewhere, to be packed as it is: nothing is built here
@@ -231,7 +248,8 @@ enum LabCommand {
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Build the book as HTML, with a page for each command, and check its links and spelling. Installs mdBook into the lab's cache
+    /// Build the book as HTML, with a page for each command, and check its links and spelling.
+    /// Installs mdBook into the lab's cache
     Docs {
         /// Consent to install Debian's packages (as root)
         #[arg(long)]
@@ -240,8 +258,8 @@ enum LabCommand {
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Run the README's two commands, of the commit that is checked out, on a machine that has nothing: a Debian 12 in a directory, with
-    /// an empty rustup. Takes root, and over an hour
+    /// Run the README's two commands, of the commit that is checked out, on a machine that has
+    /// nothing: a Debian 12 in a directory, with an empty rustup. Takes root, and over an hour
     Fresh {
         /// The value of RUSTUP_AUTO_INSTALL [default: a machine with each]
         #[arg(long, value_name = "0|1", value_parser = switch)]
@@ -257,7 +275,8 @@ enum LabCommand {
 /// The form in which other programs want to read how each part ended.
 #[derive(Args)]
 struct Formed {
-    /// Print how each part ended in a form that other programs read; all else goes to standard error
+    /// Print how each part ended in a form that other programs read; all else goes to standard
+    /// error
     #[arg(long, value_name = "FORM", value_enum)]
     format: Option<Form>,
     /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
@@ -314,10 +333,12 @@ enum KernelCommand {
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A configuration on top: debug, lock-stat, modules, preempt, of Arm's pages-16k, pages-64k
+        /// A configuration on top: debug, lock-stat, modules, preempt, of Arm's pages-16k,
+        /// pages-64k
         #[arg(long)]
         variant: Option<String>,
-        /// LabCommand it is for [default: x86, or arm64 where all its series change files of arm64 alone]
+        /// LabCommand it is for [default: x86, or arm64 where all its series change files of arm64
+        /// alone]
         #[arg(long, value_enum)]
         arch: Option<Architecture>,
         /// A mistake of planted/ on top of its only series
@@ -329,8 +350,8 @@ enum KernelCommand {
 /// How an emulated host is made.
 #[derive(Args)]
 struct Host {
-    /// The host's kernel: 6.1, 6.12, 7.2 or 7.3 of Debian's, or the file of a bzImage (on Arm: an Image) with KVM built in, or with KVM's
-    /// modules in the directory `modules` beside it
+    /// The host's kernel: 6.1, 6.12, 7.2 or 7.3 of Debian's, or the file of a bzImage (on Arm: an
+    /// Image) with KVM built in, or with KVM's modules in the directory `modules` beside it
     #[arg(long, default_value = "6.1")]
     kernel: String,
     /// Nested paging: 1 uses it, 0 makes KVM shadow the guest's page tables
@@ -339,7 +360,8 @@ struct Host {
     /// On vmx: a processor with page-modification logging
     #[arg(long)]
     pml: bool,
-    /// On svm and arm64: the processor's model, by QEMU's name for it: on Arm max,pauth=off [default: EPYC, cortex-a76 or cortex-a72]
+    /// On svm and arm64: the processor's model, by QEMU's name for it: on Arm max,pauth=off
+    /// [default: EPYC, cortex-a76 or cortex-a72]
     #[arg(long, value_name = "MODEL")]
     cpu: Option<String>,
     /// On arm64: a board with a GICv2, which its guests have too then

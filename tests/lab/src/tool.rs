@@ -1,4 +1,5 @@
-//! Running other programs: a missing one is named with the package that has it, a failing one with its last words.
+//! Running other programs: a missing one is named with the package that has it, a failing one with
+//! its last words.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -7,7 +8,8 @@ use std::process::{Command, Stdio};
 
 use crate::{Error, Result};
 
-/// Debian's package for each program the laboratory calls; those that tests call are in [`support::tools::TOOLS`].
+/// Debian's package for each program the laboratory calls; those that tests call are in
+/// [`support::tools::TOOLS`].
 const PACKAGES: [(&str, &str); 30] = [
     ("qemu-system-aarch64", "qemu-system-arm"),
     ("qemu-system-x86_64", "qemu-system-x86"),

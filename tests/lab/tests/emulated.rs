@@ -1,5 +1,6 @@
-//! The laboratory's promises about an emulated host: exit codes, output and files come back whole, and a host that
-//! hangs or dies is ended with its serial tail. These boot hosts, so plain `cargo test` leaves them out.
+//! The laboratory's promises about an emulated host: exit codes, output and files come back whole,
+//! and a host that hangs or dies is ended with its serial tail. These boot hosts, so plain
+//! `cargo test` leaves them out.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -45,9 +46,10 @@ fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Erro
     hosts::run(&cache, &Programs::build_for(host.architecture())?, &request, |_| ())
 }
 
-/// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What was sent along is there, and
-/// what was sent to /tmp does not make that smaller. Commands that follow say how long the host was idle, and which host it is: a
-/// parameter that it has anyway is taken.
+/// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What
+/// was sent along is there, and what was sent to /tmp does not make that smaller. Commands that
+/// follow say how long the host was idle, and which host it is: a parameter that it has anyway is
+/// taken.
 #[test(host())]
 fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1

@@ -355,7 +355,8 @@ fn module(path: &Path) -> (Vec<String>, bool) {
     (names, holds_tests)
 }
 
-/// The public items of a crate that have none of the `elsewhere` words for a name: `FILE:LINE NAME`.
+/// The public items of a crate that have none of the `elsewhere` words for a name:
+/// `FILE:LINE NAME`.
 fn unused(files: &BTreeMap<PathBuf, String>, elsewhere: &HashSet<String>) -> BTreeSet<String> {
     let mut modules = HashMap::new();
     for (path, source) in files {

@@ -63,7 +63,8 @@ pub struct State {
     pub owed: u8,
 }
 
-/// What must happen before `output`, which has refused a write, may take another. None if nothing can.
+/// What must happen before `output`, which has refused a write, may take another. None if nothing
+/// can.
 fn recovers(output: &File) -> Option<&'static str> {
     let kind = output.metadata().ok()?.file_type();
     match (kind.is_file(), kind.is_fifo()) {

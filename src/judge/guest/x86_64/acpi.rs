@@ -30,7 +30,8 @@ fn tables(rsdp: u64, mut found: impl FnMut(u64)) -> Option<()> {
     Some(())
 }
 
-/// Calls `found` with the APIC ID of each processor, and returns how to power off. Returns `None` without ACPI.
+/// Calls `found` with the APIC ID of each processor, and returns how to power off. Returns `None`
+/// without ACPI.
 pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power> {
     let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
     tables(rsdp, |table| match &read::<[u8; 4]>(table) {
@@ -41,7 +42,8 @@ pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power>
     Some(power)
 }
 
-/// Calls `found` with the address of each virtio-mmio device: a Memory32Fixed descriptor behind the ID that Linux has for it.
+/// Calls `found` with the address of each virtio-mmio device: a Memory32Fixed descriptor behind the
+/// ID that Linux has for it.
 pub(crate) fn virtio_mmio(rsdp: u64, mut found: impl FnMut(u64)) {
     tables(rsdp, |table| {
         if &read::<[u8; 4]>(table) != b"FACP" {
@@ -111,7 +113,8 @@ fn fadt(table: u64) -> Power {
     power
 }
 
-/// SLP_TYPa and SLP_TYPb of `_S5_`: a package of small constants, which is found without an interpreter.
+/// SLP_TYPa and SLP_TYPb of `_S5_`: a package of small constants, which is found without an
+/// interpreter.
 fn s5(dsdt: u64) -> Option<[u8; 2]> {
     if dsdt == 0 || dsdt >= 1 << 32 {
         return None;
@@ -134,7 +137,8 @@ fn s5(dsdt: u64) -> Option<[u8; 2]> {
     Some(types)
 }
 
-/// The same of the MP table (MultiProcessor Specification 1.4), whose processors it returns how many of.
+/// The same of the MP table (MultiProcessor Specification 1.4), whose processors it returns how
+/// many of.
 pub(crate) fn mp_processors(mut found: impl FnMut(u32)) {
     let ebda = u64::from(read::<u16>(0x40e)) << 4;
     let areas = [(ebda, ebda + 1024), (0x9_fc00, 0xa_0000), (0xf_0000, 0x10_0000)];

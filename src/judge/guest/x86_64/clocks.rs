@@ -78,7 +78,8 @@ fn apic_read(base: u64, register: u64) -> u32 {
     }
 }
 
-/// Finds out what there is, on the first processor. Returns whether there are a kvmclock and a timer.
+/// Finds out what there is, on the first processor. Returns whether there are a kvmclock and a
+/// timer.
 pub(crate) fn find_clocks(ticks: u64) -> (bool, bool) {
     let [_, b, c, d] = cpuid(0x4000_0000, 0);
     let is_kvm = [b, c, d] == [0x4b4d_564b, 0x564b_4d56, 0x4d] && cpuid(1, 0)[2] >> 31 == 1;
@@ -146,7 +147,8 @@ fn shoot(cpu: u64, count: u32) {
     apic_write(if registers == 0 { 1 << 10 } else { registers }, INITIAL, count);
 }
 
-/// Looks at both. `limit` is the longest step of the clock in nanoseconds. Returns whether something is wrong.
+/// Looks at both. `limit` is the longest step of the clock in nanoseconds. Returns whether
+/// something is wrong.
 pub(crate) fn look_at_clocks(cpu: u64, limit: u64) -> bool {
     // SAFETY: constant since `find_clocks`.
     let (has_clock, count) = unsafe { (*HAS_CLOCK.get(), *COUNT.get()) };

@@ -1,5 +1,5 @@
-//! Virtio block devices: on the first PCI bus, by the configuration ports, and on virtio-mmio, as the command line
-//! (`virtio_mmio.device=SIZE@ADDRESS:IRQ`) or ACPI's DSDT has it.
+//! Virtio block devices: on the first PCI bus, by the configuration ports, and on virtio-mmio, as
+//! the command line (`virtio_mmio.device=SIZE@ADDRESS:IRQ`) or ACPI's DSDT has it.
 
 use super::{Service, acpi, boot::boot_of, load, service};
 use crate::disk::{add, left_out};

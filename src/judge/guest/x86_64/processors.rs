@@ -97,7 +97,8 @@ fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
             write(page + 0x300, command);
         }
     };
-    // INIT, asserted; SIPI with the page's number, twice, as the MultiProcessor Specification has it.
+    // INIT, asserted; SIPI with the page's number, twice, as the MultiProcessor Specification has
+    // it.
     send(0x4500);
     wait(20_000_000, || false);
     for _ in 0..2 {

@@ -1,6 +1,6 @@
-//! KVM's interrupt controller: its versions, its errors, and its registers in the order in which they
-//! are restored (Documentation/virt/kvm/devices/arm-vgic.rst and arm-vgic-v3.rst; Arm IHI 0048 and
-//! IHI 0069).
+//! KVM's interrupt controller: its versions, its errors, and its registers in the order in which
+//! they are restored (Documentation/virt/kvm/devices/arm-vgic.rst and arm-vgic-v3.rst; Arm IHI 0048
+//! and IHI 0069).
 //!
 //! The implementation revision comes first, because the meaning of others depends on it. Level or
 //! edge configuration comes before pending state, and line levels before latched state. The CPU

@@ -9,7 +9,8 @@ use vellum_judge::sectors;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::keyvalue;
 
-/// Write a disk for the image, which reads it while it runs: each sector is a function of its number
+/// Write a disk for the image, which reads it while it runs: each sector is a function of its
+/// number
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct DiskArgs {

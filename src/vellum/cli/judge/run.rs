@@ -21,8 +21,8 @@ use vellum_sys::{keyvalue, signal};
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct RunArgs {
-    /// cloud-hypervisor, firecracker, qemu (qemu-system-x86_64) or vellum (this program); programs are
-    /// looked for in the directory VELLUM_VMMS and in PATH
+    /// cloud-hypervisor, firecracker, qemu (qemu-system-x86_64) or vellum (this program); programs
+    /// are looked for in the directory VELLUM_VMMS and in PATH
     #[arg(long, value_name = "NAME", value_parser = |text: &str| keyvalue::one_of("VMM", text, &Vmm::NAMES))]
     vmm: Vmm,
 

@@ -185,7 +185,8 @@ pub(super) fn boot(
         tracing::info!("{}", gdb::command(&gdb.socket, symbols(&kernel).as_deref()));
     }
     let boot = BootConfig { kernel, initrd, cmdline, protocol };
-    // A guest that a debugger holds has no reason to print, and of one with a command the command is heard.
+    // A guest that a debugger holds has no reason to print, and of one with a command the command
+    // is heard.
     let tells_of_silence = process.gdb.is_none() && told.word.is_none();
     let process = session::Config { limit: timeout, tells_of_silence, ..process };
     let on_panic = args.on_panic.as_deref().map(|path| {

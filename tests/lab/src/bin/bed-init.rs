@@ -1,5 +1,6 @@
-//! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the results line what
-//! came of it. It is static, so the host needs no C library; what it says and hears is defined in `lab::hosts::wire`.
+//! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the results
+//! line what came of it. It is static, so the host needs no C library; what it says and hears is
+//! defined in `lab::hosts::wire`.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -24,7 +25,8 @@ fn main() {
     if let Err(error) = run() {
         eprintln!("bed-init: {error}");
     }
-    // SAFETY: sync and reboot take no pointers. The laboratory ends the emulator where this does not.
+    // SAFETY: sync and reboot take no pointers. The laboratory ends the emulator where this does
+    // not.
     unsafe {
         libc::sync();
         libc::reboot(libc::RB_POWER_OFF);
@@ -51,7 +53,8 @@ fn run() -> io::Result<()> {
         ("hugetlbfs", "/dev/hugepages"),
     ] {
         if let Err(error) = mount(kind, at) {
-            // A kernel without one of them is still a host; the command that needs it will say so too.
+            // A kernel without one of them is still a host; the command that needs it will say so
+            // too.
             complaints.push(format!("{at} ({kind}): {error}"));
         }
     }
@@ -90,13 +93,14 @@ fn run() -> io::Result<()> {
     }
     return_files(Path::new(OUT_DIR), "", &port)?;
     send(&port, &Frame::Done)?;
-    // The line is slower than we are: whatever is queued in the driver would be lost with the power.
-    // SAFETY: the descriptor is open, and tcdrain takes nothing else.
+    // The line is slower than we are: whatever is queued in the driver would be lost with the
+    // power. SAFETY: the descriptor is open, and tcdrain takes nothing else.
     unsafe { libc::tcdrain(port.lock().expect("no thread panics with the port").as_raw_fd()) };
     Ok(())
 }
 
-/// Mounts `kind` at `at`. What the initramfs brought there (a clone in /tmp has its test programs there) stays visible.
+/// Mounts `kind` at `at`. What the initramfs brought there (a clone in /tmp has its test programs
+/// there) stays visible.
 fn mount(kind: &str, at: &str) -> io::Result<()> {
     fs::create_dir_all(at)?;
     let shipped = fs::read_dir(at)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
@@ -126,8 +130,8 @@ fn mount_with(source: &str, kind: &str, at: &str, flags: libc::c_ulong) -> io::R
     }
 }
 
-/// Has the disk for the root, with what is mounted and `shown` of what was the root before; a directory of devices that are none; and a way
-/// out by an interface that leads nowhere.
+/// Has the disk for the root, with what is mounted and `shown` of what was the root before; a
+/// directory of devices that are none; and a way out by an interface that leads nowhere.
 fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
     const DISK: &str = "/disk";
     fs::create_dir_all(DISK)?;
@@ -185,9 +189,10 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
     }
 }
 
-/// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first machine comes or a last
-/// one goes, under running CPUs: QEMU may go on with code that is there no more (`lab::hosts::svm`). The keys are
-/// preempt_notifier_key in the scheduler, and KVM's apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
+/// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first
+/// machine comes or a last one goes, under running CPUs: QEMU may go on with code that is there no
+/// more (`lab::hosts::svm`). The keys are preempt_notifier_key in the scheduler, and KVM's
+/// apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
 #[cfg(target_arch = "x86_64")]
 #[expect(clippy::disallowed_methods, reason = "neither of them has memory")]
 fn hold_kvm() -> io::Result<()> {
@@ -283,8 +288,8 @@ fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Ex
     let status = child.wait()?;
     let seconds = before.elapsed().as_secs_f64();
     let idle = idle()?.saturating_sub(idle_before).as_secs_f64() / seconds / cpus();
-    // What it started and left behind would keep its output open, for ever perhaps.
-    // SAFETY: kill takes no pointers; the group is that of our own child, which was its first process.
+    // What it started and left behind would keep its output open, for ever perhaps. SAFETY: kill
+    // takes no pointers; the group is that of our own child, which was its first process.
     unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
     for reader in [stdout, stderr].into_iter().flatten() {
         reader.join().map_err(|_| io::Error::other("a reader panicked"))??;
@@ -350,7 +355,8 @@ fn shell(job: &Job) -> io::Result<()> {
     let mut command = Command::new("/bin/sh");
     prepare(job, command.arg("-l"));
     command.stdin(console.try_clone()?).stdout(console.try_clone()?).stderr(console);
-    // SAFETY: setsid and ioctl are async-signal-safe, and nothing else happens between fork and exec.
+    // SAFETY: setsid and ioctl are async-signal-safe, and nothing else happens between fork and
+    // exec.
     unsafe {
         command.pre_exec(|| {
             libc::setsid();

@@ -1,8 +1,10 @@
-//! What a command in a guest costs: from exec to its first line, beside the bare boot of the same kernel with the same archive; and what its
-//! directories of the host's cost, beside the host's own files. It runs inside emulated hosts, for `cargo lab speed`.
+//! What a command in a guest costs: from exec to its first line, beside the bare boot of the same
+//! kernel with the same archive; and what its directories of the host's cost, beside the host's own
+//! files. It runs inside emulated hosts, for `cargo lab speed`.
 //!
-//! Times are by the host's clock, which counts instructions there, without what the host idled. The two boots take turns; what a shell and
-//! its programs cost by themselves is taken off what is done with files.
+//! Times are by the host's clock, which counts instructions there, without what the host idled. The
+//! two boots take turns; what a shell and its programs cost by themselves is taken off what is done
+//! with files.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -14,8 +16,8 @@ use clap::Parser;
 use vellum_host::idle;
 
 const VELLUM: &str = "/bin/vellum";
-/// Without PV EOI an interrupt is less often delivered twice by an emulator that stops at any instruction (`lab::hosts::svm`), which does not save
-/// XSAVE's state either.
+/// Without PV EOI an interrupt is less often delivered twice by an emulator that stops at any
+/// instruction (`lab::hosts::svm`), which does not save XSAVE's state either.
 const FLAGS: [&str; 3] = ["--cpuid=-pv-eoi", "--params", "noxsave"];
 /// How often each boot is timed.
 const ROUNDS: usize = 3;
@@ -105,7 +107,8 @@ fn run(cli: &Cli) -> io::Result<()> {
     Ok(())
 }
 
-/// What is done with files: the name, what a shell does for it in the directory $d, and how many requests that is.
+/// What is done with files: the name, what a shell does for it in the directory $d, and how many
+/// requests that is.
 const STEPS: [(&str, &str, u64); 6] = [
     ("reads of 128 KiB, the guest's cache is empty", "dd if=$d/file of=/dev/null bs=131072 count=64", COUNT),
     ("the same again", "dd if=$d/file of=/dev/null bs=131072 count=64", COUNT),
@@ -115,8 +118,8 @@ const STEPS: [(&str, &str, u64); 6] = [
     ("opening and closing", "i=0; while [ $i -lt 50 ]; do : < $d/file; i=$((i + 1)); done", OPENED),
 ];
 
-/// A shell's script for [`STEPS`] in `directory`: what its programs cost by themselves, and the step. After each it says so and waits for
-/// an answer, so that nobody works meanwhile.
+/// A shell's script for [`STEPS`] in `directory`: what its programs cost by themselves, and the
+/// step. After each it says so and waits for an answer, so that nobody works meanwhile.
 fn script(directory: &str) -> String {
     let mut script = format!("d={directory}; ");
     if directory != HERE {
@@ -190,7 +193,8 @@ fn none() -> io::Error {
     io::Error::other("it has no streams")
 }
 
-/// The archive that Vellum makes for a command in a guest of `tree`: a file in memory, which the process that waits for the command has.
+/// The archive that Vellum makes for a command in a guest of `tree`: a file in memory, which the
+/// process that waits for the command has.
 fn archive(tree: &Path) -> io::Result<Vec<u8>> {
     let mut command = vellum(tree);
     let mut child =

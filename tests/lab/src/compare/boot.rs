@@ -1,4 +1,5 @@
-//! One boot of a comparison on an emulated host: what its benchmarks gave, and where that is kept until the comparison is done.
+//! One boot of a comparison on an emulated host: what its benchmarks gave, and where that is kept
+//! until the comparison is done.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -90,7 +91,8 @@ pub struct Gave {
 }
 
 impl Hosts<'_> {
-    /// Boots `image` for the benchmarks of `group`, unless a comparison that was stopped had done so.
+    /// Boots `image` for the benchmarks of `group`, unless a comparison that was stopped had done
+    /// so.
     pub fn boot(&self, image: &Image, group: &[&Bench], round: usize) -> Result<Boot> {
         let label = format!("{}, boot {round} of {ROUNDS}", image.label);
         let host = self.processor.label(group[0].npt);
@@ -111,7 +113,8 @@ impl Hosts<'_> {
         Ok(boot)
     }
 
-    /// What a boot's figures depend on: the laboratory too, which turns times into instructions and builds its own Bochs.
+    /// What a boot's figures depend on: the laboratory too, which turns times into instructions and
+    /// builds its own Bochs.
     fn key(&self, image: &Image, group: &[&Bench], round: usize) -> Result<String> {
         let mut parts = vec![format!("{} {group:?} {:?} {round}", image.name, self.processor).into_bytes()];
         let programs =
@@ -211,8 +214,8 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
     });
     let calls = calls_of(bench);
     if bench.multi || !calls.is_empty() {
-        // What is probed takes longer. Two CPUs at once have no clock that counts instructions: what a lock did, and how often a
-        // function was called, is all that is told.
+        // What is probed takes longer. Two CPUs at once have no clock that counts instructions:
+        // what a lock did, and how often a function was called, is all that is told.
         figures.clear();
     }
     if !bench.locks.is_empty() {

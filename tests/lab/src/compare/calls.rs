@@ -1,11 +1,13 @@
-//! How often a benchmark made the host's kernel call a function, and what one of its arguments came to in all: by a kprobe with a
-//! histogram (Documentation/trace/kprobetrace.rst, histogram.rst). What is probed takes more instructions, so that nothing is timed.
+//! How often a benchmark made the host's kernel call a function, and what one of its arguments came
+//! to in all: by a kprobe with a histogram (Documentation/trace/kprobetrace.rst, histogram.rst).
+//! What is probed takes more instructions, so that nothing is timed.
 
 use vellum_report::Figure;
 
 use crate::{Error, Result};
 
-/// A function that is counted, as `calls` in a series.toml names it: `name`, or `name:N`, with the sum of its N-th argument, from 1 on.
+/// A function that is counted, as `calls` in a series.toml names it: `name`, or `name:N`, with the
+/// sum of its N-th argument, from 1 on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call<'a> {
     function: &'a str,

@@ -1,5 +1,6 @@
-//! What the kernel's locks did during a benchmark, from /proc/lock_stat (Documentation/locking/lockstat.rst): how often each was
-//! taken and waited for, and how long it was held. The kernels are built with `--variant lock-stat`.
+//! What the kernel's locks did during a benchmark, from /proc/lock_stat
+//! (Documentation/locking/lockstat.rst): how often each was taken and waited for, and how long it
+//! was held. The kernels are built with `--variant lock-stat`.
 //!
 //! The statistics are of the whole command, and so of a VM's beginning and end too.
 
@@ -39,8 +40,8 @@ impl Use {
     }
 }
 
-/// A lock's figures. A spinlock counts as held for write. `timed` is false where the host's clock counts no
-/// instructions. Per fault where `report` says how many there were.
+/// A lock's figures. A spinlock counts as held for write. `timed` is false where the host's clock
+/// counts no instructions. Per fault where `report` says how many there were.
 pub fn figures(text: &str, lock: &str, report: Option<&Report>, timed: bool) -> Result<Vec<Figure>> {
     let [write, read] = uses(text, lock)?;
     let moved = |report: &Report| {
@@ -81,7 +82,8 @@ fn uses(text: &str, lock: &str) -> Result<[Use; 2]> {
         if !name.contains(lock) {
             continue;
         }
-        // con-bounces, contentions, four of waiting, acq-bounces, acquisitions, shortest, longest and total holding, average
+        // con-bounces, contentions, four of waiting, acq-bounces, acquisitions, shortest, longest
+        // and total holding, average
         let columns: Vec<f64> = rest.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         let [_, contended, _, _, _, _, _, taken, _, _, held, _] = columns[..] else {
             return Err(Error::Refused(format!(

@@ -1,6 +1,7 @@
-//! A comparison on this very machine, which only its owner can boot: the kernels are made as Debian packages, and every
-//! call under one of them collects a boot. The kernels take turns, so that what drifts from boot to boot is in both; when there are
-//! enough of each, which is more than on an emulated host ([`Policy::REAL`]), the table is printed.
+//! A comparison on this very machine, which only its owner can boot: the kernels are made as Debian
+//! packages, and every call under one of them collects a boot. The kernels take turns, so that what
+//! drifts from boot to boot is in both; when there are enough of each, which is more than on an
+//! emulated host ([`Policy::REAL`]), the table is printed.
 //!
 //! A call finds out by the running kernel's name what it is to do. Times are seconds here.
 
@@ -27,7 +28,8 @@ use crate::{Error, Result};
 /// Boots of each kernel.
 const ROUNDS: usize = Policy::REAL.boots;
 
-/// What a kernel's name ends with: the pristine one's, the series'. The patches are in it: one that changed is another kernel.
+/// What a kernel's name ends with: the pristine one's, the series'. The patches are in it: one that
+/// changed is another kernel.
 fn suffixes(series: &Series) -> Result<[String; 2]> {
     let mut patches = Vec::new();
     for path in &series.patches {

@@ -1,12 +1,15 @@
-//! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A B.
+//! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A
+//! B.
 //!
-//! Boots that follow one another are pairs, and what may be said of them is for [`vellum_report::compare`] to say, which also
-//! weighs Vellum's own results; how many boots that takes is the test host's [`Policy`]. Every command also yields
-//! a figure of the laboratory's own, the instructions that the whole host ran for it; a command that writes a result
-//! (`{json}`) adds its own figures. Time on an emulated host is instructions and is given as such, so idle time would be
-//! counted too: a run whose host idled for more than 1 % of it is refused. What the kernel's locks did is counted by kernels
-//! of another configuration, [`locks`], and on two CPUs that alone. What each [`boot`] gave is kept until all have: a comparison that
-//! was stopped goes on from there.
+//! Boots that follow one another are pairs, and what may be said of them is for
+//! [`vellum_report::compare`] to say, which also weighs Vellum's own results; how many boots that
+//! takes is the test host's [`Policy`]. Every command also yields a figure of the laboratory's own,
+//! the instructions that the whole host ran for it; a command that writes a result (`{json}`) adds
+//! its own figures. Time on an emulated host is instructions and is given as such, so idle time
+//! would be counted too: a run whose host idled for more than 1 % of it is refused. What the
+//! kernel's locks did is counted by kernels of another configuration, [`locks`], and on two CPUs
+//! that alone. What each [`boot`] gave is kept until all have: a comparison that was stopped goes
+//! on from there.
 
 pub mod boot;
 pub mod calls;
@@ -114,7 +117,8 @@ pub fn kept_of_metal(cache: &Cache, series: &Series) -> PathBuf {
     cache.path(&format!("compare/{}-{}-metal", series.base.name, series.name))
 }
 
-/// The last comparisons of `series` that were kept here: on every processor, with other bases, on this machine itself.
+/// The last comparisons of `series` that were kept here: on every processor, with other bases, on
+/// this machine itself.
 fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
     let others = || BASES.iter().filter(|base| *base != series.base).map(Some);
     let emulated = Processor::all().flat_map(|processor| {
@@ -181,8 +185,8 @@ pub fn as_report(dir: &Path, name: &str) -> Report {
     report
 }
 
-/// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints the table, and keeps it and
-/// every result (as JSON, and as a page) in `out`.
+/// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints
+/// the table, and keeps it and every result (as JSON, and as a page) in `out`.
 pub fn compare(
     cache: &Cache,
     series: &Series,
@@ -285,7 +289,8 @@ fn measure(cache: &Cache, subject: &Subject<'_>, processor: Processor, out: &Pat
     Ok(())
 }
 
-/// The benchmarks for a comparison on `bed`, and those that are left out because it is with the base `other`.
+/// The benchmarks for a comparison on `bed`, and those that are left out because it is with the
+/// base `other`.
 fn chosen<'a>(series: &'a Series, other: Option<&Base>, bed: Emulated) -> (Vec<&'a Bench>, Vec<&'a Bench>) {
     let of_bed = series.about.bench.iter().filter(|bench| bench.runs_on(bed));
     of_bed.partition(|bench| other.is_none() || !bench.own_base)
@@ -323,8 +328,8 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
     Ok(())
 }
 
-/// The rows of one command: its samples on the pristine and on the patched kernel, boot by boot; those of the same number are
-/// pairs. `None` is a boot that did not run it.
+/// The rows of one command: its samples on the pristine and on the patched kernel, boot by boot;
+/// those of the same number are pairs. `None` is a boot that did not run it.
 fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Option<Sample>>; 2]) -> Vec<Row<Compared>> {
     let mut rows: Vec<Row<Compared>> = Vec::new();
     let mut place: HashMap<Label, usize> = HashMap::new();

@@ -1,4 +1,5 @@
-//! `cargo lab compare --kernel A --kernel B`: two kernels that were built elsewhere, on an emulated host, in turn.
+//! `cargo lab compare --kernel A --kernel B`: two kernels that were built elsewhere, on an emulated
+//! host, in turn.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -17,7 +18,8 @@ pub const COMMANDS: [&str; 2] = [
     "vellum bench page-table -b 64M -s anonymous -v 2 --json {json}",
 ];
 
-/// Where images have what tells them: `HdrS` of a bzImage, `ARM\x64` of an Image (Documentation/arch).
+/// Where images have what tells them: `HdrS` of a bzImage, `ARM\x64` of an Image
+/// (Documentation/arch).
 const MAGIC: [(usize, &[u8], Architecture); 2] =
     [(0x202, b"HdrS", Architecture::X86), (0x38, b"ARM\x64", Architecture::Arm)];
 
@@ -49,7 +51,8 @@ pub fn find(path: &Path) -> Result<(PathBuf, Architecture)> {
     }
 }
 
-/// The image in the cache under a key of what is in it: `path` may be built anew meanwhile. `side` is what tables call it besides.
+/// The image in the cache under a key of what is in it: `path` may be built anew meanwhile. `side`
+/// is what tables call it besides.
 fn keep(cache: &Cache, path: &Path, side: char) -> Result<Image> {
     let (file, architecture) = find(path)?;
     let content = fs::read(&file).map_err(Error::file("read", &file))?;

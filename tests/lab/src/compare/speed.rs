@@ -1,5 +1,6 @@
-//! What a command in a guest costs (`cargo lab speed`): one emulated host with nested paging, whose clock counts instructions, and the program
-//! `guest-commands` in it, with a kernel in the tree in which it was built.
+//! What a command in a guest costs (`cargo lab speed`): one emulated host with nested paging, whose
+//! clock counts instructions, and the program `guest-commands` in it, with a kernel in the tree in
+//! which it was built.
 
 use std::time::Duration;
 

@@ -1,6 +1,7 @@
-//! `arm64`: QEMU emulates an Arm board with EL2, so KVM runs in there: with the Virtualization Host Extensions on a Cortex-A76, where the
-//! host's kernel itself is at EL2, or without on a Cortex-A72. That is what this bed has instead of a second stage that can be left out: the
-//! switch for nested paging chooses between the two.
+//! `arm64`: QEMU emulates an Arm board with EL2, so KVM runs in there: with the Virtualization Host
+//! Extensions on a Cortex-A76, where the host's kernel itself is at EL2, or without on a
+//! Cortex-A72. That is what this bed has instead of a second stage that can be left out: the switch
+//! for nested paging chooses between the two.
 
 use std::path::Path;
 use std::process::Command;

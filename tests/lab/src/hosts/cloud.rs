@@ -1,5 +1,6 @@
-//! Disk images for guests, laid out as distributions lay out theirs for clouds: a GPT with a BIOS partition and an EFI system partition,
-//! /boot apart or not, and what GRUB reads there. The system in them is Debian each time; where its kernel is found is what differs.
+//! Disk images for guests, laid out as distributions lay out theirs for clouds: a GPT with a BIOS
+//! partition and an EFI system partition, /boot apart or not, and what GRUB reads there. The system
+//! in them is Debian each time; where its kernel is found is what differs.
 //!
 //! All are made once and kept in the cache.
 
@@ -38,8 +39,8 @@ enum Layout {
     Fedora,
 }
 
-/// The images, in the order of the disks that a host has them as: what tests call them, the layout, and
-/// qemu-img's arguments for a qcow2.
+/// The images, in the order of the disks that a host has them as: what tests call them, the layout,
+/// and qemu-img's arguments for a qcow2.
 const IMAGES: [(&str, Layout, &[&str]); 4] = [
     ("debian.raw", Layout::Debian, &[]),
     ("debian.qcow2", Layout::Debian, &["-c", "-o", "compat=1.1"]),

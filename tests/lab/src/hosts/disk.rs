@@ -1,7 +1,8 @@
-//! The disk of an emulated host that has a root of its own: Debian on ext4, as machines have it and an initramfs has not. Disks for its
-//! guests as clouds have them are in [`cloud`](super::cloud).
+//! The disk of an emulated host that has a root of its own: Debian on ext4, as machines have it and
+//! an initramfs has not. Disks for its guests as clouds have them are in [`cloud`](super::cloud).
 //!
-//! It is made once and kept in the cache. A host writes into memory of its emulator's, so that each finds it as it was made.
+//! It is made once and kept in the cache. A host writes into memory of its emulator's, so that each
+//! finds it as it was made.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,8 @@ use crate::{Error, Result, tool};
 
 /// The Debian.
 pub(super) const SUITE: &str = "bookworm";
-/// What it has beside the essential: what commands in a guest may want to call, and what the host itself does.
+/// What it has beside the essential: what commands in a guest may want to call, and what the host
+/// itself does.
 const PACKAGES: &str = "iproute2,kmod,attr,strace,passt,openssh-client,makedumpfile";
 /// How large the file system is, in MiB; the file is sparse.
 const MIB: u32 = 1024;

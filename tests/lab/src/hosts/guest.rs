@@ -1,5 +1,6 @@
-//! Linux guests: one of Debian's kernels, and an initramfs with the guest agent. `resources/guest-image` is the recipe.
-//! The kernel comes as a bzImage, and the ELF image in it can be had too; of Arm's it is an Image, and there is no other.
+//! Linux guests: one of Debian's kernels, and an initramfs with the guest agent.
+//! `resources/guest-image` is the recipe. The kernel comes as a bzImage, and the ELF image in it
+//! can be had too; of Arm's it is an Image, and there is no other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -106,8 +107,9 @@ fn put(path: &Path, content: &[u8]) -> Result<()> {
     fs::rename(&part, path).map_err(Error::file("write", path))
 }
 
-/// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and how many they become, which the kernel
-/// puts behind them (Documentation/arch/x86/boot.rst, `payload_offset` and `payload_length`).
+/// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and how many they
+/// become, which the kernel puts behind them (Documentation/arch/x86/boot.rst, `payload_offset` and
+/// `payload_length`).
 fn compressed_kernel(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8], usize), &'static str> {
     /// What each format begins with.
     const FORMATS: [(&[u8], &str); 4] = [

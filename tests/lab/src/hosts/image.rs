@@ -1,4 +1,5 @@
-//! The initramfs of an emulated host: our programs, busybox, the files and modules of its request, and its job.
+//! The initramfs of an emulated host: our programs, busybox, the files and modules of its request,
+//! and its job.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -102,7 +103,8 @@ fn job(request: &Request, shell: bool) -> Job {
     }
 }
 
-/// What a host with a root on its disk has there of what it boots into: programs where it looks for them, and whole directories.
+/// What a host with a root on its disk has there of what it boots into: programs where it looks for
+/// them, and whole directories.
 fn shown(request: &Request) -> Vec<(String, String)> {
     let mut shown = vec![("/bin/vellum".to_owned(), "/usr/local/bin/vellum".to_owned())];
     let files = request.files.iter().map(|(_, to)| to);

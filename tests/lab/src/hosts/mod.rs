@@ -1,8 +1,9 @@
-//! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`] comes back.
+//! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`]
+//! comes back.
 //!
-//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in [`HOSTS`]. Those of QEMU share
-//! [`qemu`]. All share [`Request`], [`image`] (the initramfs), and [`run`](self::run()) with the results line and the time
-//! limit.
+//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in
+//! [`HOSTS`]. Those of QEMU share [`qemu`]. All share [`Request`], [`image`] (the initramfs), and
+//! [`run`](self::run()) with the results line and the time limit.
 
 pub mod arm64;
 pub mod cloud;
@@ -70,14 +71,15 @@ pub trait Emulator: Sync {
     /// What the host's clock takes for one instruction.
     fn nanoseconds_per_instruction(&self) -> f64;
 
-    /// Whether there is a processor with page-modification logging; if not, why, and what to do instead.
+    /// Whether there is a processor with page-modification logging; if not, why, and what to do
+    /// instead.
     fn has_pml(&self) -> std::result::Result<(), &'static str>;
 
     /// Whether hosts can run at `pace`; if not, why, and what to do instead.
     fn has_pace(&self, pace: Pace) -> std::result::Result<(), &'static str>;
 
-    /// Whether two CPUs take turns of a few instructions, so that locks are not waited for as on a processor. Such a clock counts
-    /// instructions all the same.
+    /// Whether two CPUs take turns of a few instructions, so that locks are not waited for as on a
+    /// processor. Such a clock counts instructions all the same.
     fn takes_turns(&self) -> bool {
         false
     }
@@ -85,7 +87,8 @@ pub trait Emulator: Sync {
     /// Names what this machine lacks, before anything is fetched or built.
     fn ready(&self) -> Result<()>;
 
-    /// What figures depend on beside this laboratory: the version of an emulator that this machine brings.
+    /// What figures depend on beside this laboratory: the version of an emulator that this machine
+    /// brings.
     fn version(&self) -> Result<String>;
 
     /// The command that starts the emulator, and where its host's results come out.

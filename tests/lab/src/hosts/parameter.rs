@@ -1,14 +1,17 @@
-//! Module parameters, `MODULE.NAME=VALUE`, and words of the kernel's own: whether one is in force in the kernel that runs this.
+//! Module parameters, `MODULE.NAME=VALUE`, and words of the kernel's own: whether one is in force
+//! in the kernel that runs this.
 
 use std::fs;
 
-/// What the kernel reads long before modules have parameters, and has no file for: KVM's line in its log says what became of it.
+/// What the kernel reads long before modules have parameters, and has no file for: KVM's line in
+/// its log says what became of it.
 const EARLY: [&str; 1] = ["kvm-arm.mode"];
 
 /// Words of the kernel's own, each with the flag that the processor has not any more by it.
 const FEATURES: [(&str, &str); 1] = [("nopcid", "pcid")];
 
-/// Why `parameter` is not in force; `None` where it is. The kernel ignores a name that it does not know.
+/// Why `parameter` is not in force; `None` where it is. The kernel ignores a name that it does not
+/// know.
 pub fn refused(parameter: &str) -> Option<String> {
     if let Some((_, flag)) = FEATURES.iter().find(|(word, _)| *word == parameter) {
         return match fs::read_to_string("/proc/cpuinfo") {

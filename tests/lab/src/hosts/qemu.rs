@@ -1,4 +1,5 @@
-//! QEMU as an emulator. What differs between its hosts is a [`Qemu`] each: [`super::svm`] and [`super::arm64`].
+//! QEMU as an emulator. What differs between its hosts is a [`Qemu`] each: [`super::svm`] and
+//! [`super::arm64`].
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -156,7 +157,8 @@ enum Idle {
 fn command(program: &Path, start: &Start, idle: Idle) -> Command {
     let Start { request, initrd, .. } = start;
     let mut command = Command::new(program);
-    // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a kernel.
+    // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a
+    // kernel.
     let in_real_time = ["-accel", "tcg,tb-size=512,thread=multi"];
     let sleep = match idle {
         Idle::Skipped => "off",

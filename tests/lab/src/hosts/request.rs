@@ -28,7 +28,8 @@ impl HostKernel {
 /// How many CPUs an emulated host has, and what its clock goes by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
-    /// One CPU, whose clock counts instructions: for figures, and for tests with limits of their own.
+    /// One CPU, whose clock counts instructions: for figures, and for tests with limits of their
+    /// own.
     Counted,
     /// One CPU in real time: for Linux guests.
     Real,
@@ -40,8 +41,8 @@ pub enum Pace {
 pub const AT_ONCE: &str = "two CPUs at once";
 const IN_TURN: &str = "two CPUs in turn";
 
-/// A network of two emulated hosts: each sends its frames to the other's socket. Frames to a host that is not up yet are lost, as
-/// on any network.
+/// A network of two emulated hosts: each sends its frames to the other's socket. Frames to a host
+/// that is not up yet are lost, as on any network.
 #[derive(Clone, Debug)]
 pub struct Wire {
     /// The two ends: unix datagram sockets, which the emulators make.
@@ -87,8 +88,8 @@ pub struct Request {
     pub parameters: Vec<String>,
     /// A network to another host, as its eth0.
     pub wire: Option<Wire>,
-    /// A disk with the root that it has, an ext4 image which it leaves as it is; without one, what it boots into is its root. Hosts of
-    /// `svm` have one.
+    /// A disk with the root that it has, an ext4 image which it leaves as it is; without one, what
+    /// it boots into is its root. Hosts of `svm` have one.
     pub root: Option<PathBuf>,
     /// Other disks, raw images that it leaves as they are. Hosts of `svm` have them.
     pub disks: Vec<PathBuf>,
@@ -153,7 +154,8 @@ impl Request {
         let console = self.host.ports().console;
         let mut line = format!("console={console},115200 panic=-1 quiet nokaslr mitigations=off");
         if self.pace != Pace::Counted {
-            // Real time on a busy machine: a check that wants timer ticks within a moment would panic.
+            // Real time on a busy machine: a check that wants timer ticks within a moment would
+            // panic.
             line.push_str(" no_timer_check nowatchdog");
         }
         for parameter in self.all_parameters() {

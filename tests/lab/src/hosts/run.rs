@@ -1,4 +1,5 @@
-//! One run of an emulated host: it is started, heard until it is done or its time is over, and ended.
+//! One run of an emulated host: it is started, heard until it is done or its time is over, and
+//! ended.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -85,8 +86,8 @@ impl Drop for Scratch {
     }
 }
 
-/// How often a host with two CPUs at once may be started: some die while they boot ([`super::svm`] says of what), be the kernel what
-/// it may. One that always does is its kernel's fault.
+/// How often a host with two CPUs at once may be started: some die while they boot ([`super::svm`]
+/// says of what), be the kernel what it may. One that always does is its kernel's fault.
 const STARTS: u32 = 3;
 
 /// Boots the host, runs the request's commands, and hands every frame to `watch` as it comes.
@@ -182,7 +183,8 @@ impl<'a> Host<'a> {
         let stdout = emulator.0.stdout.take().expect("stdout is piped");
         let frames = match results {
             Results::Stdout => frames(move || Ok(stdout)),
-            // Opening waits until the emulator opens the other end. Should it end before, so does the run.
+            // Opening waits until the emulator opens the other end. Should it end before, so does
+            // the run.
             Results::Fifo(path) => frames(move || File::open(path)),
         };
         Ok(Self { request: start.request, emulator, frames, deadline })
@@ -227,7 +229,8 @@ impl<'a> Host<'a> {
     }
 }
 
-/// The frames of the line that `open` gives, read by a thread of their own; the last is `None` or an error.
+/// The frames of the line that `open` gives, read by a thread of their own; the last is `None` or
+/// an error.
 fn frames<R: Read>(
     open: impl FnOnce() -> io::Result<R> + Send + 'static,
 ) -> Receiver<io::Result<Option<Frame>>> {

@@ -1,8 +1,10 @@
-//! `vmx`: Bochs emulates an Intel processor with VMX, so kvm-intel runs in there, with EPT or without, with PML or not.
+//! `vmx`: Bochs emulates an Intel processor with VMX, so kvm-intel runs in there, with EPT or
+//! without, with PML or not.
 //!
-//! Bochs comes from Debian's source package of a later suite, built here without its debugger, which makes it twice as
-//! fast; its BIOS and a boot loader are Debian's, unpacked and not installed. It loads no kernel by itself: the host
-//! boots from a disk, and its second serial port is written to a FIFO.
+//! Bochs comes from Debian's source package of a later suite, built here without its debugger,
+//! which makes it twice as fast; its BIOS and a boot loader are Debian's, unpacked and not
+//! installed. It loads no kernel by itself: the host boots from a disk, and its second serial port
+//! is written to a FIFO.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -171,7 +173,8 @@ impl Bochs {
         Ok(Self { program: built.join("bochs"), data })
     }
 
-    /// The command line for a host with its disk and configuration made in the start's directory; results go to `results`.
+    /// The command line for a host with its disk and configuration made in the start's directory;
+    /// results go to `results`.
     fn command(&self, start: &Start, results: &Path) -> Result<Command> {
         let disk = start.dir.join("disk.img");
         self.make_disk(&disk, start.request, start.initrd)?;
@@ -191,7 +194,8 @@ impl Bochs {
         let (console, results) = (console.display(), results.display());
         let memory = request.memory_mib;
         let cpus = if request.pace == Pace::Races { 2 } else { 1 };
-        // Bochs keeps no more than that in its own memory, and the rest, once it is touched, in a file.
+        // Bochs keeps no more than that in its own memory, and the rest, once it is touched, in a
+        // file.
         let kept = memory.min(2048);
         format!(
             "display_library: nogui\n\
@@ -242,8 +246,8 @@ impl Bochs {
             Command::new("syslinux").args(["--install", "--offset", &PARTITION.to_string()]).arg(disk),
         )?;
         let config = disk.with_file_name("syslinux.cfg");
-        // Bochs's TSC counts instructions. One of the two models claims another rate for it in CPUID.16H, which would make
-        // a second of the host so many of the timers' seconds.
+        // Bochs's TSC counts instructions. One of the two models claims another rate for it in
+        // CPUID.16H, which would make a second of the host so many of the timers' seconds.
         let line = format!(
             "DEFAULT linux\nLABEL linux\n  KERNEL vmlinuz\n  APPEND initrd=initrd {} tsc=reliable tsc_early_khz={}\n",
             request.command_line(),

@@ -1,8 +1,8 @@
 //! What an emulated host says to the laboratory: frames on a serial port of their own.
 //!
-//! The console is another port, where the kernel may print at any time. This one carries nothing but frames: magic,
-//! kind, length, payload, checksum. A serial line is all that QEMU, Bochs and every kernel have in common. What goes the
-//! other way is a file: the [`Job`] in the initramfs.
+//! The console is another port, where the kernel may print at any time. This one carries nothing
+//! but frames: magic, kind, length, payload, checksum. A serial line is all that QEMU, Bochs and
+//! every kernel have in common. What goes the other way is a file: the [`Job`] in the initramfs.
 
 use std::io::{self, Read, Write};
 
@@ -33,8 +33,8 @@ pub struct Job {
     pub env: Vec<(String, String)>,
     /// Two CPUs at once.
     pub races: bool,
-    /// Its root is on its disk; there are the directories and files of what it booted into that it has there too, by their paths here and
-    /// there.
+    /// Its root is on its disk; there are the directories and files of what it booted into that it
+    /// has there too, by their paths here and there.
     pub root: Option<Vec<(String, String)>>,
     /// An interactive shell on the console instead of commands.
     pub shell: bool,
@@ -109,7 +109,8 @@ impl Frame {
         to.write_all(&frame)
     }
 
-    /// Receives the next one, skipping what stands before its magic (a BIOS may speak first). `None` at the end.
+    /// Receives the next one, skipping what stands before its magic (a BIOS may speak first).
+    /// `None` at the end.
     pub fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut window = [0; 4];
         while window != MAGIC {

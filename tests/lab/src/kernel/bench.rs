@@ -1,5 +1,6 @@
-//! What shows a series: commands inside emulated hosts, which are measured ([`super::series::About::bench`]) or have to end well
-//! ([`super::series::About::test`]), and what their hosts are to have for them.
+//! What shows a series: commands inside emulated hosts, which are measured
+//! ([`super::series::About::bench`]) or have to end well ([`super::series::About::test`]), and what
+//! their hosts are to have for them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,10 +20,12 @@ pub struct Bench {
     /// The host's second stage: `npt` of kvm-amd, `ept` of kvm-intel.
     #[serde(default = "on")]
     pub npt: bool,
-    /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU takes hours on Bochs.
+    /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU
+    /// takes hours on Bochs.
     #[serde(default)]
     pub beds: Vec<String>,
-    /// The processor's model, by the emulator's name for it, where it is not the bed's own: for one bed, then.
+    /// The processor's model, by the emulator's name for it, where it is not the bed's own: for one
+    /// bed, then.
     #[serde(default)]
     pub cpu: Option<String>,
     /// Module parameters of the host's kernel.
@@ -37,38 +40,45 @@ pub struct Bench {
     /// Their size, as the kernel's command line has it.
     #[serde(default = "two_mebibytes")]
     pub hugepage_size: String,
-    /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a benchmark on it has to name
-    /// `locks` or `calls`.
+    /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a
+    /// benchmark on it has to name `locks` or `calls`.
     #[serde(default)]
     pub multi: bool,
-    /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built with `--variant lock-stat`.
+    /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built
+    /// with `--variant lock-stat`.
     #[serde(default)]
     pub locks: Vec<String>,
-    /// Functions of the host's kernel whose calls are counted, and with `NAME:N` the sum of their N-th argument: nothing is timed then.
+    /// Functions of the host's kernel whose calls are counted, and with `NAME:N` the sum of their
+    /// N-th argument: nothing is timed then.
     #[serde(default)]
     pub calls: Vec<String>,
-    /// On the series' own base alone: a kernel of another does so little of this work that its host idles.
+    /// On the series' own base alone: a kernel of another does so little of this work that its host
+    /// idles.
     #[serde(default)]
     pub own_base: bool,
-    /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is where that is and its initramfs.
+    /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is
+    /// where that is and its initramfs.
     #[serde(default)]
     pub guest: Option<String>,
     /// What that kernel is configured for besides, one of [`VARIANTS`](super::variants::VARIANTS).
     #[serde(default)]
     pub guest_variant: Option<String>,
-    /// A mistake of that series' `planted/` that the guest's kernel has: the command must fail, and it or the host's kernel say `says`.
+    /// A mistake of that series' `planted/` that the guest's kernel has: the command must fail, and
+    /// it or the host's kernel say `says`.
     #[serde(default)]
     pub guest_planted: Option<String>,
     /// What the command has besides on the patched kernel, which the pristine one would refuse.
     #[serde(default)]
     pub after: Option<String>,
-    /// The command times parts of what it does, and looks how long the host idled in these: what else it ran is not measured.
+    /// The command times parts of what it does, and looks how long the host idled in these: what
+    /// else it ran is not measured.
     #[serde(default)]
     pub timed: bool,
     /// The emulated host of a test, where it is not that of the series' architecture.
     #[serde(default)]
     pub bed: Option<String>,
-    /// A mistake of `planted/` that the kernel has on top of the series: the command must fail, and it or the kernel say `says`.
+    /// A mistake of `planted/` that the kernel has on top of the series: the command must fail, and
+    /// it or the kernel say `says`.
     #[serde(default)]
     pub planted: Option<String>,
     /// What is then said.
@@ -174,8 +184,8 @@ impl Bench {
         host(self) == host(other)
     }
 
-    /// Whether the whole stack of a base can be tried with it in a run that is to be short: it is neither for other hosts than those of its
-    /// architecture, nor for another kernel.
+    /// Whether the whole stack of a base can be tried with it in a run that is to be short: it is
+    /// neither for other hosts than those of its architecture, nor for another kernel.
     pub fn is_plain(&self) -> bool {
         self.bed.is_none() && !self.sees_a_mistake()
     }
@@ -212,7 +222,8 @@ pub const PROGRAMS: &str = "/tests/";
 /// Where in a host what is in kernel-patches/tools is.
 pub const TOOLS: &str = "/tools/";
 
-/// Where in a host the kernel and the initramfs of the guests called `name` ([`Bench::guest_name`]) are.
+/// Where in a host the kernel and the initramfs of the guests called `name` ([`Bench::guest_name`])
+/// are.
 pub fn guest_files(name: &str) -> [String; 2] {
     ["bzImage", "initrd"].map(|file| format!("/guests/{name}/{file}"))
 }
@@ -241,7 +252,8 @@ fn two_gibibytes() -> u32 {
     2048
 }
 
-/// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is `/tools/NAME.sh`.
+/// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is
+/// `/tools/NAME.sh`.
 pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
     let dir = series_directory().join("tools");
     let entries = fs::read_dir(&dir).map_err(Error::file("read", &dir))?;

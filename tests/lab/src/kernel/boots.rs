@@ -1,5 +1,5 @@
-//! A patched image boots, in both modes, and survives: the oracle everywhere, the series' own tests on the hosts that they
-//! name, and no complaint in the kernel's log.
+//! A patched image boots, in both modes, and survives: the oracle everywhere, the series' own tests
+//! on the hosts that they name, and no complaint in the kernel's log.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -30,8 +30,9 @@ pub fn every_time(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench
     each(&groups, |group| boot(cache, &programs, image, group, &brought(cache, &programs, stack, group)?))
 }
 
-/// The same, less what this `vellum` has passed on `image` before: one image with its base's whole stack serves the check
-/// of each series, and a kernel that checks itself takes minutes for the oracle.
+/// The same, less what this `vellum` has passed on `image` before: one image with its base's whole
+/// stack serves the check of each series, and a kernel that checks itself takes minutes for the
+/// oracle.
 pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
     // What a command runs: vellum, and the series' scripts.
@@ -66,8 +67,8 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     Ok(())
 }
 
-/// The tests of `series` for mistakes, each on a kernel, or with a guest, that has it: they fail, and they or that kernel say what they are
-/// to.
+/// The tests of `series` for mistakes, each on a kernel, or with a guest, that has it: they fail,
+/// and they or that kernel say what they are to.
 pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
     for test in &series.about.test {
         let Some(says) = &test.says else { continue };
@@ -90,7 +91,8 @@ pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// What the commands of `group` need besides: Linux guests and what is done in them, test programs, and the tools of the series of `stack`.
+/// What the commands of `group` need besides: Linux guests and what is done in them, test programs,
+/// and the tools of the series of `stack`.
 fn brought(
     cache: &Cache,
     programs: &Programs,
@@ -126,7 +128,8 @@ fn brought(
     Ok(files)
 }
 
-/// Hosts that count instructions side by side; then, one after the other, those whose two CPUs race in real time.
+/// Hosts that count instructions side by side; then, one after the other, those whose two CPUs race
+/// in real time.
 fn each(groups: &[Vec<&Bench>], boot: impl Fn(&[&Bench]) -> Result<()> + Sync) -> Result<()> {
     let (races, counted): (Vec<_>, Vec<_>) = groups.iter().partition(|group| group[0].multi);
     side_by_side(&counted, |group| boot(group))?;

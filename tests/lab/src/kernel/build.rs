@@ -30,7 +30,8 @@ pub struct Image {
     pub label: String,
     /// What it is for.
     pub architecture: Architecture,
-    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config`, `label` and, of the variant [`MODULES`], `modules`.
+    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config`, `label` and, of the variant
+    /// [`MODULES`], `modules`.
     pub dir: PathBuf,
     /// `5.10.223-1/pte-list-desc-KEY`: what is found out about it is kept under that name.
     pub name: String,
@@ -42,7 +43,8 @@ impl Image {
         self.dir.join(target(self.architecture))
     }
 
-    /// What is left of the tree in which it was built that a guest's launcher looks for, where the variant is [`GUEST`].
+    /// What is left of the tree in which it was built that a guest's launcher looks for, where the
+    /// variant is [`GUEST`].
     pub fn tree(&self) -> PathBuf {
         self.dir.join("tree")
     }
@@ -71,8 +73,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// That of `base` for x86, with `variant` (one of [`VARIANTS`]) on top; of both, and of what is measured, also what this base
-    /// needs for it.
+    /// That of `base` for x86, with `variant` (one of [`VARIANTS`]) on top; of both, and of what is
+    /// measured, also what this base needs for it.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
         Self::new_for(Architecture::X86, base, variant)
     }
@@ -112,8 +114,8 @@ impl Config {
         !fragments_of(&directory(), variant, base).is_empty()
     }
 
-    /// What the fragments of [`Self::asked`] say and a kernel's configuration does not have: a debug kernel without its
-    /// checks would find nothing.
+    /// What the fragments of [`Self::asked`] say and a kernel's configuration does not have: a
+    /// debug kernel without its checks would find nothing.
     fn missing(&self, dotconfig: &str) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for path in &self.asked {
@@ -124,7 +126,8 @@ impl Config {
         Ok(missing)
     }
 
-    /// Where objects of this configuration are built; one that changed would rebuild them all, and change them back.
+    /// Where objects of this configuration are built; one that changed would rebuild them all, and
+    /// change them back.
     pub fn objects(&self, tree: &Tree) -> Result<PathBuf> {
         let text = self.text()?;
         Ok(tree.home.join(format!("build-{}-{}", self.name, digest([text.as_slice()]))))
@@ -318,9 +321,10 @@ pub fn command_for(tree: &Tree, architecture: Architecture, objects: &Path) -> C
     command
 }
 
-/// The search path on which compilers are ccache's links to itself, where Debian's ccache is installed: a file that a series
-/// changed and the next one changes back is compiled once. make's own words stay the same, so nothing is built anew for
-/// ccache's sake; it tells compilers from each other by itself.
+/// The search path on which compilers are ccache's links to itself, where Debian's ccache is
+/// installed: a file that a series changed and the next one changes back is compiled once. make's
+/// own words stay the same, so nothing is built anew for ccache's sake; it tells compilers from
+/// each other by itself.
 fn remembering(path: Option<&OsStr>) -> Option<OsString> {
     const LINKS: &str = "/usr/lib/ccache";
     Path::new(LINKS).join(COMPILER).exists().then(|| {
@@ -344,10 +348,12 @@ fn make(
     watched(make.arg(format!("-j{jobs}")).args(targets), label)
 }
 
-/// How often a build says that it lives where there is no terminal. Those who end what is silent wait for minutes.
+/// How often a build says that it lives where there is no terminal. Those who end what is silent
+/// wait for minutes.
 const BEAT: Duration = Duration::from_secs(30);
 
-/// Runs `make`, and shows that it lives: on a terminal as it goes, elsewhere by a line every [`BEAT`].
+/// Runs `make`, and shows that it lives: on a terminal as it goes, elsewhere by a line every
+/// [`BEAT`].
 pub fn watched(make: &mut Command, label: &str) -> Result<()> {
     let stderr = std::io::stderr();
     watched_by(make, label, stderr.is_terminal(), BEAT, stderr)
@@ -360,7 +366,8 @@ fn watched_by(
     every: Duration,
     out: impl Write + Send + 'static,
 ) -> Result<()> {
-    // make's own word on how much there is to do would cost a pass of its own; the names that go by say that it lives.
+    // make's own word on how much there is to do would cost a pass of its own; the names that go by
+    // say that it lives.
     let progress = if is_terminal { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
     progress.set_style(
         ProgressStyle::with_template("{spinner} {prefix} {elapsed} {pos} steps: {msg}")
@@ -398,7 +405,8 @@ fn keep(objects: &Path, architecture: Architecture, out: &Path, label: &str) -> 
     fs::write(out.join("label"), label).map_err(Error::file("write", out.join("label")))
 }
 
-/// Keeps the modules that make lists in modules.order, as `kernel/…/NAME.ko` up to 6.1 and as `…/NAME.o` since.
+/// Keeps the modules that make lists in modules.order, as `kernel/…/NAME.ko` up to 6.1 and as
+/// `…/NAME.o` since.
 fn keep_modules(objects: &Path, to: &Path) -> Result<()> {
     let order = objects.join("modules.order");
     let text = fs::read_to_string(&order).map_err(Error::file("read", &order))?;

@@ -93,9 +93,10 @@ impl ValueEnum for Step {
     }
 }
 
-/// Holds `series` to its promises, or to those of the steps `only`; each step says what it saw and how long it took. What was compiled,
-/// images, and what the selftests and the commands did on them, are kept: after a stop the next check goes on from there. Each step is
-/// a case of `report`, the one that ends it too.
+/// Holds `series` to its promises, or to those of the steps `only`; each step says what it saw and
+/// how long it took. What was compiled, images, and what the selftests and the commands did on
+/// them, are kept: after a stop the next check goes on from there. Each step is a case of `report`,
+/// the one that ends it too.
 pub fn check(cache: &Cache, series: &Series, only: &[Step], report: &mut Report) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
     for &step in Step::value_variants().iter().filter(|step| only.is_empty() || only.contains(step)) {
@@ -129,8 +130,8 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
             boots::with_mistakes(cache, series)?;
             boots::once_each(cache, &build(None)?, std::slice::from_ref(series), &sound(series))
         }
-        // Kernels of the whole stack serve each of its series: their selftests take minutes, and one that checks itself takes the longest
-        // to build and to run.
+        // Kernels of the whole stack serve each of its series: their selftests take minutes, and
+        // one that checks itself takes the longest to build and to run.
         Step::Selftests => selftests_of(cache, series.base, series.architecture()?),
         Step::Modules if series.architecture()? == Architecture::Arm => {
             report(&series.name, "KVM is no module on Arm");
@@ -159,8 +160,9 @@ fn sound(series: &Series) -> Vec<Bench> {
     series.about.test.iter().filter(|test| !test.sees_a_mistake()).cloned().collect()
 }
 
-/// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it and with its whole stack:
-/// with nested paging, without it, and as its series' own commands ask for it. What was run before is kept.
+/// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it
+/// and with its whole stack: with nested paging, without it, and as its series' own commands ask
+/// for it. What was run before is kept.
 pub fn selftests_of(cache: &Cache, base: &Base, architecture: Architecture) -> Result<()> {
     let stack = stack_of(base)?;
     if stack.is_empty() {
@@ -185,8 +187,8 @@ fn of_architecture(stack: &[Series], architecture: Architecture) -> Result<Vec<&
 /// A host, by whether it has nested paging and by its parameters.
 type Paging = (bool, Vec<String>);
 
-/// The hosts on which the series of `stack` matter: both modes, and those that their own commands ask for, where these are for hosts of
-/// the kind that their architecture has first.
+/// The hosts on which the series of `stack` matter: both modes, and those that their own commands
+/// ask for, where these are for hosts of the kind that their architecture has first.
 fn hosts<'a>(stack: impl IntoIterator<Item = &'a Series>) -> Vec<Paging> {
     let mut hosts: Vec<Paging> = vec![(true, Vec::new()), (false, Vec::new())];
     let is_for = |bench: &&Bench| {
@@ -209,8 +211,8 @@ fn boot_of(image: &Image, (npt, parameters): &Paging) -> Request {
     Request { second_stage: *npt, parameters: parameters.clone(), ..image.host() }
 }
 
-/// How often a selftest that ended otherwise is asked again, before and after: a race in the test itself ends one way or
-/// the other on either kernel.
+/// How often a selftest that ended otherwise is asked again, before and after: a race in the test
+/// itself ends one way or the other on either kernel.
 const AGAIN: usize = 6;
 
 fn selftests_alike(
@@ -293,8 +295,8 @@ fn selftests_alike(
     Ok(())
 }
 
-/// Which complaints of the kernel `before`, `known`, are also among those of the kernel with the series, `complained`, and which are its own
-/// alone; each with how often `before` made it.
+/// Which complaints of the kernel `before`, `known`, are also among those of the kernel with the
+/// series, `complained`, and which are its own alone; each with how often `before` made it.
 fn of_complaints(before: &str, known: &[String], complained: &[String]) -> String {
     let mut times = BTreeMap::new();
     known.iter().for_each(|splat| *times.entry(splat).or_insert(0) += 1);
@@ -378,8 +380,9 @@ fn stack_of(base: &Base) -> Result<Vec<Series>> {
     series::of_base(base, &["all".to_owned()])
 }
 
-/// Whether the checkpatch of `source` has nothing to say: that MAINTAINERS may want an entry for a new file, and that the
-/// history, where it is not there or shallow, does not have a commit, are not about the patches.
+/// Whether the checkpatch of `source` has nothing to say: that MAINTAINERS may want an entry for a
+/// new file, and that the history, where it is not there or shallow, does not have a commit, are
+/// not about the patches.
 pub fn checkpatch(source: &Path, series: &Series, more: &[&str]) -> Result<()> {
     let mut perl = Command::new("perl");
     perl.arg("scripts/checkpatch.pl").args(["--no-signoff", "--terse", "--show-types"]).args(more);
@@ -402,8 +405,8 @@ pub fn checkpatch(source: &Path, series: &Series, more: &[&str]) -> Result<()> {
     }
 }
 
-/// Runs the series' own tool on the patched sources, where it has one, then on each mistake that is planted there: it must
-/// pass the one, and fail the others with what they say.
+/// Runs the series' own tool on the patched sources, where it has one, then on each mistake that is
+/// planted there: it must pass the one, and fail the others with what they say.
 pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let Some(line) = &series.about.tool else {
         report(&series.name, "has no tool");

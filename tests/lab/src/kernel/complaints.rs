@@ -1,4 +1,5 @@
-//! What a kernel says when it finds a fault in itself: lockdep, KASAN, RCU, sleeping in atomic context, a WARN_ON or a BUG.
+//! What a kernel says when it finds a fault in itself: lockdep, KASAN, RCU, sleeping in atomic
+//! context, a WARN_ON or a BUG.
 
 /// How the kernel begins a complaint.
 const BEGINNINGS: [&str; 12] = [
@@ -26,8 +27,9 @@ fn is_first(line: &str) -> bool {
 /// Functions of a complaint's backtrace that tell it from others.
 const DEPTH: usize = 8;
 
-/// The complaints in a kernel's log: what is said and where it was called from, without what differs from boot to boot (the
-/// time, the CPU, the process) and from build to build (line numbers, offsets).
+/// The complaints in a kernel's log: what is said and where it was called from, without what
+/// differs from boot to boot (the time, the CPU, the process) and from build to build (line
+/// numbers, offsets).
 pub fn complaints(log: &str) -> Vec<String> {
     let lines: Vec<&str> =
         log.lines().map(|line| line.split_once("] ").map_or(line, |(_, text)| text)).collect();

@@ -1,7 +1,8 @@
-//! A kernel for this machine, as a Debian package: the running kernel's configuration, less what it has not loaded.
+//! A kernel for this machine, as a Debian package: the running kernel's configuration, less what it
+//! has not loaded.
 //!
-//! The package is made with dpkg-deb alone. Its scripts run what Debian runs for a kernel of its own (/etc/kernel), so
-//! the initramfs and the boot loader's menu follow.
+//! The package is made with dpkg-deb alone. Its scripts run what Debian runs for a kernel of its
+//! own (/etc/kernel), so the initramfs and the boot loader's menu follow.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -132,7 +133,8 @@ fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Res
     fs::write(&stamp, "").map_err(Error::file("write", &stamp))
 }
 
-/// Leaves out the modules that this machine has not loaded: a distribution's whole set would build for hours.
+/// Leaves out the modules that this machine has not loaded: a distribution's whole set would build
+/// for hours.
 fn only_loaded_modules(tree: &Tree, objects: &Path) -> Result<()> {
     let modules = fs::read_to_string("/proc/modules").unwrap_or_default();
     if modules.is_empty() {

@@ -1,7 +1,7 @@
 //! `cargo lab explore`: KVM's memory code under a scheduler, in user space.
 //!
-//! The harness is in `kernel-patches/tools/explore`. Here its program is built for a base with series, and run. The program
-//! prints KTAP, and its exit status says whether a rule was broken.
+//! The harness is in `kernel-patches/tools/explore`. Here its program is built for a base with
+//! series, and run. The program prints KTAP, and its exit status says whether a rule was broken.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,11 +1,14 @@
-//! Host kernels, built here: a base from Debian's source packages, pristine or with series from `kernel-patches/`.
+//! Host kernels, built here: a base from Debian's source packages, pristine or with series from
+//! `kernel-patches/`.
 //!
-//! [`build`] makes an image and keeps it, keyed by everything that went into it. All images of a base come from one
-//! source tree and one object directory: a series is written into the tree in place ([`tree`]), touching only the files
-//! whose content changes, so that make rebuilds only what depends on them. [`series`] reads `kernel-patches/`, [`bench`](mod@bench) is what shows a series, and
-//! [`check`] holds a series to what its directory promises: that its [`objects`] compile, that the image [`boots`], and leaves the kernel's own
-//! [`selftests`] as they were, among other things. [`post`] makes mails of one.
-//! [`explore`](mod@explore) runs KVM's memory code in user space.
+//! [`build`] makes an image and keeps it, keyed by everything that went into it. All images of a
+//! base come from one source tree and one object directory: a series is written into the tree in
+//! place ([`tree`]), touching only the files whose content changes, so that make rebuilds only what
+//! depends on them. [`series`] reads `kernel-patches/`, [`bench`](mod@bench) is what shows a
+//! series, and [`check`] holds a series to what its directory promises: that its [`objects`]
+//! compile, that the image [`boots`], and leaves the kernel's own [`selftests`] as they were, among
+//! other things. [`post`] makes mails of one. [`explore`](mod@explore) runs KVM's memory code in
+//! user space.
 
 pub mod bench;
 pub mod boots;
@@ -61,7 +64,8 @@ impl Base {
     }
 }
 
-/// What the building of kernels for Arm calls beside that: the compiler, and a C library for the kernel's selftests.
+/// What the building of kernels for Arm calls beside that: the compiler, and a C library for the
+/// kernel's selftests.
 pub const CROSS_PROGRAMS: &[&str] =
     &["aarch64-linux-gnu-gcc-12", "aarch64-linux-gnu-ld", "/usr/aarch64-linux-gnu/include/stdio.h"];
 

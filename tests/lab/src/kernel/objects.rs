@@ -1,5 +1,5 @@
-//! What a series touches, compiled: patch by patch with more warnings ([`warnings`]), whole under other configurations
-//! ([`configurations`]), and for other architectures ([`elsewhere`]).
+//! What a series touches, compiled: patch by patch with more warnings ([`warnings`]), whole under
+//! other configurations ([`configurations`]), and for other architectures ([`elsewhere`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,12 +22,13 @@ const DRIVERS: &str = "drivers/";
 /// The configuration with i915's virtualisation, whose KVMGT takes KVM's locks.
 const GVT: &str = "gvt";
 
-/// What series are compiled under beside the configuration that is measured: what none of the others builds; 32 bits; a kernel that is
-/// preempted anywhere, where rwlock_needbreak() is more than 0; KVM as modules; warnings as errors; lockdep and KASAN.
+/// What series are compiled under beside the configuration that is measured: what none of the
+/// others builds; 32 bits; a kernel that is preempted anywhere, where rwlock_needbreak() is more
+/// than 0; KVM as modules; warnings as errors; lockdep and KASAN.
 const OTHERS: [&str; 6] = [GVT, "i386", "preempt", variants::MODULES, "werror", variants::DEBUG];
 
-/// Compiles what each patch touches with W=1, patch by patch, and compares its warnings with the pristine ones. The
-/// object directory is its own: W=1 changes every command line.
+/// Compiles what each patch touches with W=1, patch by patch, and compares its warnings with the
+/// pristine ones. The object directory is its own: W=1 changes every command line.
 pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     build::require_tools()?;
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
@@ -43,7 +44,8 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     }
     tree.carry(&[])?;
     build::configure(tree, &config, &objects)?;
-    // An object that is not rebuilt repeats no warning, and would then seem to gain those that it always had.
+    // An object that is not rebuilt repeats no warning, and would then seem to gain those that it
+    // always had.
     for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
         tree::remove(&objects.join(target))?;
     }
@@ -51,7 +53,8 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     for (index, patch) in series.patches.iter().enumerate() {
         tree.carry(&series.patches[..=index])?;
         let now = compile(tree, &objects, build::command(tree, &objects), &targets, W1)?;
-        // An object that was not rebuilt repeats no warning: only what is new and is more than before counts.
+        // An object that was not rebuilt repeats no warning: only what is new and is more than
+        // before counts.
         for (warning, count) in &now {
             if count > seen.get(warning).unwrap_or(&0) {
                 return Err(Error::Series(format!("{} adds a warning (W=1): {warning}", patch.display())));
@@ -69,8 +72,9 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// Compiles, with the whole series, what it touches under each of [`OTHERS`] that its base has: no file of x86 may be left that none
-/// of them builds, and none may warn of what it did not warn of before. What came of one is kept.
+/// Compiles, with the whole series, what it touches under each of [`OTHERS`] that its base has: no
+/// file of x86 may be left that none of them builds, and none may warn of what it did not warn of
+/// before. What came of one is kept.
 pub fn configurations(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     build::require_tools()?;
     let files = touched(series)?;
@@ -107,7 +111,8 @@ pub fn configurations(cache: &Cache, tree: &Tree, series: &Series) -> Result<()>
     }
 }
 
-/// Compiles `targets` under one configuration; the files that it touches there, and whose objects are not made.
+/// Compiles `targets` under one configuration; the files that it touches there, and whose objects
+/// are not made.
 fn under(cache: &Cache, tree: &Tree, series: &Series, name: &str, targets: &[String]) -> Result<Vec<String>> {
     let config = Config::new(series.base, Some(name))?;
     let mut files = touched(series)?;
@@ -162,8 +167,8 @@ fn under(cache: &Cache, tree: &Tree, series: &Series, name: &str, targets: &[Str
     Ok(missed.lines().map(str::to_owned).collect())
 }
 
-/// Those of `targets` that this configuration builds. Asked for by name, an object is compiled also where the Makefile that has it
-/// leaves it out, such as one for 64 bits alone.
+/// Those of `targets` that this configuration builds. Asked for by name, an object is compiled also
+/// where the Makefile that has it leaves it out, such as one for 64 bits alone.
 fn built(tree: &Tree, objects: &Path, targets: &[String]) -> Result<Vec<String>> {
     let (single, mut built): (Vec<String>, Vec<String>) =
         targets.iter().cloned().partition(|target| target.ends_with(".o"));
@@ -173,7 +178,8 @@ fn built(tree: &Tree, objects: &Path, targets: &[String]) -> Result<Vec<String>>
     tree.date_for(objects)?;
     tool::output(build::command(tree, objects).arg("prepare"))?;
     for object in single {
-        // It may be the Makefile of a directory above that has it, and nobody descends into its own, or make has nothing to do there.
+        // It may be the Makefile of a directory above that has it, and nobody descends into its
+        // own, or make has nothing to do there.
         let mut above =
             Path::new(&object).ancestors().skip(1).filter(|dir| dir.components().next().is_some());
         let dry = |dir: &Path| tool::text(build::command(tree, objects).arg("-n").arg(dir.join(""))).ok();
@@ -197,8 +203,8 @@ const ELSEWHERE: [(&str, &str); 4] = [
     ("s390", "s390x-linux-gnu-"),
 ];
 
-/// Compiles, with W=1, KVM of the other architectures that the series touches and that there is a compiler for, pristine and
-/// patched; says of what else it touches that it was not compiled.
+/// Compiles, with W=1, KVM of the other architectures that the series touches and that there is a
+/// compiler for, pristine and patched; says of what else it touches that it was not compiled.
 pub fn elsewhere(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let mut files = touched(series)?;
     files.retain(|file| targets_of(file).is_empty());
@@ -295,9 +301,10 @@ fn object_of(file: &str) -> Option<String> {
     Some(format!("{name}.o"))
 }
 
-/// What to compile for a file on x86: the object alone of a file that is compiled by itself; all of KVM for its headers, which are
-/// included from everywhere in it, and for its generic half, which is built from there; KVM for another header as well, which is
-/// what the series are about, and the kernel's locks with it, or the objects beside it. Nothing for what x86 does not build.
+/// What to compile for a file on x86: the object alone of a file that is compiled by itself; all of
+/// KVM for its headers, which are included from everywhere in it, and for its generic half, which
+/// is built from there; KVM for another header as well, which is what the series are about, and the
+/// kernel's locks with it, or the objects beside it. Nothing for what x86 does not build.
 fn targets_of(file: &str) -> Vec<String> {
     const KVM: &str = "arch/x86/kvm/";
     const SHARED: [&str; 4] =

@@ -1,12 +1,14 @@
 //! `cargo lab post`: a series as mails that `git send-email` sends and `git am` takes.
 //!
-//! The patches in `kernel-patches/` have no author: whoever posts them answers for them, and says who that is. What else a
-//! mail needs is added here: whom the kernel's MAINTAINERS names, the commit that the series is against, and a cover letter
-//! before more than one patch, from the file `COVER` beside them (its subject, a blank line, its text).
+//! The patches in `kernel-patches/` have no author: whoever posts them answers for them, and says
+//! who that is. What else a mail needs is added here: whom the kernel's MAINTAINERS names, the
+//! commit that the series is against, and a cover letter before more than one patch, from the file
+//! `COVER` beside them (its subject, a blank line, its text).
 //!
-//! `b4 prep` and `b4 send` do this for commits on a branch of a clone of the kernel, which have an author. They cannot start from
-//! what is here: files without an author, on top of a source package of Debian's, in a series that names the ones before it. b4
-//! runs checkpatch and get_maintainer, and leaves to its user what this command requires: that checkpatch finds nothing, and that
+//! `b4 prep` and `b4 send` do this for commits on a branch of a clone of the kernel, which have an
+//! author. They cannot start from what is here: files without an author, on top of a source package
+//! of Debian's, in a series that names the ones before it. b4 runs checkpatch and get_maintainer,
+//! and leaves to its user what this command requires: that checkpatch finds nothing, and that
 //! `git am` takes the mails at the tag of the base.
 
 use std::collections::BTreeSet;
@@ -155,7 +157,8 @@ fn git(repository: &Path) -> Command {
     git
 }
 
-/// To and Cc: maintainers, then reviewers and lists, each once, in the order in which the script names them.
+/// To and Cc: maintainers, then reviewers and lists, each once, in the order in which the script
+/// names them.
 fn recipients(source: &Path, patches: &[PathBuf]) -> Result<[Vec<String>; 2]> {
     let ask = |kinds: [&str; 3]| -> Result<Vec<String>> {
         let mut perl = Command::new("perl");
@@ -182,7 +185,8 @@ fn trees(source: &Path, patches: &[PathBuf]) -> Result<Vec<String>> {
     Ok(urls.filter(|url| !url.contains("/torvalds/")).map(str::to_owned).collect())
 }
 
-/// Who wrote the commits that `Fixes:` names, each once, as far as `linux` has them; and the names of the others.
+/// Who wrote the commits that `Fixes:` names, each once, as far as `linux` has them; and the names
+/// of the others.
 fn authors_of_fixed(linux: Option<&Path>, patches: &[PathBuf]) -> Result<(Vec<String>, Vec<String>)> {
     let mut fixed = BTreeSet::new();
     for patch in patches {

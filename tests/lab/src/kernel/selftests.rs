@@ -1,9 +1,10 @@
-//! The kernel's own KVM selftests, built from the base's source and run on an emulated host with the pristine and with
-//! the patched kernel: a series must leave every one of them as it was.
+//! The kernel's own KVM selftests, built from the base's source and run on an emulated host with
+//! the pristine and with the patched kernel: a series must leave every one of them as it was.
 //!
-//! All that the kernel's Makefile builds is run. What asks for more memory or time than an emulated host has is given
-//! less ([`ARGUMENTS`]); what ends in no time limit is recorded as that. What an image did is kept in the cache, so a
-//! check that was stopped goes on where it was, and one series after the other asks the pristine kernel once.
+//! All that the kernel's Makefile builds is run. What asks for more memory or time than an emulated
+//! host has is given less ([`ARGUMENTS`]); what ends in no time limit is recorded as that. What an
+//! image did is kept in the cache, so a check that was stopped goes on where it was, and one series
+//! after the other asks the pristine kernel once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,8 +23,8 @@ use crate::hosts::wire::Frame;
 use crate::hosts::{self, Request};
 use crate::{Error, Result, tool};
 
-/// Seconds of the host's clock that a test may take: on `svm` fifteen thousand million instructions. dirty_log_test takes 15 to
-/// populate its 1 GiB once for each way to read the log.
+/// Seconds of the host's clock that a test may take: on `svm` fifteen thousand million
+/// instructions. dirty_log_test takes 15 to populate its 1 GiB once for each way to read the log.
 const LIMIT: u32 = 30;
 
 /// The tests whose defaults are for large machines, and what they are run with.
@@ -63,8 +64,9 @@ impl Verdict {
         }
     }
 
-    /// Whether both say the same of a kernel. A test that fails now with a code, now by its limit, fails: on one CPU
-    /// dirty_log_test of 5.10, which expects a page whose bit is set to have been written, does so with any kernel.
+    /// Whether both say the same of a kernel. A test that fails now with a code, now by its limit,
+    /// fails: on one CPU dirty_log_test of 5.10, which expects a page whose bit is set to have been
+    /// written, does so with any kernel.
     pub fn is_like(self, other: Self) -> bool {
         let fails = |verdict| matches!(verdict, Self::Fail(_) | Self::Late);
         self == other || (fails(self) && fails(other))
@@ -115,7 +117,8 @@ impl Results {
     }
 }
 
-/// What the patches that change the selftests themselves say: the names of the tests that they add for all architectures, or for this one.
+/// What the patches that change the selftests themselves say: the names of the tests that they add
+/// for all architectures, or for this one.
 pub fn added(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<String>> {
     // Their directories have had two names.
     let own = match architecture {
@@ -135,7 +138,8 @@ pub fn added(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<Stri
     Ok(names)
 }
 
-/// The tests of `tree`, and those that `patches` add to them, static, by name; the kernel's headers are the pristine ones.
+/// The tests of `tree`, and those that `patches` add to them, static, by name; the kernel's headers
+/// are the pristine ones.
 pub fn build(
     cache: &Cache,
     tree: &Tree,
@@ -204,7 +208,8 @@ pub fn build(
     Ok(programs)
 }
 
-/// Strips the executables below `from` into `to`. Which directory they were built in differs from base to base.
+/// Strips the executables below `from` into `to`. Which directory they were built in differs from
+/// base to base.
 fn keep_programs(from: &Path, to: &Path, prefix: &str) -> Result<()> {
     for entry in fs::read_dir(from).map_err(Error::file("read", from))? {
         let path = entry.map_err(Error::file("read", from))?.path();

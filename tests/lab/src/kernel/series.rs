@@ -1,6 +1,8 @@
-//! `kernel-patches/`: a directory a base, in it a directory a series, and `series`, the order in which they stack.
+//! `kernel-patches/`: a directory a base, in it a directory a series, and `series`, the order in
+//! which they stack.
 //!
-//! `series.toml` in a series says what it claims and how that is measured; its README documents the form.
+//! `series.toml` in a series says what it claims and how that is measured; its README documents the
+//! form.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -26,7 +28,8 @@ pub struct Series {
     pub name: String,
     /// Its patches in order.
     pub patches: Vec<PathBuf>,
-    /// What follows them where another series, named here, is applied as well: the directories `with-NAME`.
+    /// What follows them where another series, named here, is applied as well: the directories
+    /// `with-NAME`.
     pub with: BTreeMap<String, Vec<PathBuf>>,
     /// Mistakes on top of it, `planted/NAME.patch`, which its tool must catch.
     pub planted: Vec<PathBuf>,
@@ -45,10 +48,11 @@ pub struct About {
     /// What shows it.
     #[serde(default)]
     pub bench: Vec<Bench>,
-    /// A program in `kernel-patches/tools` and its arguments, split at blanks: it runs the patched code in user space, and
-    /// must exit with 0. `{source}` is the tree that carries the series.
+    /// A program in `kernel-patches/tools` and its arguments, split at blanks: it runs the patched
+    /// code in user space, and must exit with 0. `{source}` is the tree that carries the series.
     pub tool: Option<String>,
-    /// The commit by which mainline has it already: what is left is to have stable kernels take that.
+    /// The commit by which mainline has it already: what is left is to have stable kernels take
+    /// that.
     pub upstream: Option<String>,
     /// Commands that must exit with 0 on the patched kernel, beyond the boot and the oracle.
     #[serde(default)]
@@ -91,7 +95,8 @@ pub fn named(name: &str) -> Result<Series> {
     }
 }
 
-/// The series of `base` called `names`, in stacking order, whatever the order of the names; `all` is all of them.
+/// The series of `base` called `names`, in stacking order, whatever the order of the names; `all`
+/// is all of them.
 pub fn of_base(base: &Base, names: &[String]) -> Result<Vec<Series>> {
     let mut of_base: Vec<Series> = all()?.into_iter().filter(|series| series.base == base).collect();
     if names == ["all"] {
@@ -151,7 +156,8 @@ pub fn architecture(series: &[Series]) -> Result<Architecture> {
     Ok(if arm { Architecture::Arm } else { Architecture::X86 })
 }
 
-/// The patches of `series` on top of each other: each series' own, then what it adds to those below it.
+/// The patches of `series` on top of each other: each series' own, then what it adds to those below
+/// it.
 pub fn stacked(series: &[Series]) -> Vec<PathBuf> {
     let mut patches = Vec::new();
     for (index, top) in series.iter().enumerate() {

@@ -1,11 +1,13 @@
 //! A base's source tree, and the one set of patches that it carries at a time.
 //!
-//! The pristine content of every file that a patch ever changed here is kept beside the tree. Going from one set of
-//! patches to another compares what each of these files should hold with what it holds, and writes only what differs:
-//! make then sees new times on just those files. Whatever moment it is stopped at, doing it again completes it.
+//! The pristine content of every file that a patch ever changed here is kept beside the tree. Going
+//! from one set of patches to another compares what each of these files should hold with what it
+//! holds, and writes only what differs: make then sees new times on just those files. Whatever
+//! moment it is stopped at, doing it again completes it.
 //!
-//! Several object directories are built from one tree, and a file may go to another series and back between two builds in
-//! one of them. Each directory therefore remembers what it last saw of these files, and when ([`Tree::date_for`]).
+//! Several object directories are built from one tree, and a file may go to another series and back
+//! between two builds in one of them. Each directory therefore remembers what it last saw of these
+//! files, and when ([`Tree::date_for`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -34,7 +36,8 @@ pub struct Tree {
 /// Marks, among the pristine contents, a file that the base does not have.
 const ABSENT: &str = ".absent";
 
-/// What an object directory saw of a file when it was last built: its content, and the time that it had then.
+/// What an object directory saw of a file when it was last built: its content, and the time that it
+/// had then.
 #[derive(Serialize, Deserialize)]
 struct TreeState {
     content: String,
@@ -91,7 +94,8 @@ impl Tree {
         remove(&scratch)
     }
 
-    /// Dates the files that patches change for a build in `objects`: what that saw last as it was then, anything else now.
+    /// Dates the files that patches change for a build in `objects`: what that saw last as it was
+    /// then, anything else now.
     pub fn date_for(&self, objects: &Path) -> Result<()> {
         let record = objects.join(".seen");
         let before: Option<BTreeMap<PathBuf, TreeState>> =
@@ -101,7 +105,8 @@ impl Tree {
         let mut now = BTreeMap::new();
         for path in known {
             let file = self.source.join(&path);
-            // A file that the base does not have, and no patch adds now, has no time; should one add it again, it is new.
+            // A file that the base does not have, and no patch adds now, has no time; should one
+            // add it again, it is new.
             let Ok(bytes) = fs::read(&file) else {
                 now.insert(path, TreeState { content: ABSENT.into(), time: SystemTime::UNIX_EPOCH });
                 continue;
@@ -109,7 +114,8 @@ impl Tree {
             let content = digest([bytes.as_slice()]);
             let time = match before.as_ref().map(|before| before.get(&path)) {
                 Some(Some(seen)) if seen.content == content => seen.time,
-                // No patch had changed it when this directory was last built: its time tells whether one has since.
+                // No patch had changed it when this directory was last built: its time tells
+                // whether one has since.
                 Some(None) => modified(&file)?,
                 _ => SystemTime::now(),
             };
@@ -117,7 +123,8 @@ impl Tree {
             opened.set_modified(time).map_err(Error::file("date", &file))?;
             now.insert(path, TreeState { content, time });
         }
-        // Before the build: one that is stopped half-way has to build the other half, by these times.
+        // Before the build: one that is stopped half-way has to build the other half, by these
+        // times.
         let json = serde_json::to_vec(&now).expect("times and digests are plain data");
         fs::write(&record, json).map_err(Error::file("write", &record))
     }
@@ -189,7 +196,8 @@ fn apply(dir: &Path, patch: &Path) -> Result<()> {
     Err(Error::Series(format!("{} does not apply without fuzz:\n{hunks}\n{remedy}", patch.display())))
 }
 
-/// The files that a patch changes, by its `---` and `+++` lines; the offending one where it would leave the tree.
+/// The files that a patch changes, by its `---` and `+++` lines; the offending one where it would
+/// leave the tree.
 pub(super) fn paths_in(patch: &str) -> std::result::Result<BTreeSet<PathBuf>, String> {
     let mut paths = BTreeSet::new();
     for line in patch.lines() {
@@ -236,7 +244,8 @@ fn files_below(root: &Path, at: &Path, found: &mut BTreeSet<PathBuf>) -> Result<
     Ok(())
 }
 
-/// Makes `to` hold what `from` holds, or be absent where that is; leaves its time alone where it does so already.
+/// Makes `to` hold what `from` holds, or be absent where that is; leaves its time alone where it
+/// does so already.
 fn write_if_different(from: &Path, to: &Path) -> Result<()> {
     let wanted = if from.exists() { Some(fs::read(from).map_err(Error::file("read", from))?) } else { None };
     let present = fs::read(to).ok();

@@ -1,7 +1,8 @@
 //! The names of what can be put on top of a configuration (`resources/kernel`).
 
-/// What can be put on top of a base's configuration. Some bases lack some of it ([`Config::known`](super::build::Config::known)), and `i386` and `gvt` are to
-/// compile alone: no emulated host boots the one, nor has the graphics of the other.
+/// What can be put on top of a base's configuration. Some bases lack some of it
+/// ([`Config::known`](super::build::Config::known)), and `i386` and `gvt` are to compile alone: no
+/// emulated host boots the one, nor has the graphics of the other.
 pub const VARIANTS: [&str; 13] = [
     DEBUG,
     EXPLORE,
@@ -27,5 +28,6 @@ pub(crate) const EXPLORE: &str = "explore";
 /// The variant whose KVM is modules, which an emulated host loads.
 pub const MODULES: &str = "modules";
 
-/// The variant that is a guest, whose modules are built beside it: [`Image::tree`](super::build::Image::tree).
+/// The variant that is a guest, whose modules are built beside it:
+/// [`Image::tree`](super::build::Image::tree).
 pub const GUEST: &str = "guest";

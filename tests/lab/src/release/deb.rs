@@ -1,4 +1,5 @@
-//! The Debian package: made by cargo-deb, judged by lintian, and installed into a Debian that has never seen it.
+//! The Debian package: made by cargo-deb, judged by lintian, and installed into a Debian that has
+//! never seen it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -13,7 +14,8 @@ use crate::test::setup;
 use crate::test::tally::Tally;
 use crate::{Error, Result, artifacts, docs, tool};
 
-/// The package, made in a clone that has the program; `None` where cargo-deb is not there or failed.
+/// The package, made in a clone that has the program; `None` where cargo-deb is not there or
+/// failed.
 pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> Result<Option<PathBuf>> {
     let what = "a Debian package";
     if find(cache, "cargo-deb").is_none() && setup {
@@ -167,7 +169,8 @@ fn inside_of(root: &Path, words: &[&OsStr]) -> Result<String> {
     Ok(said)
 }
 
-/// All files and directories but what dpkg and man keep of what they have ever done: dpkg's backups and log, man's index.
+/// All files and directories but what dpkg and man keep of what they have ever done: dpkg's backups
+/// and log, man's index.
 fn files(root: &Path) -> Result<BTreeSet<PathBuf>> {
     const KEPT: [&str; 5] = [
         "var/lib/dpkg/status-old",

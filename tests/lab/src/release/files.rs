@@ -1,4 +1,5 @@
-//! What a package holds besides the program: a man page a command, completions, and Debian's changelog.
+//! What a package holds besides the program: a man page a command, completions, and Debian's
+//! changelog.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +13,8 @@ use crate::{Error, Result};
 const SHELLS: [(Shell, &str); 3] =
     [(Shell::Bash, "vellum.bash"), (Shell::Zsh, "_vellum"), (Shell::Fish, "vellum.fish")];
 
-/// Writes all of it below `dir`: `man`, `completions`, `changelog`. `date` is as RFC 2822 has it, `who` as Debian has its maintainers.
+/// Writes all of it below `dir`: `man`, `completions`, `changelog`. `date` is as RFC 2822 has it,
+/// `who` as Debian has its maintainers.
 pub fn write(dir: &Path, who: &str, date: &str) -> Result<()> {
     let (man, completions) = (dir.join("man"), dir.join("completions"));
     for dir in [&man, &completions] {
@@ -30,7 +32,8 @@ pub fn write(dir: &Path, who: &str, date: &str) -> Result<()> {
         .map_err(Error::file("write", &changelog))
 }
 
-/// What Debian calls a changelog: who made a package of which version, when. What has changed stands in CHANGELOG.md beside it.
+/// What Debian calls a changelog: who made a package of which version, when. What has changed
+/// stands in CHANGELOG.md beside it.
 fn debian(version: &str, who: &str, date: &str) -> String {
     format!(
         "vellum ({version}-1) unstable; urgency=medium\n\n  * What has changed stands in CHANGELOG.md.\n\n -- {who}  {date}\n"
@@ -63,7 +66,8 @@ mod tests {
         fs::remove_dir_all(dir).unwrap();
     }
 
-    /// The contract is the command line and the schema: whoever changes the schema is led to the file that says so.
+    /// The contract is the command line and the schema: whoever changes the schema is led to the
+    /// file that says so.
     #[test]
     fn the_changelog_names_this_version_and_this_schema() {
         let text = fs::read_to_string(artifacts::workspace().join("CHANGELOG.md")).unwrap();

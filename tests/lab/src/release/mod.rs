@@ -1,9 +1,10 @@
 //! `cargo lab release`: what is looked at before Vellum is given away, and the package that is.
 //!
-//! Everything is made of a commit, in clones of it, so that what lies about in a work tree has no part in it: two builds in two
-//! directories, which must be the same byte for byte; licences and sources by cargo-deny; a list of what is in it by cargo-cyclonedx; a
-//! Debian package ([`files`] makes what it holds besides the program, [`deb`] tries it). A tool that is not there is a skip with its
-//! remedy.
+//! Everything is made of a commit, in clones of it, so that what lies about in a work tree has no
+//! part in it: two builds in two directories, which must be the same byte for byte; licences and
+//! sources by cargo-deny; a list of what is in it by cargo-cyclonedx; a Debian package ([`files`]
+//! makes what it holds besides the program, [`deb`] tries it). A tool that is not there is a skip
+//! with its remedy.
 
 mod deb;
 mod files;
@@ -55,7 +56,8 @@ impl Checkout {
         Ok(Self { dir })
     }
 
-    /// Builds the program. Where that lies, and where crates do, is nobody's business, and would make builds differ.
+    /// Builds the program. Where that lies, and where crates do, is nobody's business, and would
+    /// make builds differ.
     fn build(&self) -> Result<()> {
         let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
         let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));

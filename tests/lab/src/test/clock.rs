@@ -1,7 +1,8 @@
-//! Where the time of a run goes: each part by the time that passed and what its processes used of the CPUs.
+//! Where the time of a run goes: each part by the time that passed and what its processes used of
+//! the CPUs.
 //!
-//! A part ends where the next begins, so that the parts add up to the whole. Within a part, hosts run side by side: their own rows
-//! stand below it and are not added.
+//! A part ends where the next begins, so that the parts add up to the whole. Within a part, hosts
+//! run side by side: their own rows stand below it and are not added.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};

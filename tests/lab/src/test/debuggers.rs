@@ -1,4 +1,5 @@
-//! What looks into Linux guests from their host: Debian's GDB and makedumpfile with their libraries, and the symbols of guests' kernels.
+//! What looks into Linux guests from their host: Debian's GDB and makedumpfile with their
+//! libraries, and the symbols of guests' kernels.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +9,8 @@ use crate::artifacts::{self, Kernel, SYMBOLS};
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
-/// The packages, and the program in each. The GDB is the one without Python, which would be a tree of files of its own.
+/// The packages, and the program in each. The GDB is the one without Python, which would be a tree
+/// of files of its own.
 const PROGRAMS: [(&str, &str); 2] =
     [("gdb-minimal", "usr/bin/gdb"), ("makedumpfile", "usr/bin/makedumpfile")];
 
@@ -43,7 +45,8 @@ pub fn programs(cache: &Cache) -> Result<Vec<Placed>> {
     Ok(files)
 }
 
-/// What ldd(1) lists of a program in `package`: this machine's libraries, and where the loader in a host looks for each.
+/// What ldd(1) lists of a program in `package`: this machine's libraries, and where the loader in a
+/// host looks for each.
 fn libraries(package: &str, listed: &str) -> Result<Vec<Placed>> {
     let mut files = Vec::new();
     for line in listed.lines() {

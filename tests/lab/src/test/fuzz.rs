@@ -1,7 +1,9 @@
-//! The fuzz targets, guided by coverage: what `cargo test` runs on their corpus, for as long as is asked for.
+//! The fuzz targets, guided by coverage: what `cargo test` runs on their corpus, for as long as is
+//! asked for.
 //!
-//! The targets are built as `cargo fuzz` would build them without a sanitizer, which needs no nightly compiler: Rust checks bounds
-//! and overflows itself. What has been found to reach new code is kept in the cache, so that the next run goes on from there.
+//! The targets are built as `cargo fuzz` would build them without a sanitizer, which needs no
+//! nightly compiler: Rust checks bounds and overflows itself. What has been found to reach new code
+//! is kept in the cache, so that the next run goes on from there.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -100,7 +102,8 @@ fn fuzzer(program: &Path, time: Duration, corpora: &[&PathBuf], failures: &Path)
     command.args(corpora).args([
         &format!("-max_total_time={}", time.as_secs().max(1)),
         &format!("-artifact_prefix={}/", failures.display()),
-        // A frame's cap is 64 MiB, and a target that needs a second for an input hangs for its user.
+        // A frame's cap is 64 MiB, and a target that needs a second for an input hangs for its
+        // user.
         "-rss_limit_mb=1024",
         "-timeout=25",
         "-print_final_stats=1",

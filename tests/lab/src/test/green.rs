@@ -1,4 +1,5 @@
-//! What a run leaves in the cache: where its time went, and, of `--full`, the commit that it passed at.
+//! What a run leaves in the cache: where its time went, and, of `--full`, the commit that it passed
+//! at.
 
 use std::fs;
 use std::process::Command;

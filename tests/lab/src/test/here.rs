@@ -19,7 +19,8 @@ use crate::hosts::Emulated;
 use crate::hosts::doctor;
 use crate::{Error, Result, tool};
 
-/// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over their tests themselves.
+/// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over
+/// their tests themselves.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Every test of the workspace, as `cargo test` has them.
@@ -183,8 +184,8 @@ fn keep_record(command: &mut Command, host: &str, name: &str, tally: &mut Tally)
     Ok(())
 }
 
-/// Runs each test of a program of libtest's in a process of its own, whose exit status says how it ended: what libtest prints
-/// of many is for people.
+/// Runs each test of a program of libtest's in a process of its own, whose exit status says how it
+/// ended: what libtest prints of many is for people.
 fn by_libtest(program: &Executable, options: &Options, host: &str, tally: &mut Tally) -> Result<()> {
     let tests = list(command(program).args(&options.arguments))?;
     let ignored = list(command(program).args(&options.arguments).arg("--ignored"))?;
@@ -209,7 +210,8 @@ fn by_libtest(program: &Executable, options: &Options, host: &str, tally: &mut T
     Ok(())
 }
 
-/// The examples in the documentation, together: rustdoc compiles and runs them, and its exit status is theirs.
+/// The examples in the documentation, together: rustdoc compiles and runs them, and its exit status
+/// is theirs.
 fn documentation(options: &Options, tally: &mut Tally) -> Result<()> {
     let cargo = || {
         let mut command = Command::new(artifacts::cargo());
@@ -243,7 +245,8 @@ pub(super) fn watched(command: &mut Command, each: impl FnMut(&str)) -> Result<b
     watched_from(command, |_| (), each)
 }
 
-/// As [`watched`]; ended with all that it started, and a last line that says so, where it takes longer than `limit`.
+/// As [`watched`]; ended with all that it started, and a last line that says so, where it takes
+/// longer than `limit`.
 fn limited(command: &mut Command, limit: Duration, mut each: impl FnMut(&str)) -> Result<bool> {
     let (ended, end) = mpsc::channel::<()>();
     let mut watch = None;
@@ -253,7 +256,8 @@ fn limited(command: &mut Command, limit: Duration, mut each: impl FnMut(&str)) -
             watch = Some(thread::spawn(move || {
                 let over = end.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);
                 if over {
-                    // SAFETY: a signal to the group that the process leads, which was not waited for yet.
+                    // SAFETY: a signal to the group that the process leads, which was not waited
+                    // for yet.
                     unsafe { libc::kill(-leader.cast_signed(), libc::SIGKILL) };
                 }
                 over

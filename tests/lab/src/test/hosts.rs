@@ -1,8 +1,9 @@
-//! Which emulated hosts a run has, and what each does. The test programs are the same as here, run by the same laboratory, as if that
-//! host were metal; [`super::pool`] boots the hosts.
+//! Which emulated hosts a run has, and what each does. The test programs are the same as here, run
+//! by the same laboratory, as if that host were metal; [`super::pool`] boots the hosts.
 //!
-//! A run without a bed has each Linux guest, and each program that needs a KVM, on one emulated host; without nested paging, where KVM
-//! shadows page tables as it does on a machine without either, it has the programs about memory alone. `--full` has all on both.
+//! A run without a bed has each Linux guest, and each program that needs a KVM, on one emulated
+//! host; without nested paging, where KVM shadows page tables as it does on a machine without
+//! either, it has the programs about memory alone. `--full` has all on both.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -39,7 +40,8 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         request.files.extend(debuggers.iter().cloned());
         (request.host, request.second_stage) = (bed, npt);
-        // Time that counts instructions makes the tests' own time limits independent of how busy this machine is.
+        // Time that counts instructions makes the tests' own time limits independent of how busy
+        // this machine is.
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(30 * 60);
@@ -95,7 +97,8 @@ fn linux_on_arm(cache: &Cache, bed: Emulated, kernel: &Kernel, options: &Options
     Ok(modes(options).into_iter().flat_map(|npt| [(npt, false), (npt, true)]).map(host).collect())
 }
 
-/// What a run without a bed has of Arm's: the built-in guest, the oracle in short, and one migration.
+/// What a run without a bed has of Arm's: the built-in guest, the oracle in short, and one
+/// migration.
 const SHORT: [(&str, &str); 3] = [
     ("the built-in guest runs", "vellum run --memory 32m --passes 2"),
     ("the oracle loses nothing", "vellum test dirty-log --memory 8m --events 2k --seed 1"),
@@ -115,8 +118,8 @@ pub fn short(host: Emulated) -> Result<Job> {
     Ok(Job { name, request, work: Work::Commands(commands.into()) })
 }
 
-/// Hosts whose pages are not of 4 KiB: the variant of their kernel, the processor (a Cortex-A72 has none of 16 KiB), a block, how many of
-/// those are reserved, and the memory that it takes.
+/// Hosts whose pages are not of 4 KiB: the variant of their kernel, the processor (a Cortex-A72 has
+/// none of 16 KiB), a block, how many of those are reserved, and the memory that it takes.
 const LARGER: [(&str, bool, &str, u32, u32); 3] = [
     ("pages-16k", true, "32M", 8, 1024),
     ("pages-64k", true, "512M", 2, 4096),
@@ -126,7 +129,8 @@ const LARGER: [(&str, bool, &str, u32, u32); 3] = [
 /// The base of their kernels: one with a dirty ring on Arm.
 const LARGER_BASE: &str = "6.12";
 
-/// What they run besides, in blocks of their own: the bits that KVM clears stand for more than a page.
+/// What they run besides, in blocks of their own: the bits that KVM clears stand for more than a
+/// page.
 const IN_BLOCKS: [(&str, &str); 3] = [
     (
         "the oracle loses nothing with each tracker",
@@ -175,11 +179,13 @@ fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tal
 /// What is said of what a run without a bed leaves out.
 pub const LEFT_TO_FULL: &str = "is left to cargo lab test --full";
 
-/// The test that a host with nested paging has of a run without a bed; the other host has all but this one.
+/// The test that a host with nested paging has of a run without a bed; the other host has all but
+/// this one.
 const MOVES: &str = "moves_under_load";
 
-/// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed was not asked for by name,
-/// the older kernel: one that moves, one with every device, and one on the root of a host with a disk.
+/// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed
+/// was not asked for by name, the older kernel: one that moves, one with every device, and one on
+/// the root of a host with a disk.
 pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     let cache = Cache::open()?;
     let bed = options.hosts.unwrap_or(svm::HOST);
@@ -187,7 +193,8 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     let kernel = Kernel::debian(&cache, "6.1")?;
     // A slice does without.
     let debuggers = if whole { brought("linux", debuggers::with_symbols(&cache), tally) } else { Vec::new() };
-    // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes three minutes, perhaps two.
+    // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes
+    // three minutes, perhaps two.
     let all = if bed == svm::HOST { 120 } else { 240 };
     let limit = Duration::from_secs(if whole { all } else { 25 } * 60);
     let host = |npt| {
@@ -264,9 +271,11 @@ fn with_name(host: &Request, npt: bool, arguments: &[String]) -> (String, Reques
     (name, Request { second_stage: npt, ..host.clone() }, arguments.to_vec())
 }
 
-/// The modules of Debian's kernels that their guests use here: of the rest there are hundreds of megabytes.
+/// The modules of Debian's kernels that their guests use here: of the rest there are hundreds of
+/// megabytes.
 const USED: [&str; 6] = ["virtiofs", "overlay", "dummy", "vfat", "virtio_pci", "virtio_rng"];
-/// What is left out of the kernel for any machine even so: a command's streams go by a port of a virtio console then.
+/// What is left out of the kernel for any machine even so: a command's streams go by a port of a
+/// virtio console then.
 const LEFT_OUT: &str = "vmw_vsock_virtio_transport";
 /// The base of which there is a guest in the tree in which it was built.
 const BUILT: &str = "7.2";
@@ -322,11 +331,13 @@ fn brought(
     })
 }
 
-/// The processors of two hosts. What they share is the level x86-64-v2, as whose guests Linux moves between them.
+/// The processors of two hosts. What they share is the level x86-64-v2, as whose guests Linux moves
+/// between them.
 const MODELS: [&str; 2] = ["EPYC", "Nehalem,vendor=AuthenticAMD"];
 
-/// A Linux guest that goes from a host with the older kernel to one with the newer, which has another CPU too, and back, and one that goes
-/// the other way round; and guests that see all of their host's CPU, and stay where that is more.
+/// A Linux guest that goes from a host with the older kernel to one with the newer, which has
+/// another CPU too, and back, and one that goes the other way round; and guests that see all of
+/// their host's CPU, and stay where that is more.
 pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let guests = guests(&cache, Architecture::X86, true)?;
@@ -371,14 +382,16 @@ fn guests(cache: &Cache, architecture: Architecture, every: bool) -> Result<Vec<
     versions.map(make).collect()
 }
 
-/// Where guests for tests are made: they hold this workspace's agent, so that they belong to its build.
+/// Where guests for tests are made: they hold this workspace's agent, so that they belong to its
+/// build.
 fn guests_dir() -> PathBuf {
     artifacts::workspace().join("target/guests")
 }
 
 /// A host on which Linux guests run.
 fn for_linux(bed: Emulated, request: Request, npt: bool) -> Request {
-    // What Linux guests do wrong on QEMU's other hosts is the emulator's doing (`hosts::svm`); Bochs has no others.
+    // What Linux guests do wrong on QEMU's other hosts is the emulator's doing (`hosts::svm`);
+    // Bochs has no others.
     let pace = if bed.has_pace(Pace::Real).is_ok() { Pace::Real } else { Pace::Counted };
     Request {
         host: bed,

@@ -1,5 +1,5 @@
-//! The bed of kernels: every series applies and compiles, and the combined kernel of the frozen base boots under the
-//! oracle. What it builds is cached; a cold cache means more work, not a skip.
+//! The bed of kernels: every series applies and compiles, and the combined kernel of the frozen
+//! base boots under the oracle. What it builds is cached; a cold cache means more work, not a skip.
 
 use super::tally::Tally;
 use crate::Result;
@@ -53,7 +53,8 @@ fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
             tests.extend(series.about.test.iter().cloned());
         }
     }
-    // CPUs that race find something now and then, which is for those who look for it (`cargo lab check`), and so are hosts and kernels besides.
+    // CPUs that race find something now and then, which is for those who look for it
+    // (`cargo lab check`), and so are hosts and kernels besides.
     tests.retain(|test| !test.multi && test.is_plain());
     boots::every_time(cache, &image, stack, &tests)
 }

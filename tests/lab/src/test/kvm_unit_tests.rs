@@ -1,8 +1,9 @@
-//! `cargo lab kvm-unit-tests DIR`: a directory of x86 images that were built elsewhere, each run under `vellum run` on an
-//! emulated host as its `unittests.cfg` says.
+//! `cargo lab kvm-unit-tests DIR`: a directory of x86 images that were built elsewhere, each run
+//! under `vellum run` on an emulated host as its `unittests.cfg` says.
 //!
-//! The configuration speaks QEMU's language; what has no meaning here (a device of QEMU's) skips the test with that
-//! reason. A host that dies under a test fails that test, and the rest go on in a fresh one.
+//! The configuration speaks QEMU's language; what has no meaning here (a device of QEMU's) skips
+//! the test with that reason. A host that dies under a test fails that test, and the rest go on in
+//! a fresh one.
 //!
 //! # What does not pass on `svm` (QEMU 7.2, Linux 6.1), and why
 //!
@@ -49,20 +50,23 @@ pub enum Verdict {
     Skip(String),
 }
 
-/// The status with which a test that skipped itself ends: it writes 77 >> 1, so that this comes out.
+/// The status with which a test that skipped itself ends: it writes 77 >> 1, so that this comes
+/// out.
 const SKIPPED: i32 = 77;
 /// And one that passed.
 const PASSED: i32 = 1;
 
-/// What every test may take in seconds unless it says otherwise, and by how much an emulated host is slower than those
-/// that the limits were made for. Most tests end long before; those that map gigabytes need it.
+/// What every test may take in seconds unless it says otherwise, and by how much an emulated host
+/// is slower than those that the limits were made for. Most tests end long before; those that map
+/// gigabytes need it.
 const SECONDS: u64 = 90;
 const SLOWNESS: u64 = 10;
 
 /// How Vellum refuses a CPU feature that the host has not (`arch/x86_64/cpuid/`).
 const NOT_OFFERED: &str = "this host's KVM does not offer it";
 
-/// The one thing in a test's arguments that its authors leave to a shell: the host's time at the start.
+/// The one thing in a test's arguments that its authors leave to a shell: the host's time at the
+/// start.
 const NOW: &str = "`date +%s`";
 
 /// CPUs that `smp = $MAX_SMP` stands for.
@@ -77,7 +81,8 @@ pub enum Irqchip {
     Split,
 }
 
-/// Runs those of the directory's tests whose names contain one of `only` (all, if that is empty) on `host`.
+/// Runs those of the directory's tests whose names contain one of `only` (all, if that is empty) on
+/// `host`.
 pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String], irqchip: Irqchip) -> Result<u8> {
     let config = dir.join("unittests.cfg");
     let config = if config.is_file() { config } else { dir.join("x86/unittests.cfg") };
@@ -178,8 +183,8 @@ fn report(verdicts: &mut Vec<(String, Verdict)>, name: String, verdict: Verdict)
     verdicts.push((name, verdict));
 }
 
-/// What a status and a console say. Vellum's own errors end with the status of a pass, but they have the last word, and
-/// every test speaks.
+/// What a status and a console say. Vellum's own errors end with the status of a pass, but they
+/// have the last word, and every test speaks.
 fn verdict(status: i32, console: &str) -> Verdict {
     let summary = console.lines().rev().find(|line| line.starts_with("SUMMARY"));
     let failures: Vec<&str> = console.lines().filter(|line| line.starts_with("FAIL")).take(3).collect();
@@ -360,8 +365,8 @@ fn shell_words(text: &str) -> Vec<String> {
     words
 }
 
-/// The host that the tests expect where nothing else is asked for: room for their guests, time for the longest, and two CPUs
-/// at once.
+/// The host that the tests expect where nothing else is asked for: room for their guests, time for
+/// the longest, and two CPUs at once.
 pub fn host(request: Request) -> Request {
     let pace = if request.pace == Pace::Counted { Pace::Races } else { request.pace };
     let memory_mib = request.memory_mib.max(4096);

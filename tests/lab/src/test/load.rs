@@ -1,5 +1,5 @@
-//! A load beside tests: four processes that spin and a build that begins again and again. A test that fails beside it has taken slowness
-//! for a fault.
+//! A load beside tests: four processes that spin and a build that begins again and again. A test
+//! that fails beside it has taken slowness for a fault.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -46,7 +46,8 @@ impl Drop for Load {
     }
 }
 
-/// Builds the workspace from nothing until it is over, in a directory of its own: cargo locks the one that tests are built in.
+/// Builds the workspace from nothing until it is over, in a directory of its own: cargo locks the
+/// one that tests are built in.
 fn build(over: &AtomicBool) {
     let dir = artifacts::workspace().join("target/load");
     while !over.load(Ordering::SeqCst) {

@@ -1,12 +1,15 @@
 //! `cargo lab test`: everything that this machine can prove, and one list of what it cannot.
 //!
-//! [`programs`] finds the test programs and says where each can run. On this machine all of them do ([`here`]), each test
-//! of libtest's in a process of its own. On an emulated host ([`hosts`]) those run that need a KVM, built static and
-//! shipped in, where `lab test metal` runs them as it would on any machine; the hosts of a run boot side by side ([`pool`]). What came
-//! of it is counted from records ([`tally`]), never from what is printed, with where the time went ([`clock`]). A bed that is missing
-//! is an entry of the skip list, never a silent pass. What takes long is left to `--full`, and [`green`] knows when that last passed.
+//! [`programs`] finds the test programs and says where each can run. On this machine all of them do
+//! ([`here`]), each test of libtest's in a process of its own. On an emulated host ([`hosts`])
+//! those run that need a KVM, built static and shipped in, where `lab test metal` runs them as it
+//! would on any machine; the hosts of a run boot side by side ([`pool`]). What came of it is
+//! counted from records ([`tally`]), never from what is printed, with where the time went
+//! ([`clock`]). A bed that is missing is an entry of the skip list, never a silent pass. What takes
+//! long is left to `--full`, and [`green`] knows when that last passed.
 //!
-//! Here are also [`fresh`], which runs the README's commands on a machine that has nothing, and [`kvm_unit_tests`].
+//! Here are also [`fresh`], which runs the README's commands on a machine that has nothing, and
+//! [`kvm_unit_tests`].
 
 pub(crate) mod clock;
 mod debuggers;

@@ -1,6 +1,7 @@
 //! The emulated hosts of a run, side by side: each boots once, does its work, and is counted.
 //!
-//! What they do is decided in [`super::hosts`]. All that they need is built before the first one boots.
+//! What they do is decided in [`super::hosts`]. All that they need is built before the first one
+//! boots.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -146,7 +147,8 @@ fn by_record(
     }
     match outcome {
         Ok(outcome) => tally.program(name, "", &lines, outcome.code() == 0),
-        // The host is itself under test: one that dies is a failure, and the other one still has something to say.
+        // The host is itself under test: one that dies is a failure, and the other one still has
+        // something to say.
         Err(error) => {
             eprintln!("lab: {name}: {error}");
             // Cut off, as is to be expected.

@@ -1,7 +1,8 @@
 //! Which test programs there are, and where each of them can run.
 //!
-//! Cargo says which there are. Those with a harness of their own keep a record (`support::record`), and their package's
-//! Cargo.toml says in `[package.metadata.beds]` where they run. The others are libtest's, and run on this machine.
+//! Cargo says which there are. Those with a harness of their own keep a record (`support::record`),
+//! and their package's Cargo.toml says in `[package.metadata.beds]` where they run. The others are
+//! libtest's, and run on this machine.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +14,8 @@ use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable};
 use crate::{Error, Result};
 
-/// Where a program that keeps a record can run; each runs on this machine too, where it says what it lacks there.
+/// Where a program that keeps a record can run; each runs on this machine too, where it says what
+/// it lacks there.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Place {
     /// On this machine alone.
@@ -105,7 +107,8 @@ pub fn built_for(place: Place) -> Result<Vec<Executable>> {
     built_at(place, "vellum", "Cargo.toml", artifacts::build_static)
 }
 
-/// Those that run wherever there is a KVM of this architecture, built static for it. Programs with guest code of their own are of x86-64.
+/// Those that run wherever there is a KVM of this architecture, built static for it. Programs with
+/// guest code of their own are of x86-64.
 pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
     match architecture {
         Architecture::X86 => built_for(Place::Kvm),
@@ -201,7 +204,8 @@ mod tests {
         }
     }
 
-    /// rustc removes a function with its own `#[test]` from a program that has another harness, and says nothing.
+    /// rustc removes a function with its own `#[test]` from a program that has another harness, and
+    /// says nothing.
     #[test]
     fn a_test_of_a_program_that_keeps_a_record_is_one_of_support() {
         let loses = |source: &str| {

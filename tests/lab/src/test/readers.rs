@@ -1,5 +1,6 @@
-//! The programs of other projects that judge what Vellum writes for them: from PyPI, each at a version, in a virtual environment; from
-//! Debian, lava-common; and the parser of KTAP out of the kernel's source. All lie in one entry of the cache.
+//! The programs of other projects that judge what Vellum writes for them: from PyPI, each at a
+//! version, in a virtual environment; from Debian, lava-common; and the parser of KTAP out of the
+//! kernel's source. All lie in one entry of the cache.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -75,8 +76,8 @@ fn fetch() -> Result<()> {
     Ok(())
 }
 
-/// The virtual environment. It is moved when it is whole, so that its programs are called as modules: their first lines name the
-/// place where they were installed.
+/// The virtual environment. It is moved when it is whole, so that its programs are called as
+/// modules: their first lines name the place where they were installed.
 fn environment(dir: &Path) -> Result<()> {
     eprintln!("lab: installing {}", PINNED.join(" "));
     let venv = dir.join("venv");

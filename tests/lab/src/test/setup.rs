@@ -14,8 +14,8 @@ use crate::{Error, Result, tool};
 
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Sees to it that the packages behind `programs` are there. Without consent or without root `host` is skipped, with the
-/// one line that would help.
+/// Sees to it that the packages behind `programs` are there. Without consent or without root `host`
+/// is skipped, with the one line that would help.
 pub fn packages(programs: &[&'static str], consent: bool, host: &str, tally: &mut Tally) -> Result<bool> {
     let missing = doctor::missing(programs);
     let Some(line) = doctor::install_line(&missing) else { return Ok(true) };
@@ -48,7 +48,8 @@ pub fn tools(wanted: impl Fn(&str) -> bool, tally: &mut Tally) {
     }
 }
 
-/// Whether CI holds this run to its consent: a test that is skipped although `--setup` could have installed what it needs fails.
+/// Whether CI holds this run to its consent: a test that is skipped although `--setup` could have
+/// installed what it needs fails.
 pub fn is_held_to(consent: bool) -> bool {
     consent && is_root() && std::env::var_os("CI").is_some_and(|ci| ci == "true")
 }
@@ -56,7 +57,8 @@ pub fn is_held_to(consent: bool) -> bool {
 pub(super) fn install(packages: &BTreeSet<&str>) -> Result<()> {
     let cache = Cache::open()?;
     let _lock = cache.lock("packages")?;
-    // In a directory of our own: where others install too, theirs may be emptied before we have unpacked.
+    // In a directory of our own: where others install too, theirs may be emptied before we have
+    // unpacked.
     let archives = cache.dir("archives")?;
     fs::create_dir_all(archives.join("partial")).map_err(Error::file("create", &archives))?;
     eprintln!("lab: installing {}", packages.iter().copied().collect::<Vec<_>>().join(" "));
@@ -119,7 +121,8 @@ extern "C" fn note(signal: libc::c_int) {
 
 const CAUGHT: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
-/// While this lives, Ctrl-C and friends end the running test program, and this one only when it has put things back.
+/// While this lives, Ctrl-C and friends end the running test program, and this one only when it has
+/// put things back.
 pub struct Signals(());
 
 impl Signals {
@@ -143,7 +146,8 @@ fn handle(how: libc::sighandler_t) {
     }
 }
 
-/// A test program begins or, with 0, has ended: the one that signals are passed on to. It leads a group of its own.
+/// A test program begins or, with 0, has ended: the one that signals are passed on to. It leads a
+/// group of its own.
 pub fn child(pid: u32) {
     CHILD.store(pid.cast_signed(), Ordering::SeqCst);
     let signal = SIGNAL.load(Ordering::SeqCst);

@@ -1,4 +1,5 @@
-//! Debian's Slurm, unpacked into the cache for the tests of fleets: no package is installed, so that no service starts.
+//! Debian's Slurm, unpacked into the cache for the tests of fleets: no package is installed, so
+//! that no service starts.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +13,8 @@ use crate::{Error, Result};
 /// Which tells a test program where it is.
 pub const VARIABLE: &str = "VELLUM_SLURM";
 
-/// The daemons and clients, and what they need besides the C library: /etc, users and services are what packages would add.
+/// The daemons and clients, and what they need besides the C library: /etc, users and services are
+/// what packages would add.
 const PACKAGES: [&str; 14] = [
     "slurmctld",
     "slurmd",

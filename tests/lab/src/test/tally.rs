@@ -37,7 +37,8 @@ struct Failure {
     why: String,
 }
 
-/// Characters of a failure's reason that are repeated at the end, half of them from each of its ends.
+/// Characters of a failure's reason that are repeated at the end, half of them from each of its
+/// ends.
 const REPEATED: usize = 3000;
 
 /// A failure's reason in at most `REPEATED` characters, indented.
@@ -115,8 +116,8 @@ impl Tally {
         }
     }
 
-    /// Counts `lines`, the record of a program that succeeded or not. One that does not come to its end, or that fails without
-    /// naming a failure, is itself a failure.
+    /// Counts `lines`, the record of a program that succeeded or not. One that does not come to its
+    /// end, or that fails without naming a failure, is itself a failure.
     pub fn program(&mut self, host: &str, program: &str, lines: &str, success: bool) {
         let failures = self.failures.len();
         let prefix = if program.is_empty() { String::new() } else { format!("{program}::") };
@@ -209,7 +210,8 @@ impl Tally {
         self.count(host, what, Outcome::Skipped(why.to_owned()));
     }
 
-    /// What is needed for a test could not be made, which is a failure where `--setup` is to have seen to it.
+    /// What is needed for a test could not be made, which is a failure where `--setup` is to have
+    /// seen to it.
     pub fn lack(&mut self, host: &str, what: &str, why: &str) {
         if self.held_to_setup {
             self.show(&format!("{host}: {what}: FAILED: {why}"));
@@ -219,8 +221,8 @@ impl Tally {
         }
     }
 
-    /// How the command ends: with 4 where nothing was tested, as where no test has the name that was asked for. Of a laboratory within
-    /// another one, that one counts.
+    /// How the command ends: with 4 where nothing was tested, as where no test has the name that
+    /// was asked for. Of a laboratory within another one, that one counts.
     pub fn status(&self) -> u8 {
         match (self.failed(), self.passed) {
             (0, 0) if !self.record.is_kept() => 4,
@@ -237,8 +239,9 @@ impl Tally {
         self.skipped.values().map(Vec::len).sum()
     }
 
-    /// What was skipped, the times, what failed and why, and the closing line alone on a line: the end of a long output is what
-    /// people see, and what is kept of it. Where a laboratory outside makes these lists, its record's end.
+    /// What was skipped, the times, what failed and why, and the closing line alone on a line: the
+    /// end of a long output is what people see, and what is kept of it. Where a laboratory outside
+    /// makes these lists, its record's end.
     pub fn close(&self) {
         if self.record.is_kept() {
             self.record.write(&Line::End(self.passed + (self.failed() + self.skipped()) as u64));

@@ -1,5 +1,5 @@
-//! What is not measured: a guest with page table isolation refuses the CR3 cache, and one whose CPU or whose kernel goes leaves the host no
-//! page.
+//! What is not measured: a guest with page table isolation refuses the CR3 cache, and one whose CPU
+//! or whose kernel goes leaves the host no page.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,8 @@ use crate::guest::{BLOCK, Guest, images};
 use crate::trace_point::TracePoint;
 use crate::{Cli, UNHINDERED, WORKLOADS};
 
-/// What a guest that has page table isolation is started with, and what its log then has of that and of the cache.
+/// What a guest that has page table isolation is started with, and what its log then has of that
+/// and of the cache.
 const ISOLATION: [(&str, &str, &str); 2] = [
     (
         "pti=on",
@@ -21,7 +22,8 @@ const ISOLATION: [(&str, &str, &str); 2] = [
 const HITS: &str = "/sys/kernel/debug/kvm/cr3_cache_switches";
 /// How often a vCPU that has a page has left for a load of CR3.
 const MISSES: &str = "/sys/kernel/debug/kvm/cr3_cache_misses";
-/// The cache's hypercalls, by which a vCPU has a page, and no longer (Documentation/virt/kvm/cr3-cache.rst).
+/// The cache's hypercalls, by which a vCPU has a page, and no longer
+/// (Documentation/virt/kvm/cr3-cache.rst).
 const REGISTERS: &str = "nr==120 && a0==0";
 const UNREGISTERS: &str = "nr==120 && a0==2";
 /// Of a Linux guest's kernel: whether it uses the cache.
@@ -36,7 +38,8 @@ pub fn isolation(cli: &Cli) -> io::Result<()> {
     })
 }
 
-/// A guest that is started with `parameter` says all of `says` in its log; its tasks switch, with hits or without.
+/// A guest that is started with `parameter` says all of `says` in its log; its tasks switch, with
+/// hits or without.
 fn isolated(cli: &Cli, parameter: &str, says: &[&str], hits: bool) -> io::Result<()> {
     let guest = Guest::start(cli, 1, parameter)?;
     let log = guest.text(&["dmesg"])?;
@@ -57,8 +60,9 @@ fn isolated(cli: &Cli, parameter: &str, says: &[&str], hits: bool) -> io::Result
     guest.end()
 }
 
-/// Of a guest of two CPUs one goes and comes back; then it does without the cache, and goes on with it; then another kernel takes its
-/// place. In a guest of one CPU a kernel takes its place that panics. Each time the host has been told that what goes has no page.
+/// Of a guest of two CPUs one goes and comes back; then it does without the cache, and goes on with
+/// it; then another kernel takes its place. In a guest of one CPU a kernel takes its place that
+/// panics. Each time the host has been told that what goes has no page.
 pub fn teardown(cli: &Cli) -> io::Result<()> {
     let pages = Pages::count()?;
     let mut guest = Guest::start(cli, 2, UNHINDERED)?;
@@ -115,8 +119,8 @@ fn times(path: &str) -> io::Result<u64> {
 }
 
 impl Guest {
-    /// The kernel and the initramfs that it was started with take its kernel's place, once it has panicked or at once; they do without the
-    /// cache.
+    /// The kernel and the initramfs that it was started with take its kernel's place, once it has
+    /// panicked or at once; they do without the cache.
     fn goes_to_another_kernel(&mut self, cli: &Cli, on_panic: bool) -> io::Result<()> {
         let [kernel, initrd] = images(cli)?.map(|image| image.len());
         for (name, first, bytes) in [("kernel", 0, kernel), ("initrd", kernel.div_ceil(BLOCK), initrd)] {

@@ -15,7 +15,8 @@ use crate::{COUNTED, Cli, said};
 const MAX_TRIES: usize = 3000;
 /// `vellum`'s own name for its guest here.
 const NAME: &str = "tasks";
-/// What the guest's disk holds; one that starts another kernel has that there and its initramfs, in whole blocks.
+/// What the guest's disk holds; one that starts another kernel has that there and its initramfs, in
+/// whole blocks.
 const DISK_BYTES: u64 = 8 << 20;
 pub const BLOCK: usize = 4096;
 

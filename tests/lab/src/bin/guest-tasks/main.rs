@@ -1,9 +1,11 @@
-//! Tasks that switch, in a Linux guest on this host or on this host itself: the guest agent's own, and two readers of a disk; and processes
-//! that change their memory, whose contents are checked. Its result
-//! has a time for each, and of a guest's what it left for. It runs inside emulated hosts, for `cargo lab compare`.
+//! Tasks that switch, in a Linux guest on this host or on this host itself: the guest agent's own,
+//! and two readers of a disk; and processes that change their memory, whose contents are checked.
+//! Its result has a time for each, and of a guest's what it left for. It runs inside emulated
+//! hosts, for `cargo lab compare`.
 //!
-//! Each is done twice: once counted, by KVM's trace points, which cost time themselves and are gone again when the other is timed. Idle is
-//! judged over what is timed, for starting a guest is waiting.
+//! Each is done twice: once counted, by KVM's trace points, which cost time themselves and are gone
+//! again when the other is timed. Idle is judged over what is timed, for starting a guest is
+//! waiting.
 
 mod checks;
 mod guest;
@@ -22,32 +24,37 @@ use serde_json::Value;
 use vellum_host::{Facts, idle};
 use vellum_report::{Label, Premise, Report, Sample, json};
 
-/// The share of what is timed that the host may idle, as of everything that the laboratory measures.
+/// The share of what is timed that the host may idle, as of everything that the laboratory
+/// measures.
 const IDLE_LIMIT: f64 = 0.01;
 /// What the agent is called, by which it knows itself.
 const AGENT: &str = "/init";
-/// What a guest left for and what KVM's shadow pages had of it: a figure's ending, a trace point, and which of its events. Reasons are
-/// of the Intel SDM, Appendix C: a load of CR3 is a control-register access. Without page table isolation Linux flushes everything,
-/// global pages too, by INVPCID or by CR4.PGE where the processor lacks that, and a page of its own by INVLPG.
+/// What a guest left for and what KVM's shadow pages had of it: a figure's ending, a trace point,
+/// and which of its events. Reasons are of the Intel SDM, Appendix C: a load of CR3 is a
+/// control-register access. Without page table isolation Linux flushes everything, global pages
+/// too, by INVPCID or by CR4.PGE where the processor lacks that, and a page of its own by INVLPG.
 const COUNTED: [(&str, &str, Option<&str>); 8] = [
     ("_cr_exits", "kvm/kvm_exit", Some("exit_reason==28")),
     ("_exits", "kvm/kvm_exit", None),
     ("_invlpg_exits", "kvm/kvm_exit", Some("exit_reason==14")),
     ("_invpcid_exits", "kvm/kvm_exit", Some("exit_reason==58")),
     ("_cr4_exits", "kvm/kvm_cr", Some("rw==1 && cr==4")),
-    // A root is looked for among the shadow pages; role.level of page tables of four levels alone has this bit.
+    // A root is looked for among the shadow pages; role.level of page tables of four levels alone
+    // has this bit.
     ("_root_loads", "kvmmmu/kvm_mmu_get_page", Some("role & 4")),
     ("_resyncs", "kvmmmu/kvm_mmu_sync_page", None),
     // A page of the CR3 cache is registered, or no longer: trials begin and pauses.
     ("_cr3_cache_calls", "kvm/kvm_hypercall", Some("nr==120")),
 ];
-/// Of the command line of every Linux guest that is measured here; page table isolation loads CR3 by itself.
+/// Of the command line of every Linux guest that is measured here; page table isolation loads CR3
+/// by itself.
 const UNHINDERED: &str = "pti=off mitigations=off";
 /// What is done, by the names that figures have, and how often it is timed: what is short is.
 const WORKLOADS: [(&str, &str, u32); 8] = [
     ("lat_ctx[2]", r#"{"do":"lat-ctx","tasks":2,"rounds":1000,"repeat":1}"#, 3),
     ("lat_ctx[4]", r#"{"do":"lat-ctx","tasks":4,"rounds":500,"repeat":1}"#, 3),
-    // Before what hardly hits: a guest does without the cache for up to 16,384 loads of CR3 after that, which is more than these have.
+    // Before what hardly hits: a guest does without the cache for up to 16,384 loads of CR3 after
+    // that, which is more than these have.
     ("disk", READERS, 3),
     ("lat_ctx[8]", r#"{"do":"lat-ctx","tasks":8,"rounds":250,"repeat":1}"#, 3),
     ("lat_ctx[20]", r#"{"do":"lat-ctx","tasks":20,"rounds":100,"repeat":1}"#, 3),
@@ -59,7 +66,8 @@ const WORKLOADS: [(&str, &str, u32); 8] = [
 /// Processes that change their memory; what they found has to be the same everywhere.
 const PROCESSES: &str = "processes";
 
-/// Two processes that read the disk, a page at a time, in turn: each waits for its page while the other runs.
+/// Two processes that read the disk, a page at a time, in turn: each waits for its page while the
+/// other runs.
 const READERS: &str = r#"{"do":"exec","command":["sh","-c","for n in 0 1; do dd if=/dev/vda of=/dev/null bs=4096 count=500 skip=$((n * 500)) iflag=direct 2>/dev/null & done; wait"]}"#;
 
 /// Tasks that switch: timed, and what the guest left for.
@@ -75,10 +83,12 @@ struct Cli {
     /// The guest may use the CR3 cache
     #[arg(long, requires = "kernel")]
     cr3_cache: bool,
-    /// Instead of measuring: a guest with page table isolation refuses the cache, and says so; with pti=off it uses it
+    /// Instead of measuring: a guest with page table isolation refuses the cache, and says so; with
+    /// pti=off it uses it
     #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json"])]
     isolation: bool,
-    /// Instead of measuring: a guest whose CPU, or whose kernel, goes has told the host that its page is none any more
+    /// Instead of measuring: a guest whose CPU, or whose kernel, goes has told the host that its
+    /// page is none any more
     #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json", "isolation"])]
     teardown: bool,
     /// The guest has no PCIDs
@@ -178,7 +188,8 @@ fn label(name: &str) -> Label {
     }
 }
 
-/// Nanoseconds: of a switch, where the agent counts them; of all, where it times that; of the request, where the agent does neither.
+/// Nanoseconds: of a switch, where the agent counts them; of all, where it times that; of the
+/// request, where the agent does neither.
 fn time(events: &[Value], elapsed: Duration) -> Option<f64> {
     events.iter().find_map(|event| {
         let number = |field: &str| event.get(field)?.as_f64();
@@ -192,7 +203,8 @@ fn time(events: &[Value], elapsed: Duration) -> Option<f64> {
     })
 }
 
-/// The sum over all that the processes found, as far as a figure is exact; nothing where something was wrong.
+/// The sum over all that the processes found, as far as a figure is exact; nothing where something
+/// was wrong.
 fn found(events: &[Value]) -> Option<f64> {
     let event = events.iter().find(|event| event["event"] == "processes")?;
     let sum = event.get("sum")?.as_u64()? & ((1 << 48) - 1);

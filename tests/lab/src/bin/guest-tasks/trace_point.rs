@@ -34,7 +34,8 @@ impl TracePoint {
         let size = size_of::<Attributes>() as u32;
         let config = id.trim().parse().map_err(io::Error::other)?;
         let attributes = Attributes { kind: TRACE_POINT, size, config, ..Attributes::default() };
-        // SAFETY: `attributes` outlives the call and says how long it is; all of every process on CPU 0.
+        // SAFETY: `attributes` outlives the call and says how long it is; all of every process on
+        // CPU 0.
         let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, -1, 0, -1, 0) };
         if fd < 0 {
             return Err(io::Error::last_os_error());

@@ -1,4 +1,5 @@
-//! What a fresh machine takes over from this one: how clients reach their servers. Keys and passwords stay here.
+//! What a fresh machine takes over from this one: how clients reach their servers. Keys and
+//! passwords stay here.
 
 use std::ffi::OsString;
 use std::fs;

@@ -1,7 +1,9 @@
-//! `cargo lab fresh`: the README's two commands on a machine that has nothing, as the README prints them.
+//! `cargo lab fresh`: the README's two commands on a machine that has nothing, as the README prints
+//! them.
 //!
-//! The machine is a Debian in a directory ([`chroot`]) with what the README asks for, and with the client configuration of this one
-//! ([`carried`]), without which nothing can be fetched there. Toolchain, crates and the laboratory's cache are fetched anew each time.
+//! The machine is a Debian in a directory ([`chroot`]) with what the README asks for, and with the
+//! client configuration of this one ([`carried`]), without which nothing can be fetched there.
+//! Toolchain, crates and the laboratory's cache are fetched anew each time.
 
 mod carried;
 
@@ -236,7 +238,8 @@ fn watched(command: &mut Command, line: &str) -> Result<()> {
     }
 }
 
-/// Waits for the end of `child`; where a signal came and it does not end, ends it with all that it started.
+/// Waits for the end of `child`; where a signal came and it does not end, ends it with all that it
+/// started.
 fn wait(child: &mut Child) -> std::io::Result<Option<std::process::ExitStatus>> {
     let mut asked = None;
     loop {
