@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Output};
 
-use support::{Failed, Random, Scratch, Tests, ensure, test, tools};
+use support::{Failed, LIMIT, Random, Scratch, Tests, ensure, eventually, test, tools};
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
 use vellum_disk::Image;
 use vellum_disk::overlay::{Base, Overlay, unnamed};
@@ -328,7 +328,11 @@ fn an_image_that_another_machine_has_is_left_alone() -> Result<(), Failed> {
     }
     ensure(fs::read(&path)? == before, || "the image has changed".into())?;
     drop(first);
-    Ok(Blk::open(&config).map(drop)?)
+    // A program that another test starts has the lock, too, until it is executed.
+    eventually(LIMIT, "the image is free", || match Blk::open(&config) {
+        Err(BlkError::Locked { .. }) => Ok(None),
+        opened => Ok(Some(opened.map(drop)?)),
+    })
 }
 
 /// An overlay on a qcow2 image holds what the guest writes. The image does not change.
