@@ -1,0 +1,389 @@
+//! Faults that are planted in Vellum, in snapshots and in QEMU's streams: each is named, with its
+//! address where it has one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Stdio;
+
+use support::env::{Process, TestEnv};
+use support::{Completion, Failed, LIMIT, ensure, eventually, test, tools};
+use vellum_judge::drive::{Scenario, Setup, Vmm, run};
+use vellum_judge::read::{Log, Start, Verdict, page, read};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
+
+use crate::{boots, disk, emulator, ends, has_passed, line, logged, moves, succeeds};
+
+/// Faults that a debug build makes: the log is LOST, and what is older than it should be is named
+/// with its address.
+#[test(boots())]
+fn pages_that_a_migration_loses_are_named() -> Result<Completion, Failed> {
+    if !POSSIBLE {
+        return Ok(Completion::ignored_with(IMPOSSIBLE));
+    }
+    // What is lost depends on the moment: some of a vCPU's own pages, the array of positions alone,
+    // nothing, where no vCPU ran between the last pass and the end, or the stack of an image that
+    // prints, which may print without end.
+    eventually(LIMIT, "a page is lost and named", || {
+        let env = TestEnv::planted(Some("no-last-harvest"))?;
+        let mut there = moves(&env, "--downtime 1s --timeout 10s,then=force")?;
+        let names = |log: &Log| {
+            log.faults.iter().any(|fault| {
+                let is_kind = ["lost-write", "position"].contains(&fault.kind);
+                is_kind && fault.address >= 1 << 20 && fault.found < fault.expected
+            })
+        };
+        eventually(LIMIT, "it has judged", || {
+            let ended = there.child.try_wait()?.is_some();
+            let log = logged(&env, &["here.log", "there.log"])?;
+            let babbles = fs::metadata(env.path("there.log"))?.len() > 1 << 16;
+            Ok((ended || names(&log) || babbles).then_some(()))
+        })?;
+        // It may have ended by itself meanwhile, and in any way.
+        env.vellum("ctl there stop")?;
+        there.end()?;
+        let log = logged(&env, &["here.log", "there.log"])?;
+        let verdict = log.verdict();
+        ensure(verdict != Verdict::Lost || !log.faults.is_empty(), || format!("{log:?}"))?;
+        Ok(names(&log).then_some(()))
+    })?;
+    Ok(Completion::Completed)
+}
+
+/// A snapshot's files, which a restore that maps them does not compare with their sums.
+struct Files {
+    env: TestEnv,
+    before: Vec<u8>,
+    /// The arguments of its devices.
+    devices: String,
+}
+
+const PAGE: usize = 4096;
+
+impl Files {
+    /// Of two points that the image has been saved at, the second one, and in the directory `old`
+    /// the first.
+    fn new() -> Result<Self, Failed> {
+        Self::of(TestEnv::new()?, "", String::new())
+    }
+
+    /// The same in `env`, of an image with more options and a machine with these devices.
+    fn of(env: TestEnv, more: &str, devices: String) -> Result<Self, Failed> {
+        let cmdline = format!("passes=40 rate=8000 seed=5 report=500ms {more}");
+        let mut command = line(&env, 2, "16m", &cmdline, "here.log")?;
+        let here = env.start("here", command.args(devices.split_whitespace()))?;
+        has_passed(&env, "here.log")?;
+        // While the image prints, its stack is in use. It is to judge with the memory of another
+        // time.
+        let save = |dir: &str| {
+            eventually(LIMIT, "it does not print", || {
+                succeeds(env.vellum(&format!("snapshot here {} --paused", env.path(dir).display()))?)?;
+                let prints = !fs::read(env.path("here.log"))?.ends_with(b"\n");
+                if prints {
+                    fs::remove_dir_all(env.path(dir))?;
+                    succeeds(env.vellum("ctl here resume")?)?;
+                }
+                Ok((!prints).then_some(()))
+            })
+        };
+        save("old")?;
+        let pass = logged(&env, &["here.log"])?.pass;
+        succeeds(env.vellum("ctl here resume")?)?;
+        // Two passes further, so that every part has changed.
+        eventually(LIMIT, "two passes are over", || {
+            Ok((logged(&env, &["here.log"])?.pass > pass.map(|pass| pass + 2)).then_some(()))
+        })?;
+        save("new")?;
+        succeeds(env.vellum("ctl here stop")?)?;
+        ends(here, 0)?;
+        let before = fs::read(env.path("here.log"))?;
+        Ok(Self { env, before, devices })
+    }
+
+    fn ram(&self, dir: &str) -> Result<Vec<u8>, Failed> {
+        Ok(fs::read(self.env.path(dir).join("ram-0"))?)
+    }
+
+    /// What the image says that is restored from the second point with this RAM, until it has found
+    /// all of these: a kind, and the address of the page, if there is one. Of nothing to be found,
+    /// until it ends.
+    fn restored(&self, ram: &[u8], wanted: &[(&str, Option<usize>)]) -> Result<Log, Failed> {
+        let log = self.runs_on(ram, wanted)?;
+        let right = match wanted {
+            [] => log.verdict() == Verdict::Whole,
+            _ => log.verdict() == Verdict::Lost && wanted.iter().all(|(kind, at)| finds(&log, kind, *at)),
+        };
+        ensure(right, || format!("{wanted:x?}: {:?}, {:x?}", log.verdict(), log.faults))?;
+        Ok(log)
+    }
+
+    fn runs_on(&self, ram: &[u8], wanted: &[(&str, Option<usize>)]) -> Result<Log, Failed> {
+        let dir = self.env.path("new");
+        fs::write(dir.join("ram-0"), ram)?;
+        let console = self.env.path("restored.log");
+        let more = format!("--memory map --serial file={} {}", console.display(), self.devices);
+        let line = format!("{} {more}", dir.display());
+        let mut restored = self.env.restore("restored", &line)?;
+        // It was saved as it stood still.
+        succeeds(self.env.vellum("ctl restored resume")?)?;
+        let log = || Ok::<Log, Failed>(read(&[self.before.clone(), fs::read(&console)?].concat()));
+        eventually(LIMIT, "it finds what is wrong", || {
+            let ended = restored.child.try_wait()?.is_some();
+            let log = log()?;
+            let found = !wanted.is_empty() && wanted.iter().all(|(kind, at)| finds(&log, kind, *at));
+            Ok((ended || found).then_some(()))
+        })?;
+        if !wanted.is_empty() {
+            // It may have ended by itself meanwhile; a machine that neither ends nor stops fails
+            // below.
+            self.env.vellum("ctl restored stop")?;
+        }
+        ends(restored, 0)?;
+        let log = log()?;
+        fs::remove_file(&console)?;
+        Ok(log)
+    }
+}
+
+/// Whether a fault of this kind is there, in the page at this address.
+fn finds(log: &Log, kind: &str, at: Option<usize>) -> bool {
+    let is_at = |address: u64| at.is_none_or(|at| address as usize & !(PAGE - 1) == at);
+    log.faults.iter().any(|fault| fault.kind == kind && is_at(fault.address))
+}
+
+/// One page, or part of it, is not what it was: the first fault has the kind, and each page is
+/// named.
+#[test(boots())]
+fn what_is_wrong_with_a_page_is_named() -> Result<(), Failed> {
+    let files = Files::new()?;
+    let (new, old) = (files.ram("new")?, files.ram("old")?);
+    files.restored(&new, &[])?;
+    // Pages of vCPU 0's, in the middle of its own ones.
+    let (a, b) = (4 << 20, (4 << 20) + 5 * PAGE);
+    let page = |ram: &[u8], at: usize| ram[at..at + PAGE].to_vec();
+    ensure(page(&new, a) != page(&old, a), || "the page has not changed".into())?;
+    let half = |ram: &[u8]| ram[a..a + PAGE / 2].to_vec();
+    let shifted = vec![(a + PAGE, new[a..b].to_vec())];
+    let changes = [
+        ("lost-write", vec![(a, page(&old, a))], vec![a]),
+        ("other-address", vec![(a, page(&new, b)), (b, page(&new, a))], vec![a, b]),
+        ("other-address", shifted, (1..=5).map(|page| a + page * PAGE).collect()),
+        ("torn", vec![(a, half(&old))], vec![a]),
+        ("zeroes", vec![(a, vec![0; PAGE])], vec![a]),
+        ("foreign", vec![(a, vec![0x5a; PAGE])], vec![a]),
+    ];
+    for (kind, writes, named) in changes {
+        let mut ram = new.clone();
+        for (at, bytes) in writes {
+            ram[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        let wanted: Vec<_> = named.iter().map(|at| (kind, Some(*at))).collect();
+        let log = files.restored(&ram, &wanted)?;
+        ensure(log.faults.iter().all(|fault| fault.kind == kind), || format!("{kind}: {:x?}", log.faults))?;
+    }
+    Ok(())
+}
+
+/// All of memory is older than the registers, and the other way around.
+#[test(boots())]
+fn registers_and_memory_of_two_times_are_named() -> Result<(), Failed> {
+    let files = Files::new()?;
+    let (new, old) = (files.ram("new")?, files.ram("old")?);
+    files.restored(&old, &[("lost-write", None), ("position", None)])?;
+    // The state of the first point with the memory of the second.
+    fs::remove_dir_all(files.env.path("new"))?;
+    fs::rename(files.env.path("old"), files.env.path("new"))?;
+    files.restored(&new, &[("future", None), ("position", None)])?;
+    Ok(())
+}
+
+/// State that is older, or newer, than memory; a clock, an interrupt and what a device writes that
+/// are lost.
+#[test(boots())]
+fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
+    if !POSSIBLE {
+        return Ok(Completion::ignored_with(IMPOSSIBLE));
+    }
+    for (planted, kinds) in [
+        ("old-vcpu", &["future", "position"][..]),
+        ("devices-ahead", &["disk-lost"]),
+        ("clock-set-back", &["kvmclock-back"]),
+        ("timer-lost", &["timer"]),
+    ] {
+        let wanted: Vec<_> = kinds.iter().map(|kind| (*kind, None)).collect();
+        // Where a stack is in use that is newer than the registers, the image crashes before it has
+        // judged.
+        let log = eventually(LIMIT, planted, || {
+            let env = TestEnv::planted(Some(planted))?;
+            let disk = disk(&env)?;
+            let files = Files::of(env, "late=1s", disk)?;
+            let log = files.runs_on(&files.ram("new")?, &wanted)?;
+            let named = kinds.iter().all(|kind| finds(&log, kind, None));
+            let crashed = planted == "old-vcpu" && matches!(log.verdict(), Verdict::Crashed(_));
+            // A clock that is set back has caught up, where the machine stands still for a second
+            // before it goes on.
+            let late = planted == "clock-set-back" && log.verdict() == Verdict::Whole;
+            ensure(named || crashed || late, || format!("{planted}: {log:?}"))?;
+            Ok(named.then_some(log))
+        })?;
+        let found = |kind| log.faults.iter().filter(move |fault| fault.kind == kind);
+        let right = match planted {
+            // The vCPU whose registers are old takes its own pages for newer ones.
+            "old-vcpu" => found("future").all(|fault| fault.vcpu == 1 && fault.found > fault.expected),
+            "clock-set-back" => found("kvmclock-back").all(|fault| fault.found < fault.expected),
+            _ => kinds.iter().all(|kind| found(kind).all(|fault| fault.address >= 1 << 20)),
+        };
+        ensure(right, || format!("{planted}: {log:?}"))?;
+    }
+    Ok(Completion::Completed)
+}
+
+#[test(boots())]
+fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, Failed> {
+    if !POSSIBLE {
+        return Ok(Completion::ignored_with(IMPOSSIBLE));
+    }
+    // Whether a request ends between the last look at its buffer and the end, depends on the
+    // moment.
+    eventually(LIMIT, "a device's write is lost and named", || {
+        let env = TestEnv::planted(Some("vmm-writes-left-out"))?;
+        ends(moves(&env, "--downtime 1s --timeout 10s,then=force")?, 0)?;
+        let log = logged(&env, &["here.log", "there.log"])?;
+        let named = log
+            .faults
+            .iter()
+            .any(|fault| ["disk-data", "disk-ring"].contains(&fault.kind) && fault.address >= 1 << 20);
+        ensure(named == (log.verdict() == Verdict::Lost), || format!("{log:?}"))?;
+        Ok(named.then_some(()))
+    })?;
+    Ok(Completion::Completed)
+}
+
+/// Changes pages in a file of QEMU's migration stream: a record is its offset in RAM with flags, in
+/// big-endian order, and the page (docs/devel/migration in QEMU). A page of the image has its
+/// address in its first word, so that nothing else is taken for one.
+fn damage(path: &Path) -> std::io::Result<()> {
+    let mut file = fs::read(path)?;
+    let mut pages = BTreeMap::new();
+    let mut at = 0;
+    while at + 8 + PAGE <= file.len() {
+        let number = u64::from_be_bytes(file[at..at + 8].try_into().expect("8 bytes"));
+        let (address, flags) = (number & !0xfff, number & 0xfff);
+        // RAM_SAVE_FLAG_PAGE, and RAM_SAVE_FLAG_CONTINUE: of the same block as the record before.
+        if address >= 2 << 20 && flags == 0x28 && file[at + 8..at + 16] == address.to_le_bytes() {
+            pages.insert(address, at);
+            at += 8 + PAGE;
+        } else {
+            at += 1;
+        }
+    }
+    let missing = || std::io::Error::other("a page is not in the stream");
+    let at = |address: u64| pages.get(&address).map(|at| at + 8..at + 8 + PAGE).ok_or_else(missing);
+    for (address, change) in DAMAGED {
+        let here = at(address)?;
+        match change {
+            "older" => {
+                let pass = u64::from_le_bytes(file[here.start + 8..here.start + 16].try_into().expect("8"));
+                let start = Start { seed: 1, ..Start::default() };
+                let [first, second, last] = page(&start, address, pass - 1).map(u64::to_le_bytes);
+                file[here.start..here.start + 8].copy_from_slice(&first);
+                file[here.start + 8..here.start + 16].copy_from_slice(&second);
+                file[here.end - 8..here.end].copy_from_slice(&last);
+            }
+            "swapped" => {
+                let (a, b) = (file[here.clone()].to_vec(), at(address + 0x10000)?);
+                let b_bytes = file[b.clone()].to_vec();
+                file[here].copy_from_slice(&b_bytes);
+                file[b].copy_from_slice(&a);
+            }
+            "shifted" => {
+                let bytes = file[here].to_vec();
+                file[at(address + 0x1000)?].copy_from_slice(&bytes);
+            }
+            "torn" => {
+                let end = here.end;
+                let pass = u64::from_le_bytes(file[here.start + 8..here.start + 16].try_into().expect("8"));
+                let start = Start { seed: 1, ..Start::default() };
+                file[end - 8..end].copy_from_slice(&page(&start, address, pass - 1)[2].to_le_bytes());
+            }
+            "zeroed" => file[here].fill(0),
+            // The last one, because what is behind it moves.
+            _ => drop(file.drain(here.start - 8..here.end)),
+        }
+    }
+    fs::write(path, file)
+}
+
+/// What is done to the pages from these addresses on.
+const DAMAGED: [(u64, &str); 6] = [
+    (0x40_0000, "older"),
+    (0x48_0000, "swapped"),
+    (0x50_0000, "shifted"),
+    (0x58_0000, "torn"),
+    // In the middle of what could be a huge page.
+    (0x67_3000, "zeroed"),
+    (0x78_0000, "dropped"),
+];
+
+#[test(emulator())]
+fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let cmdline = "passes=16 rate=30000 report=50ms seed=1 order=sequential".into();
+    let setup = Setup { cpus: 2, memory: 16, cmdline, limit: LIMIT, between: damage };
+    let log =
+        run(Vmm::Qemu, Scenario::Snapshot, &setup, env.dir()).map_err(|trouble| format!("{trouble:?}"))?;
+    ensure(log.verdict() == Verdict::Lost, || format!("{log:?}"))?;
+    let wanted = BTreeSet::from([
+        ("lost-write", 0x40_0000),
+        ("other-address", 0x48_0000),
+        ("other-address", 0x49_0000),
+        ("other-address", 0x50_1000),
+        ("torn", 0x58_0000),
+        ("zeroes", 0x67_3000),
+        ("zeroes", 0x78_0000),
+    ]);
+    let found = log.faults.iter().map(|fault| (fault.kind, fault.address & !(PAGE as u64 - 1))).collect();
+    ensure(wanted == found, || format!("{found:x?}"))
+}
+
+/// The source is told to go on when it has moved: the driver says so, whatever the image says.
+#[test(emulator())]
+fn a_source_of_qemu_that_goes_on_is_named() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let real = tools::find("qemu-system-x86_64").ok_or("no qemu")?;
+    let (bin, socket) = (env.path("bin"), env.path("second-monitor"));
+    fs::create_dir(&bin)?;
+    // The source has another monitor.
+    let script = format!(
+        "#!/bin/sh\ncase \"$*\" in *first.qmp*) set -- \"$@\" -qmp unix:{},server=on,wait=off ;; esac\nexec {} \"$@\"\n",
+        socket.display(),
+        real.display()
+    );
+    fs::write(bin.join("qemu-system-x86_64"), script)?;
+    fs::set_permissions(bin.join("qemu-system-x86_64"), fs::Permissions::from_mode(0o755))?;
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
+    let mut command = env.command("judge run --vmm qemu --memory 16m --scenario migrate --format ktap");
+    let driver = Process::spawn(command.env("PATH", path).stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+    let monitor = eventually(LIMIT, "the source's monitor", || Ok(UnixStream::connect(&socket).ok()))?;
+    let mut lines = BufReader::new(monitor.try_clone()?);
+    let mut ask = |command: &str| -> Result<String, Failed> {
+        writeln!(&monitor, "{{\"execute\":\"{command}\"}}")?;
+        loop {
+            let mut line = String::new();
+            ensure(lines.read_line(&mut line)? > 0, || "the monitor is closed".into())?;
+            if line.contains("\"return\"") || line.contains("\"error\"") {
+                return Ok(line);
+            }
+        }
+    };
+    ask("qmp_capabilities")?;
+    eventually(LIMIT, "it has moved", || Ok(ask("query-status")?.contains("postmigrate").then_some(())))?;
+    ask("cont")?;
+    let output = driver.output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let right = output.status.code() == Some(1) && said.contains("the first copy goes on");
+    ensure(right, || format!("{output:?}"))
+}

@@ -1,0 +1,305 @@
+//! `vellum judge`: the image boots and judges, under Vellum and QEMU; it survives each kind of
+//! move, beside the built-in guest; what a planted fault loses is named; and no log passes that is
+//! not whole.
+
+mod drivers;
+mod faults;
+mod reader;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Output};
+
+use support::env::{Machine, TestEnv};
+use support::hosts::{kvm, real};
+use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
+use vellum_judge::image::{Format, image};
+use vellum_judge::read::{Log, Verdict, read};
+use vellum_judge::sectors;
+
+support::vellum!();
+
+fn main() -> ExitCode {
+    let mut tests = Tests::from_args();
+    // Each is one machine that fills its memory.
+    for (cpus, memory, protocol) in
+        [(1, "64m", "pvh"), (2, "64m", "linux64"), (4, "64m", "pvh"), (2, "2g", "pvh")]
+    {
+        // An emulated host takes minutes to fill as much.
+        let need = if memory == "2g" { boots().and(real()) } else { boots() };
+        tests.add(format!("{cpus}_vcpus_and_{memory}_by_{protocol}_are_whole"), need, move || {
+            boots_under_vellum(cpus, memory, protocol)
+        });
+    }
+    for machine in ["microvm", "pc"] {
+        tests.add(format!("qemu_s_{machine}_is_whole"), emulator(), move || boots_under_qemu(machine));
+    }
+    for (name, more) in [
+        ("pages_left_out", "write=30"),
+        ("a_hot_set", "hot=10:90"),
+        ("the_order_of_addresses", "order=sequential"),
+        ("a_rate", "rate=500000"),
+        ("reads_alone", "write=0"),
+        ("a_look_at_the_neighbour_at_the_end", "verify=end"),
+    ] {
+        tests.add(format!("{name}_make_the_checksums_that_the_reader_computes"), boots(), move || {
+            let env = TestEnv::new()?;
+            let log = runs(&env, 2, "64m", &format!("passes=2 seed=3 {more}"), "")?;
+            whole(&log)
+        });
+    }
+    tests.run()
+}
+
+/// The image is for x86-64 alone.
+fn boots() -> Need {
+    kvm()?;
+    match cfg!(target_arch = "x86_64") {
+        true => Ok(()),
+        false => Err("the image is for x86-64".into()),
+    }
+}
+
+fn emulator() -> Need {
+    tools::program("qemu-system-x86_64")
+}
+
+/// The image in a file.
+fn elf(env: &TestEnv) -> Result<PathBuf, Failed> {
+    let path = env.path("judge.elf");
+    if !path.exists() {
+        fs::write(&path, image(Format::Elf))?;
+    }
+    Ok(path)
+}
+
+/// The arguments of a disk that the image reads.
+fn disk(env: &TestEnv) -> Result<String, Failed> {
+    let path = env.path("judge.raw");
+    if !path.exists() {
+        let sectors: Vec<u8> = (0..2048).flat_map(sectors::sector).collect();
+        fs::write(&path, sectors)?;
+    }
+    Ok(format!("--disk {},readonly", path.display()))
+}
+
+/// The arguments of a machine that the image runs, whose console is a file called `console`.
+fn line(env: &TestEnv, cpus: u32, memory: &str, cmdline: &str, console: &str) -> Result<Command, Failed> {
+    let mut command = env.command(&format!("run --kernel {} --cpus {cpus}", elf(env)?.display()));
+    command.args(["--memory", memory, "--cmdline", cmdline]);
+    command.args(["--serial", &format!("file={}", env.path(console).display())]);
+    Ok(command)
+}
+
+fn runs(env: &TestEnv, cpus: u32, memory: &str, cmdline: &str, more: &str) -> Result<Log, Failed> {
+    let output = line(env, cpus, memory, cmdline, "console")?.args(more.split_whitespace()).output()?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    Ok(read(&fs::read(env.path("console"))?))
+}
+
+fn whole(log: &Log) -> Result<(), Failed> {
+    let verdict = log.verdict();
+    ensure(verdict == Verdict::Whole, || format!("{verdict:?}: {log:?}"))
+}
+
+fn boots_under_vellum(cpus: u32, memory: &str, protocol: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let transport = if cpus == 1 { "mmio" } else { "pci" };
+    let more = format!("--protocol {protocol} --transport {transport} {}", disk(&env)?);
+    let log = runs(&env, cpus, memory, "passes=2 seed=7 clock=60s", &more)?;
+    whole(&log)?;
+    ensure(log.disks == [(transport.into(), 2048)], || format!("{:?}", log.disks))?;
+    let start = log.start.as_ref().ok_or("no first line")?;
+    let has_clocks = start.kvmclock && start.timer;
+    ensure(has_clocks && (start.vcpus, start.given) == (cpus.into(), cpus.into()), || format!("{start:?}"))
+}
+
+fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    disk(&env)?;
+    let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", env.path("judge.raw").display());
+    // On `microvm` a bzImage was not seen to start. Its virtio-mmio is of version 1, or of version
+    // 2.
+    let (ways, device, transport) = match machine {
+        "pc" => ([(Format::Elf, "on"), (Format::BzImage, "on")], "virtio-blk-pci", "pci"),
+        _ => ([(Format::Elf, "on"), (Format::Elf, "off")], "virtio-blk-device", "mmio"),
+    };
+    for (format, legacy) in ways {
+        let path = env.path("image");
+        fs::write(&path, image(format))?;
+        let mut qemu = Command::new("qemu-system-x86_64");
+        qemu.args(["-M", machine, "-accel", "tcg", "-cpu", "max", "-smp", "2", "-m", "64", "-no-reboot"]);
+        qemu.args(["-nodefaults", "-display", "none", "-serial", "stdio", "-append", "passes=2 seed=7"]);
+        qemu.args(["-global", &format!("virtio-mmio.force-legacy={legacy}")]);
+        qemu.args(["-drive", &drive, "-device", &format!("{device},drive=d")]);
+        let output = qemu.arg("-kernel").arg(&path).output()?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let log = read(&output.stdout);
+        whole(&log)?;
+        let timer = log.start.as_ref().is_some_and(|start| start.timer);
+        ensure(timer && log.disks == [(transport.into(), 2048)], || format!("{log:?}"))?;
+    }
+    Ok(())
+}
+
+/// The options of an image that moves. It takes some seconds, in which it does little, so that a
+/// busy host does not make them minutes. It says twice a second how far it is: while it prints, its
+/// stack is in use, and an image that loses its stack says nothing of use.
+const MOVING: &str = "passes=16 rate=8000 seed=5 report=500ms";
+
+/// Waits until the image has reported a pass that began in the console of this name.
+fn has_passed(env: &TestEnv, console: &str) -> Result<(), Failed> {
+    let path = env.path(console);
+    eventually(LIMIT, "the image has begun a pass", || {
+        let log = read(&fs::read(&path).unwrap_or_default());
+        Ok((log.pass > Some(0)).then_some(()))
+    })
+}
+
+fn ends(machine: Machine, status: i32) -> Result<(), Failed> {
+    let output = machine.end()?;
+    ensure(output.status.code() == Some(status), || format!("not status {status}: {output:?}"))
+}
+
+fn succeeds(output: Output) -> Result<(), Failed> {
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// The log of a machine that printed into each of these files in turn.
+fn logged(env: &TestEnv, consoles: &[&str]) -> Result<Log, Failed> {
+    let mut text = Vec::new();
+    for console in consoles {
+        text.extend(fs::read(env.path(console))?);
+    }
+    Ok(read(&text))
+}
+
+/// Starts the image as `here`, with memory that may be handed over.
+fn starts(env: &TestEnv) -> Result<Machine, Failed> {
+    let mut command = line(env, 2, "16m,backing=memfd", MOVING, "here.log")?;
+    let machine = env.start("here", command.args(disk(env)?.split(' ')))?;
+    has_passed(env, "here.log")?;
+    Ok(machine)
+}
+
+/// Moves the image to `there`.
+fn moves(env: &TestEnv, mode: &str) -> Result<Machine, Failed> {
+    let here = starts(env)?;
+    let serial = format!("--serial file={} {}", env.path("there.log").display(), disk(env)?);
+    let there = env.receive("there", &serial)?;
+    succeeds(env.migrate("here", "there", mode)?)?;
+    ends(here, 15)?;
+    Ok(there)
+}
+
+/// Moves the image to `there`, where it ends.
+fn migrates(mode: &str) -> Result<Log, Failed> {
+    let env = TestEnv::new()?;
+    ends(moves(&env, mode)?, 0)?;
+    logged(&env, &["here.log", "there.log"])
+}
+
+/// The built-in guest moves in the same way; every page is right.
+fn built_in_migrates(mode: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+    let here = env.run("here", &format!("run --cpus 2 --memory 16m {workload}"))?;
+    env.has_written("here", 10_000)?;
+    let json = env.path("json");
+    let there = env.receive("there", &format!("--json {}", json.display()))?;
+    succeeds(env.migrate("here", "there", mode)?)?;
+    ends(here, 15)?;
+    succeeds(env.vellum("ctl there stop")?)?;
+    ends(there, 0)?;
+    right(&json)
+}
+
+fn right(json: &PathBuf) -> Result<(), Failed> {
+    let result: serde_json::Value = serde_json::from_slice(&fs::read(json)?)?;
+    let figures = result["figures"].as_array().ok_or("no figures")?;
+    let wrong =
+        figures.iter().find(|figure| figure["name"] == "wrong_stamps").ok_or("nothing was checked")?;
+    ensure(wrong["value"].as_f64() == Some(0.0), || format!("{wrong}"))
+}
+
+#[test(boots())]
+fn a_migration_is_whole() -> Result<(), Failed> {
+    whole(&migrates("--downtime 1s --timeout 10s,then=force")?)?;
+    built_in_migrates("--downtime 1s --timeout 10s,then=force")
+}
+
+#[test(boots())]
+fn a_postcopy_migration_is_whole() -> Result<(), Failed> {
+    whole(&migrates("--mode postcopy")?)?;
+    built_in_migrates("--mode postcopy")
+}
+
+/// A snapshot while the image runs, which goes on; and each way to restore it, whose console begins
+/// in the middle.
+#[test(boots())]
+fn a_snapshot_and_each_restore_are_whole() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = starts(&env)?;
+    let dir = env.path("snap");
+    succeeds(env.vellum(&format!("snapshot here {} --downtime 1s --timeout 10s", dir.display()))?)?;
+    let before = fs::read(env.path("here.log"))?;
+    for memory in ["eager", "map", "demand"] {
+        let console = env.path("restored.log");
+        let serial = format!("--serial file={} {}", console.display(), disk(&env)?);
+        let restored = env.restore("restored", &format!("{} --memory {memory} {serial}", dir.display()))?;
+        ends(restored, 0)?;
+        whole(&read(&[before.clone(), fs::read(&console)?].concat()))?;
+        fs::remove_file(&console)?;
+    }
+    ends(here, 0)?;
+    whole(&logged(&env, &["here.log"])?)?;
+    built_in_is_restored()
+}
+
+fn built_in_is_restored() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+    let here = env.run("here", &format!("run --cpus 2 --memory 16m {workload}"))?;
+    env.has_written("here", 10_000)?;
+    let dir = env.path("snap");
+    succeeds(env.vellum(&format!("snapshot here {} --downtime 1s --timeout 10s", dir.display()))?)?;
+    for memory in ["eager", "map", "demand"] {
+        let json = env.path(&format!("{memory}.json"));
+        let line = format!("{} --memory {memory} --json {}", dir.display(), json.display());
+        let restored = env.restore("restored", &line)?;
+        succeeds(env.vellum("ctl restored stop")?)?;
+        ends(restored, 0)?;
+        right(&json)?;
+    }
+    succeeds(env.vellum("ctl here stop")?)?;
+    ends(here, 0)
+}
+
+#[test(boots())]
+fn an_upgrade_is_whole() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = starts(&env)?;
+    let build = env.path("other-build");
+    std::os::unix::fs::symlink(VELLUM, &build)?;
+    succeeds(env.vellum(&format!("ctl here upgrade --downtime 1m {}", build.display()))?)?;
+    ends(here, 0)?;
+    whole(&logged(&env, &["here.log"])?)
+}
+
+/// The image's own bad input: one line, and no verdict.
+#[test(boots())]
+fn what_the_image_is_asked_wrongly_it_refuses() -> Result<(), Failed> {
+    for (memory, cmdline, says) in [
+        ("16m", "passes=many", "passes= is not a number"),
+        ("16m", "hot=50", "hot= is not PAGES:SHARE"),
+        ("16m", "order=random", "order= is neither"),
+        ("2m", "", "too little memory"),
+    ] {
+        let env = TestEnv::new()?;
+        let log = runs(&env, 4, memory, cmdline, "")?;
+        let verdict = log.verdict();
+        let refused = matches!(&verdict, Verdict::Refused(why) if why.contains(says));
+        ensure(refused, || format!("{cmdline}: {verdict:?}"))?;
+    }
+    Ok(())
+}

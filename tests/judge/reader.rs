@@ -1,0 +1,100 @@
+//! `vellum judge read` and `vellum judge image`: no log passes that is not whole.
+
+use std::fs;
+use std::process::Output;
+
+use support::env::TestEnv;
+use support::{Failed, ensure, test};
+use vellum_judge::image::{Format, image};
+use vellum_judge::read::{Verdict, read};
+
+use crate::succeeds;
+
+/// A log of the image that is whole.
+fn log() -> Result<Vec<u8>, Failed> {
+    Ok(fs::read("tests/fuzz/corpus/judge/whole.log")?)
+}
+
+fn judged(env: &TestEnv, log: &[u8], more: &str) -> Result<Output, Failed> {
+    let path = env.path("log");
+    fs::write(&path, log)?;
+    env.vellum(&format!("judge read {} {more}", path.display()))
+}
+
+#[test]
+fn a_log_passes_only_if_it_is_whole() -> Result<(), Failed> {
+    let log = log()?;
+    ensure(read(&log).verdict() == Verdict::Whole, || format!("{:?}", read(&log)))?;
+    // Without any of its lines, and cut anywhere.
+    let lines: Vec<&[u8]> = log.split_inclusive(|byte| *byte == b'\n').collect();
+    for without in 0..lines.len() {
+        let rest = [&lines[..without], &lines[without + 1..]].concat().concat();
+        let needed = !["KTAP", "# left", "1..", "# pass"]
+            .iter()
+            .any(|start| lines[without].starts_with(start.as_bytes()));
+        let passes = read(&rest).verdict() == Verdict::Whole;
+        ensure(passes != needed, || format!("without {}", String::from_utf8_lossy(lines[without])))?;
+    }
+    let end = log.len() - lines.last().map_or(0, |line| line.len());
+    for cut in 0..end + "# end WHOL".len() {
+        ensure(read(&log[..cut]).verdict() != Verdict::Whole, || format!("cut at {cut}"))?;
+    }
+    // Twice: the machine was started again.
+    let twice = read(&[log.clone(), log.clone()].concat()).verdict();
+    ensure(matches!(twice, Verdict::Crashed(_)), || format!("{twice:?}"))?;
+    // With another digit of a checksum, or of the seed.
+    let text = String::from_utf8(log)?;
+    for (from, to) in [("checksum=0x", "checksum=0x1"), ("seed=", "seed=1"), ("# ram 0x1", "# ram 0x2")] {
+        let changed = read(text.replacen(from, to, 1).as_bytes()).verdict();
+        ensure(matches!(changed, Verdict::Crashed(_)), || format!("{to}: {changed:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn noise_around_the_lines_does_not_matter() -> Result<(), Failed> {
+    let noise = b"\x1b[2J\x1b[01;01HSeaBIOS (version 1.16)\r\n\xff\xfe\x00\x07\r\n\x1b[0m";
+    let log = [&noise[..], &log()?, b"\x1bc[ 1.0] reboot: Power down\n"].concat();
+    ensure(read(&log).verdict() == Verdict::Whole, || format!("{:?}", read(&log)))
+}
+
+#[test]
+fn a_verdict_is_an_exit_status_and_one_line() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let whole = String::from_utf8(log()?)?;
+    let fault = "# fault lost-write vcpu=1 address=0x200000 expected=0x3 found=0x2\r\n1..";
+    for (log, status, says) in [
+        (whole.clone(), 0, ""),
+        (
+            whole.replacen("1..", fault, 1),
+            1,
+            "LOST: 1 faults; the first is lost-write at 0x200000, seen by vCPU 1",
+        ),
+        (whole.replace("# end WHOLE", ""), 1, "no verdict: the log ends without a verdict"),
+        ("Bail out! too little memory".into(), 1, "the image judged nothing: too little memory"),
+        (String::new(), 1, "no verdict: the image's first line is missing"),
+    ] {
+        let output = judged(&env, log.as_bytes(), "--format ktap")?;
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(status) && error.contains(says);
+        ensure(right && error.lines().count() == usize::from(status != 0), || format!("{output:?}"))?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        ensure(text.contains("not ok") == (status != 0), || text)?;
+    }
+    let missing = env.vellum("judge read /nonexistent")?;
+    ensure(missing.status.code() == Some(2), || format!("{missing:?}"))
+}
+
+#[test]
+fn an_image_is_a_new_file_in_each_format() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for (name, format) in Format::NAMES {
+        let path = env.path(name);
+        succeeds(env.vellum(&format!("judge image --out {} --format {name}", path.display()))?)?;
+        ensure(fs::read(&path)? == image(format), || name.into())?;
+        let again = env.vellum(&format!("judge image --out {}", path.display()))?;
+        let said = String::from_utf8_lossy(&again.stderr).into_owned();
+        ensure(again.status.code() == Some(2) && said.contains("exists"), || format!("{again:?}"))?;
+    }
+    Ok(())
+}
