@@ -312,22 +312,22 @@ fn guest_ticks(guest: &Guest) -> Result<Vec<u64>, Failed> {
     Ok(all)
 }
 
-/// Inflated, the balloon takes that much of the guest's free memory. Deflated, it gives it back.
-/// The test waits for each, because Linux takes pages off its free lists while it reports them to
-/// the balloon: at most 32 blocks of 4 MiB, half of the size here.
+/// Inflated, the balloon takes that much of the guest's memory. Deflated, it gives it back.
+///
+/// Linux counts the pages exactly. Of MemFree only a bound is known, and the test waits for it:
+/// Linux takes pages off its free lists while it reports them to the balloon, at most 32 blocks of
+/// 4 MiB, so what is free once says little about what is free a moment later.
 fn balloon(guest: &Guest) -> Result<(), Failed> {
     const BALLOON: u64 = 256;
-    /// What Linux may have used meanwhile, or has on its per-CPU lists. 17 MiB were seen.
-    const SLACK: u64 = BALLOON / 4;
-    let meminfo = |key: &str| -> Result<u64, Failed> {
-        let kib = guest.shell(&format!("awk '/^{key}:/ {{print $2}}' /proc/meminfo"))?;
-        Ok(kib.trim().parse::<u64>()? >> 10)
+    let number = |file: &str, key: &str| -> Result<u64, Failed> {
+        Ok(guest.shell(&format!("awk '/^{key}/ {{print $2}}' /proc/{file}"))?.trim().parse()?)
     };
+    let counted = |key: &str| Ok::<_, Failed>(number("vmstat", key)? * 4 / 1024);
     let free_when = |what: &str, wanted: &dyn Fn(u64) -> bool| {
         let mut free = 0;
         let found = eventually(LIMIT, what, || {
-            free = meminfo("MemFree")?;
-            Ok(wanted(free).then_some(free))
+            free = number("meminfo", "MemFree:")? >> 10;
+            Ok(wanted(free).then_some(()))
         });
         found.or_else(|failed| {
             let (why, all) = (failed.message().unwrap_or_default(), guest.shell("cat /proc/meminfo")?);
@@ -336,14 +336,19 @@ fn balloon(guest: &Guest) -> Result<(), Failed> {
     };
     // Linux would reclaim the page cache for the balloon, and it would not come back.
     guest.shell("echo 3 > /proc/sys/vm/drop_caches")?;
-    let total = meminfo("MemTotal")?;
-    let before = free_when("the balloon is empty", &|free| free + total / 5 >= total)?;
+    let total = number("meminfo", "MemTotal:")? >> 10;
+    let (inflated, deflated) = (counted("balloon_inflate")?, counted("balloon_deflate")?);
+    free_when("the balloon is empty", &|free| free + BALLOON > total)?;
     guest.ctl(&["balloon", &format!("{BALLOON}m")])?;
     guest.status_when(|status| status["balloon"] == BALLOON * MIB).map_err(|failed| stuck(guest, failed))?;
-    free_when("the balloon is up", &|free| free + BALLOON <= before + SLACK)?;
+    let took = counted("balloon_inflate")? - inflated;
+    ensure(took == BALLOON, || format!("a balloon of {BALLOON} MiB took {took} MiB"))?;
+    free_when("the balloon is up", &|free| free + BALLOON <= total)?;
     guest.ctl(&["balloon", "0"])?;
     guest.status_when(|status| status["balloon"] == 0).map_err(|failed| stuck(guest, failed))?;
-    free_when("the balloon is down", &|free| free + SLACK >= before).map(drop)
+    let gave = counted("balloon_deflate")? - deflated;
+    ensure(gave == BALLOON, || format!("a balloon of {BALLOON} MiB gave {gave} MiB back"))?;
+    free_when("the balloon is down", &|free| free + BALLOON > total)
 }
 
 /// Finds which message a stuck balloon has lost. A resume makes the device look at its queues
