@@ -1,15 +1,17 @@
-//! `fork`: the cost of making further machines of a running one, for that machine and for the host.
+//! `fork`: the cost of forking a running machine, for that machine and for the host.
 //!
 //! It starts processes of this program as a user would: `vellum run` with the built-in guest, and
-//! `vellum fork` again and again. The guest fills its memory as fast as it can, then writes at the
-//! requested rate. It is forked, and forked again when it has reported (once a second) that it has
-//! written so many more pages, and once more for a machine that stands still, of which the host's
-//! memory is counted. In the end every page of every machine is checked.
+//! `vellum fork` three times. The guest fills its memory as fast as it can, then writes at the
+//! requested rate. The first fork follows. The second starts when the guest has reported (once a
+//! second) that it has written the requested number of further pages. The third makes a paused
+//! machine, whose share of the host's memory is measured. At the end every page of every machine is
+//! checked.
 //!
-//! The pause is the machine's own figure. Beside it stands the longest time in which the guest
-//! wrote nothing, by its own clock: all forks of the round are in it, and whatever else kept the
-//! guest from its CPU. And beside that, how long it takes to map as much memory privately at once,
-//! which would be in the pause if memory did not part while the guest runs.
+//! The machine itself reports the pause. Two figures are shown beside it:
+//! - The longest time in which the guest wrote nothing, by its own clock. It covers all forks of
+//!   the round and everything else that kept the guest from its CPU.
+//! - The time to map the same amount of memory privately at once. The pause would include it if
+//!   memory did not part while the guest runs.
 
 use std::fs;
 use std::io;
@@ -50,9 +52,9 @@ pub struct Config {
 /// Build the command lines of the processes. The command line's own crate provides them.
 #[derive(Clone, Copy, Debug)]
 pub struct Lines {
-    /// The machine that is forked: it is called `source`, and its result goes to this file.
+    /// The machine that is forked. Its name is `source`. The path is that of its result.
     pub source: fn(&Config, &Path) -> Vec<String>,
-    /// A machine of this name, forked from it, whose result goes to this file; whether it waits.
+    /// The fork: the new machine's name, the path of its result, and whether it starts paused.
     pub fork: fn(&Config, &str, &Path, bool) -> Vec<String>,
 }
 
@@ -66,8 +68,8 @@ impl Config {
     /// Checks for contradictions and against this host.
     fn check(&self) -> Result<(), Error> {
         self.region.check(self.region.backing.best_mapping())?;
-        // The machine, three that are forked from it, and memory that is mapped privately beside
-        // them. Pages of the pool are all reserved; of others few are written.
+        // The machine, three forks of it, and the memory of `remap_at_once`. Huge pages of the pool
+        // are all reserved. With memfd, forks write few pages.
         let times = match self.region.backing {
             Backing::SharedHugetlb(_) => 5,
             Backing::Memfd => 3,
@@ -88,7 +90,7 @@ impl Config {
 /// One fork. Times are in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Forked {
-    /// For how long the machine stood still.
+    /// How long the machine was paused.
     pause: f64,
     /// From the start of the command to its end, when the new machine runs.
     command: f64,
@@ -100,20 +102,20 @@ struct Forked {
 struct Round {
     first: Forked,
     later: Forked,
-    /// The host's memory for a machine that has written nothing, in bytes.
+    /// The host's memory for a machine that has not run, in bytes.
     further: Option<f64>,
     /// The longest time in which the guest wrote nothing.
     gap: Option<f64>,
-    /// Pages that the guest wrote in a second, before the first fork and after the second.
+    /// Pages that the guest wrote per second, before the first fork and after the second.
     rates: [f64; 2],
-    /// Mapping as much memory privately at once.
+    /// The time to map the same amount of memory privately at once.
     remap: f64,
 }
 
 /// Runs the benchmark.
 ///
 /// # Errors
-/// Where this host lacks something, or a machine fails.
+/// This host lacks something, or a machine fails.
 pub fn run(config: &Config) -> Result<Report, Error> {
     config.check()?;
     let mut report = config.common.report("fork");
@@ -153,7 +155,7 @@ fn add(report: &mut Report, rounds: &[Round]) {
     samples("progress_after", "pages/s", &|round| Some(round.rates[1]));
 }
 
-/// What the result says first.
+/// The first lines of the result.
 fn answer(report: &Report) -> Answer {
     let told = |name: &str| report.told(name).unwrap_or_else(|| "unknown".into());
     let limit = report.find("remap_at_once").map(|remap| humanised("s", remap.value()));
@@ -168,7 +170,7 @@ fn answer(report: &Report) -> Answer {
 struct Running {
     source: Process,
     directory: Directory,
-    /// What it reports.
+    /// A subscription to its events.
     events: Client,
     done: u64,
 }
@@ -182,7 +184,7 @@ struct Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // One that has ended hears nothing.
+        // These fail if the machine has ended.
         let _ = self.client.ask(&Do::Resume { force: false });
         let _ = self.client.ask(&Do::Stop {});
     }
@@ -190,16 +192,16 @@ impl Drop for Child {
 
 /// The polling interval.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long to listen at a time.
+/// The timeout of one read of the events.
 const LISTEN: Duration = Duration::from_millis(100);
-/// How long the guest's progress is watched on each side of a fork.
+/// The guest's progress is watched for at least half of this time.
 const WATCH: Duration = Duration::from_secs(1);
 
 fn unheard(error: client::Error) -> Error {
     Error::Host("a machine of the measurement", io::Error::other(error.to_string()))
 }
 
-/// Forks a guest three times, and adds premises that `part` failed to `report`.
+/// Forks a guest three times. Adds premises that fail to `report`, under the name `part`.
 fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Error> {
     let remap = remap_at_once(config)?;
     let mut running = Running::start(config)?;
@@ -211,7 +213,7 @@ fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Er
     let done = running.done;
     running.until(|running| Ok((running.done >= done + config.changed).then_some(())))?;
     let (later, two) = running.fork(config, "two", false)?;
-    // Not between the two forks: the guest would change more than it is to.
+    // Between the two forks this would let the guest write more than the requested pages.
     let after = running.rate()?;
     let (_, three) = running.fork(config, "three", true)?;
     let further = own_memory(three.pid);
@@ -224,7 +226,7 @@ fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Er
     Ok(Round { first, later, further, gap, rates: [before, after], remap })
 }
 
-/// Adds that a machine had wrong pages, if it had.
+/// Copies a machine's findings of wrong pages to `report`.
 fn judge(report: &mut Report, part: &str, result: &Report) {
     for failed in &result.invalid {
         if let premise @ Premise::WrongContents { .. } = &failed.premise {
@@ -233,7 +235,7 @@ fn judge(report: &mut Report, part: &str, result: &Report) {
     }
 }
 
-/// How long it takes to map as much memory privately, all of which is there.
+/// Measures the time to map the same amount of populated memory privately.
 fn remap_at_once(config: &Config) -> Result<f64, Error> {
     let failed = |what| move |error| Error::Host(what, error);
     let (len, backing) = (config.region.total(false), config.region.backing);
@@ -249,7 +251,7 @@ fn remap_at_once(config: &Config) -> Result<f64, Error> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// The share of the host's memory that a process has (Pss), in bytes.
+/// A process's proportional share of the host's memory (Pss), in bytes.
 fn own_memory(pid: u32) -> Option<f64> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;
@@ -257,7 +259,7 @@ fn own_memory(pid: u32) -> Option<f64> {
     Some(kib * 1024.0)
 }
 
-/// The result that a machine has written to its end.
+/// Reads the result that a machine wrote when it ended.
 fn read(result: &Path) -> Result<Report, Error> {
     let unreadable = |why: String| Error::Host("the result of a machine", io::Error::other(why));
     let results = json::read(result).map_err(|error| unreadable(error.to_string()))?;
@@ -288,7 +290,7 @@ impl Running {
         Ok(Self { source, directory, events, done: 0 })
     }
 
-    /// The machine's next event, if there is one.
+    /// The machine's next event, if one comes in time.
     fn event(&mut self) -> Result<Option<Event>, Error> {
         let event = match self.events.line() {
             Ok(line) => serde_json::from_value(line).ok(),
@@ -302,7 +304,8 @@ impl Running {
         Ok(event)
     }
 
-    /// Hears what the machine says until `ready`, unless it ends or the user interrupts.
+    /// Reads events until `ready` returns a value. Fails if the machine ends or the user
+    /// interrupts.
     fn until<T>(&mut self, mut ready: impl FnMut(&mut Self) -> Result<Option<T>, Error>) -> Result<T, Error> {
         loop {
             if let Some(signal) = signal::take() {
@@ -320,7 +323,7 @@ impl Running {
         self.until(|_| Ok((since.elapsed() >= time).then_some(())))
     }
 
-    /// Pages that the guest writes in a second, from one report of its progress to another.
+    /// Pages that the guest writes per second, from one report of its progress to a later one.
     fn rate(&mut self) -> Result<f64, Error> {
         let mut begun: Option<(u64, Instant)> = None;
         loop {
@@ -338,7 +341,7 @@ impl Running {
         }
     }
 
-    /// Has it forked.
+    /// Forks it.
     fn fork(&mut self, config: &Config, name: &str, paused: bool) -> Result<(Forked, Child), Error> {
         let result = self.directory.path(&format!("{name}.json"));
         let words = (config.lines.fork)(config, name, &result, paused);
@@ -361,7 +364,7 @@ impl Running {
         Ok((forked, Child { client, pid, result }))
     }
 
-    /// Ends it; its result.
+    /// Ends it and returns its result.
     fn end(mut self) -> Result<Report, Error> {
         let mut client = Client::connect(&self.directory.socket("source")).map_err(unheard)?;
         client.ask(&Do::Stop {}).map_err(unheard)?;
@@ -371,7 +374,7 @@ impl Running {
 }
 
 impl Child {
-    /// Ends it; its result.
+    /// Ends it and returns its result.
     fn end(mut self) -> Result<Report, Error> {
         self.client.ask(&Do::Resume { force: false }).map_err(unheard)?;
         self.client.ask(&Do::Stop {}).map_err(unheard)?;
@@ -385,7 +388,7 @@ impl Child {
     }
 }
 
-/// Whether a process has ended that its parent has not waited for.
+/// Whether a process has ended and its parent has not waited for it.
 fn is_zombie(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z'))

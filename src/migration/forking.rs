@@ -1,12 +1,16 @@
-//! The thread that forks a machine: its memory becomes a base that nobody writes to any more, and
-//! that this machine and others show privately ([`vellum_kvm::memory`]); what differs from that at
-//! the pause, and the state, go into files as a point of a [`snapshot`](crate::snapshot) does.
+//! The thread that forks a machine. The machine's memory file becomes a read-only base, which this
+//! machine and the new ones map privately ([`vellum_kvm::memory`]). The state, and the pages that
+//! differ from the base at the pause, go into files in the form of a
+//! [`snapshot`](crate::snapshot)'s point.
 //!
-//! The first time memory parts from its file while the guest runs. What the guest writes to pieces
-//! that have parted already, it alone has: that is copied while it stands still, as all that it has
-//! written since is the next time. Where that is more than a quarter of memory, a new base is made:
-//! the old one is copied while the guest runs, and what differs from it at the pause. Memory that
-//! has parted stays so, whatever becomes of the fork: for the guest nothing has changed.
+//! On the first fork, the mapping parts from the file while the guest runs. Pages that the guest
+//! writes in parted pieces are private to this machine. They are copied during the pause. Later
+//! forks copy all pages written since.
+//!
+//! If more than a quarter of memory differs, the fork makes a new base: it copies the old base
+//! while the guest runs, and adds the pages that differ during the pause.
+//!
+//! Parted memory stays parted, even if the fork fails. The guest does not notice.
 
 use std::fs::File;
 use std::io;
@@ -33,7 +37,7 @@ pub(crate) struct Forking {
     describe: Value,
     ram: Memory,
     memory: Vec<Slot>,
-    /// Tells what has parted from the base.
+    /// Finds the pages that differ from the base.
     pagemap: Arc<Pagemap>,
     files: Files,
     /// A file that can become the next base.
@@ -41,15 +45,15 @@ pub(crate) struct Forking {
     disks: Vec<machine::Disk>,
 }
 
-/// Which share of memory has to differ from the base for a new one to be made: what is copied for
-/// each fork otherwise, and shared by no two machines, costs more then.
+/// A new base is made if more than one page in this many differs from the base. Each fork copies
+/// these pages, and no two machines share the copies, so beyond this a new base costs less.
 const SHARE: u64 = 4;
 
 impl Forking {
-    /// A fork of `what` into `files`, which are empty.
+    /// A fork of `what` into the empty `files`.
     ///
     /// # Errors
-    /// Where its memory cannot be forked, in words for whoever asked.
+    /// Its memory cannot be forked. The message is for the user.
     pub fn new(
         what: Moving,
         files: Files,
@@ -73,19 +77,19 @@ impl Forking {
         })
     }
 
-    /// Goes on until the machine runs on, or the event loop's thread is gone.
+    /// Runs until the machine has resumed or the event loop's thread has ended.
     pub fn run(self) {
         let word = match self.fork() {
             Ok(forked) => forked,
             Err(End::Failed(why)) => SenderEvent::Stayed(why),
             Err(End::Orphaned) => return,
         };
-        // Nobody is left to hear it where this fails.
+        // This fails only if the event loop has ended.
         let _ = self.machine.say(Said::SenderEvent(word));
     }
 
     fn fork(&self) -> Result<SenderEvent, End> {
-        // While the guest runs, so that little is left to do when it stands still.
+        // The guest still runs, so that the pause is short.
         disk::flush(&self.disks).map_err(End::Failed)?;
         while self.ram.part().map_err(|error| End::Failed(self.why_whole(&error)))? {
             self.machine.is_wanted()?;
@@ -121,12 +125,12 @@ impl Forking {
         Ok(SenderEvent::Forked { base, written })
     }
 
-    /// How many pages of RAM there are.
+    /// The number of pages of RAM.
     fn pages(&self) -> u64 {
         self.ram.config.size / PAGE_SIZE
     }
 
-    /// How many of them differ from the base now.
+    /// The number of pages that differ from the base now.
     fn differ(&self) -> Result<u64, End> {
         let mut all = 0;
         for slot in self.ram.slots() {
@@ -136,7 +140,7 @@ impl Forking {
         Ok(all)
     }
 
-    /// Copies what the base does not have.
+    /// Copies the pages that differ from the base.
     fn copy(&self, writer: &mut Writer) -> Result<(), End> {
         for (region, slot) in self.memory.iter().enumerate() {
             let mut result = Ok(());
@@ -149,7 +153,7 @@ impl Forking {
                 let told = self.ram.parted_pages(&self.pagemap, slot, write);
                 told.map_err(failed("/proc/self/pagemap"))?;
             } else {
-                // A machine's other memory is small, and no part of the base.
+                // Memory besides RAM is small and not in the base.
                 write(0..slot.pages());
             }
             result.map_err(failed("copying pages"))?;
@@ -157,7 +161,7 @@ impl Forking {
         Ok(())
     }
 
-    /// Why memory could not part from its file.
+    /// The message for an error of [`Memory::part`].
     fn why_whole(&self, error: &io::Error) -> String {
         let (backing, size) = (self.ram.config.backing, self.ram.config.size);
         let page = backing.page_size();
@@ -171,7 +175,7 @@ impl Forking {
     }
 }
 
-/// Why what memory has parted from could not be sealed.
+/// The message for an error of [`Memory::base`].
 fn why_writable(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EBUSY) => "another process maps its memory and could write to it".into(),

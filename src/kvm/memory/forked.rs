@@ -1,15 +1,16 @@
-//! Memory whose machine is forked: what its file had becomes a base that nobody writes to any more,
-//! and that this machine and those made from it map privately. What each of them writes from then
-//! on is its own.
+//! Memory of a forked machine. Its file becomes the base, which is never written again. This
+//! machine and the machines made from it map the base privately, so each keeps its own writes.
 //!
 //! The mapping parts from the file piece by piece, while the guest runs. A write to a piece that
-//! has not parted goes to the file, and every machine finds it there. A write to one that has is a
-//! private copy, which whoever forks the machine copies: [`Memory::parted_pages`] tells of them.
-//! Once the first piece has parted, the file no longer is this memory, so that nobody may be handed
-//! it ([`Memory::shared_file`]), and no piece ever parts twice, which would lose what was written.
+//! has not parted goes to the file, and all machines share it. A write to a parted piece makes a
+//! private copy of the page. A fork copies these pages ([`Memory::parted_pages`]).
 //!
-//! Where much has parted from the base, a new one is made ([`Memory::new_base`],
-//! [`Memory::rebase`]): further machines then share that too.
+//! Once the first piece has parted, the file no longer holds all of this memory, so it is not
+//! handed to other processes ([`Memory::shared_file`]). No piece parts twice: that would lose its
+//! writes.
+//!
+//! If many pages differ from the base, a new base is made ([`Memory::new_base`],
+//! [`Memory::rebase`]). Later machines then share these pages too.
 
 use std::fs::File;
 use std::io;
@@ -24,53 +25,53 @@ use vellum_sys::mmap::{self, PAGE_SIZE, Source};
 use vellum_sys::pagemap::{self, Pagemap};
 use vellum_sys::plant::{self, Mistake};
 
-/// The file that a memory is, or shows privately.
+/// The file that backs a memory, mapped shared or privately.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     file: Mutex<Option<Arc<File>>>,
-    /// How much of the mapping has parted from it, in bytes from its start.
+    /// The bytes of the mapping that have parted from it, counted from the start.
     parted: AtomicU64,
-    /// How many bases there were before this one.
+    /// The number of this base: how many bases came before it.
     number: AtomicU64,
 }
 
 impl Shared {
-    /// Of memory that is `file`, if there is one.
+    /// For memory that maps `file` shared, or that has no file.
     pub(super) fn new(file: Option<File>) -> Self {
         Self { file: Mutex::new(file.map(Arc::new)), ..Self::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<File>>> {
-        // It is read and replaced as a whole.
+        // The value is replaced as a whole, so a panic leaves it valid.
         self.file.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A file that is to become the base of a memory that was forked before: it has what the base had,
-/// and gets what has parted from that.
+/// The future base of a memory that was forked before. It starts as a copy of the old base, and
+/// [`Memory::rebase`] adds the pages that differ.
 #[derive(Debug)]
 pub struct NewBase {
     file: File,
     buffer: Vec<u8>,
 }
 
-/// Bytes that part at a time where pages are not huge ones of the pool: whoever faults meanwhile
-/// waits for as long as that takes.
+/// The bytes that part at a time, except with huge pages of the pool. A page fault waits until the
+/// current piece has parted.
 const PIECE: u64 = 2 << 20;
 
 impl Memory {
-    /// The file that this memory is, where it is one: for userfaultfd's minor faults, and for
-    /// handing to another process.
+    /// The file that this memory maps shared, if any: for userfaultfd's minor faults, and for
+    /// handing to another process. `None` once the memory is forked.
     pub fn shared_file(&self) -> Option<Arc<File>> {
         self.file().filter(|_| !self.is_forked())
     }
 
-    /// The same, or the file that this memory shows privately.
+    /// The file that this memory maps, shared or privately.
     pub(super) fn file(&self) -> Option<Arc<File>> {
         self.shared.lock().clone()
     }
 
-    /// Whether it has begun to part from its file, or was made of another machine's.
+    /// Whether it has begun to part from its file, or was made from another machine's base.
     pub fn is_forked(&self) -> bool {
         self.parted_bytes() > 0
     }
@@ -79,10 +80,10 @@ impl Memory {
         self.shared.parted.load(Ordering::Acquire)
     }
 
-    /// Why another process cannot be handed a descriptor of it, if it cannot.
+    /// Checks that another process can be handed a descriptor of it.
     ///
     /// # Errors
-    /// In words for whoever asked.
+    /// The reason why not, for the user.
     pub fn can_be_handed_over(&self) -> Result<(), String> {
         let backing = self.config.backing;
         if !backing.can_be_handed_over() {
@@ -96,10 +97,10 @@ impl Memory {
         Ok(())
     }
 
-    /// Why its machine cannot be forked, if it cannot.
+    /// Checks that its machine can be forked.
     ///
     /// # Errors
-    /// In words for whoever asked.
+    /// The reason why not, for the user.
     pub fn can_be_forked(&self) -> Result<(), String> {
         let backing = self.config.backing;
         let Some(file) = self.file() else {
@@ -130,16 +131,16 @@ impl Memory {
         }
     }
 
-    /// Has the next piece of it part from its file; false where all has. What is in it stays.
+    /// Parts the next piece from the file and returns whether any piece is left. The content stays.
     ///
     /// # Errors
-    /// Where the host refuses, for lack of huge pages above all: this piece and those behind it are
-    /// as before.
+    /// The host refuses, most likely for lack of huge pages. This piece and later ones stay shared.
     pub fn part(&self) -> io::Result<bool> {
         let (size, at) = (self.config.size, self.parted_bytes());
         let Some(file) = self.file().filter(|_| at < size) else { return Ok(false) };
         let huge = matches!(self.config.backing, Backing::SharedHugetlb(_));
-        // All of the pool's pages are there, or none is taken.
+        // With the pool's huge pages everything parts at once: either all private pages can be
+        // reserved, or none is.
         let len = if huge { size } else { PIECE.min(size - at) };
         if plant::is(Mistake::PieceLeftShared) && at + len == size {
             self.shared.parted.store(size, Ordering::Release);
@@ -150,12 +151,10 @@ impl Memory {
         Ok(at + len < size)
     }
 
-    /// The file that it has parted from, which nobody writes to any more, and the number of that
-    /// base.
+    /// Seals the file that it has parted from against writes, and returns it with its base number.
     ///
     /// # Errors
-    /// Where some of it has not parted, or another process maps the file so that it could write to
-    /// it.
+    /// Some of the memory has not parted, or another process has a writable mapping of the file.
     pub fn base(&self) -> io::Result<(Arc<File>, u64)> {
         let parted = self.parted_bytes() == self.config.size;
         let file = self.file().filter(|_| parted);
@@ -166,11 +165,11 @@ impl Memory {
         Ok((file, self.shared.number.load(Ordering::Acquire)))
     }
 
-    /// Copies the base into `file`, which is empty and as long, while the guest runs: nobody writes
-    /// to the base. Huge pages of the pool stay where they are: for these there is none.
+    /// Copies the base into `file`, which is empty and as long as memory. The guest may run: the
+    /// base is never written. Returns `None` for huge pages of the pool, which keep their base.
     ///
     /// # Errors
-    /// Where `file` cannot be a base, or the host lacks memory.
+    /// `file` cannot be a base, or the host lacks memory.
     pub fn new_base(&self, file: File) -> io::Result<Option<NewBase>> {
         if self.config.backing != Backing::Memfd {
             return Ok(None);
@@ -197,12 +196,12 @@ impl Memory {
         Ok(Some(NewBase { file, buffer }))
     }
 
-    /// Makes `new` its base: what has parted from the old one goes there, and all of memory shows
-    /// it from now on. While the machine stands still.
+    /// Makes `new` the base: copies the pages that differ from the old base to it, and maps it
+    /// privately in place of the old one. The machine must be paused.
     ///
     /// # Errors
-    /// Where the host refuses. What memory has is as before; but where some of it shows the new
-    /// base already, and not all, it cannot be forked again.
+    /// The host refuses. The content is unchanged. If only a part of memory maps the new base then,
+    /// the machine cannot be forked again.
     pub fn rebase(&self, pagemap: &Pagemap, new: NewBase) -> io::Result<()> {
         let NewBase { file, mut buffer } = new;
         let mut result = Ok(());
@@ -235,11 +234,12 @@ impl Memory {
         Ok(())
     }
 
-    /// Tells `found` which pages of `slot`, which is of this memory, are this machine's own, as
-    /// runs: those that it has written to since they parted from the base. While it stands still.
+    /// Calls `found` with runs of the pages of `slot` that are private to this machine: those
+    /// written since they parted from the base. `slot` is part of this memory. Pages written during
+    /// the call may be missed.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn parted_pages(
         &self,
         pagemap: &Pagemap,
@@ -254,11 +254,12 @@ impl Memory {
         })
     }
 
-    /// RAM at `space` that shows `base` privately, which another machine has parted from. `config`
-    /// is as for [`Memory::adopt`].
+    /// RAM at `space` that maps `base` privately. `base` is another machine's. `config` is as for
+    /// [`Memory::adopt`].
     ///
     /// # Errors
-    /// As there, where somebody can still write to `base`, and where the pool lacks huge pages.
+    /// As for [`Memory::adopt`]; or `base` is not sealed against writes, or the pool lacks huge
+    /// pages.
     pub fn on_base(space: Space, config: MemoryConfig, base: File) -> Result<Self, Error> {
         let frozen = mmap::is_frozen(&base).map_err(|error| Error::Handed(error.to_string()))?;
         if !frozen && !plant::is(Mistake::PieceLeftShared) {
