@@ -1,13 +1,13 @@
-//! Boot loader entries: files in loader/entries, as systemd-boot and Fedora's GRUB have them
+//! Boot loader entries: files in loader/entries, as used by systemd-boot and Fedora's GRUB
 //! (UAPI.1).
 
 use std::cmp::Ordering;
 
 use super::{Disk, Entry, MAX_CONFIG, Refused, version};
 
-/// Where a disk has its entries. The paths of kernels begin at the partition's root.
+/// The directories with entries. The paths of kernels in them begin at the partition's root.
 pub(crate) const DIRECTORIES: [&str; 2] = ["/loader/entries", "/boot/loader/entries"];
-/// The most entries that are read.
+/// The maximum number of entries that are read.
 const MAX_ENTRIES: usize = 256;
 
 /// One file.
@@ -15,7 +15,7 @@ const MAX_ENTRIES: usize = 256;
 pub struct Item {
     /// The file's name without `.conf`.
     pub id: String,
-    /// `title`, and `version` for those that have the same.
+    /// `title`.
     pub title: String,
     /// `version`.
     pub version: String,
@@ -23,15 +23,15 @@ pub struct Item {
     pub sort_key: Option<String>,
     /// `machine-id`.
     pub machine_id: String,
-    /// `linux`.
+    /// `linux`: the kernel's path.
     pub linux: Option<String>,
-    /// `initrd`, which may be repeated.
+    /// `initrd`. The key may be repeated.
     pub initrds: Vec<String>,
-    /// `options`, joined.
+    /// `options`. The values of repeated keys are joined.
     pub options: String,
 }
 
-/// Reads an entry.
+/// Parses the text of an entry.
 pub fn parse(id: &str, text: &str) -> Item {
     let mut item = Item { id: id.into(), ..Item::default() };
     for line in text.lines().map(str::trim) {
@@ -52,7 +52,7 @@ pub fn parse(id: &str, text: &str) -> Item {
     item
 }
 
-/// The order of a menu: the first is what boots unless something else is said.
+/// The order of a menu. The first entry is the default.
 fn order(one: &Item, two: &Item) -> Ordering {
     let newest = || version::compare(&two.version, &one.version);
     match (&one.sort_key, &two.sort_key) {
@@ -77,7 +77,7 @@ pub(crate) fn items(disk: &Disk, at: usize, directory: &str) -> Vec<Item> {
     items
 }
 
-/// What systemd-boot would show: the default of loader.conf first.
+/// The entries of systemd-boot's menu. The default of loader.conf comes first.
 pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
     let mut found = Vec::new();
     for (at, volume, files) in disk.readable() {
@@ -114,7 +114,7 @@ pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
     found
 }
 
-/// Whether a name fits a pattern with `*` and `?`.
+/// Whether a name matches a pattern with `*` and `?`.
 fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name) = (pattern.as_bytes(), name.as_bytes());
     let (mut p, mut n) = (0, 0);
@@ -127,7 +127,7 @@ fn matches(pattern: &str, name: &str) -> bool {
             }
             Some(&byte) if byte == b'?' || byte == name[n] => (p, n) = (p + 1, n + 1),
             _ => match &mut star {
-                // The last star takes one more.
+                // The last star takes one more byte.
                 Some((at, from)) => {
                     *from += 1;
                     (p, n) = (*at + 1, *from);

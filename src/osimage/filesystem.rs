@@ -1,8 +1,8 @@
-//! File systems that are read: ext2, ext3 and ext4 by the crate ext4-view, and FAT by fatfs. Others
-//! are told by their magic numbers, for messages.
+//! File systems that can be read: ext2, ext3 and ext4 by the crate ext4-view, and FAT by fatfs.
+//! Others are recognized by their magic numbers, for messages.
 //!
-//! A damaged file system can lead in circles. Reads of a disk are limited to several times its
-//! size, so that each search ends.
+//! A damaged file system can contain cycles. The number of reads is limited by the size of the
+//! partition, so that each search ends.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -14,13 +14,13 @@ use ext4_view::{Ext4, Ext4Read};
 use super::ReadAt;
 use super::partitions::{Partition, is_fat};
 
-/// The most names of a directory that are read.
+/// The maximum number of names that are read from a directory.
 const MAX_NAMES: usize = 65536;
-/// How many reads of a small file system there may be, each of up to 4 KiB; a larger one has one
-/// more for each 64 bytes.
+/// The number of reads of up to 4 KiB that every file system may have, in addition to one for each
+/// 64 bytes of its partition.
 const MIN_READS: u64 = 20_000;
 
-/// A file system. Paths are absolute. Links are followed within it.
+/// A file system. Paths are absolute. Symbolic links are followed within it.
 pub enum FileSystem {
     /// ext2, ext3 or ext4.
     Ext4(Ext4),
@@ -30,7 +30,7 @@ pub enum FileSystem {
 
 type Fat = fatfs::FileSystem<Extent>;
 
-/// Magic numbers: where, what, and the name.
+/// Magic numbers of others: offset, bytes, and the description for messages.
 const OTHERS: [(u64, &[u8], &str); 14] = [
     (0, b"XFSB", "xfs, which is not read"),
     (65600, b"_BHRfS_M", "btrfs, which is not read"),
@@ -49,10 +49,10 @@ const OTHERS: [(u64, &[u8], &str); 14] = [
 ];
 
 impl FileSystem {
-    /// The file system of `partition`.
+    /// Opens the file system of `partition`.
     ///
     /// # Errors
-    /// What is there instead, in words.
+    /// What the partition contains instead, as text.
     pub fn open(disk: &Rc<dyn ReadAt>, partition: &Partition) -> Result<Self, String> {
         let extent = Extent {
             disk: Rc::clone(disk),
@@ -88,7 +88,7 @@ impl FileSystem {
         }
     }
 
-    /// Its UUID, as Linux and GRUB write it.
+    /// Its UUID, in the form that Linux and GRUB use.
     pub fn uuid(&self) -> String {
         match self {
             Self::Ext4(ext4) => ext4.uuid().to_string(),
@@ -104,7 +104,7 @@ impl FileSystem {
         match self {
             Self::Ext4(ext4) => ext4.label().to_str().unwrap_or_default().into(),
             Self::Fat(fat) => match fat.volume_label().trim() {
-                // What mkfs writes without a label.
+                // mkfs.fat writes this if no label is given.
                 "NO NAME" => String::new(),
                 label => label.into(),
             },
@@ -127,7 +127,7 @@ impl FileSystem {
         }
     }
 
-    /// The names in the directory `path`, sorted; none if there is no such directory.
+    /// The names in the directory `path`, sorted. Empty if there is no such directory.
     pub fn names(&self, path: &str) -> Vec<String> {
         let mut names: Vec<String> = match self {
             Self::Ext4(ext4) => {
@@ -157,10 +157,10 @@ impl FileSystem {
         names
     }
 
-    /// The contents of the file at `path`, of at most `max` bytes.
+    /// Reads the file at `path`, if it has at most `max` bytes.
     ///
     /// # Errors
-    /// Why it cannot be read.
+    /// The reason, as text.
     pub fn read(&self, path: &str, max: u64) -> Result<Vec<u8>, String> {
         let large = |len| format!("it has {len} bytes, and at most {max} are read");
         match self {
@@ -181,18 +181,18 @@ impl FileSystem {
     }
 }
 
-/// fatfs's paths begin at the root.
+/// `path` in the form of fatfs, without the slash of the root.
 fn relative(path: &str) -> &str {
     path.trim_matches('/')
 }
 
-/// A part of a disk, as both crates read it.
+/// A part of a disk, with the interfaces that both crates read from.
 pub struct Extent {
     disk: Rc<dyn ReadAt>,
     start: u64,
     len: u64,
     position: u64,
-    /// How many more reads there may be.
+    /// The number of reads that are left. See [`MIN_READS`].
     left: Cell<u64>,
 }
 
@@ -237,7 +237,7 @@ impl Seek for Extent {
     }
 }
 
-/// fatfs asks for it; nothing is ever written.
+/// fatfs requires it. Every write fails.
 impl Write for Extent {
     fn write(&mut self, _: &[u8]) -> io::Result<usize> {
         Err(io::ErrorKind::ReadOnlyFilesystem.into())

@@ -1,14 +1,14 @@
-//! The operating system in a disk image: which kernel, initrd and command line its boot loader
-//! would use. So a cloud image boots without firmware, and without its kernel beside it.
+//! Finds the operating system in a disk image: the kernel, initrd and command line that its boot
+//! loader would use. A cloud image then boots without firmware and without a separate kernel file.
 //!
-//! [`find`] reads the partition table ([`partitions`]), the file systems ([`filesystem`]), and then
-//! what the image has of these, in this order: GRUB's script ([`grub`]), the entries and unified
-//! kernels of systemd-boot ([`bls`], [`uki`]), and the newest kernel of /boot ([`newest`]).
+//! [`find`] reads the partition table ([`partitions`]) and the file systems ([`filesystem`]). Then
+//! it tries, in this order: GRUB's script ([`grub`]), the entries and unified kernels of
+//! systemd-boot ([`bls`], [`uki`]), and the newest kernel of /boot ([`newest`]).
 //!
-//! Images come from strangers. A user calls [`confined::find`], which runs [`find`] in a process of
-//! its own that can neither open files nor reach the network.
+//! Images are hostile. Callers use [`confined::find`], which runs [`find`] in a separate process
+//! that can neither open files nor reach the network.
 //!
-//! What is not here: image formats (`vellum_disk`), and how a kernel is entered (`vellum_kvm`).
+//! Image formats are in `vellum_disk`, and the boot protocols of kernels in `vellum_kvm`.
 
 pub mod bls;
 pub mod confined;
@@ -29,11 +29,11 @@ use vellum_disk::Image;
 use filesystem::FileSystem;
 use partitions::{Origin, Partition};
 
-/// The largest configuration file that is read.
+/// The maximum size of a configuration file in bytes.
 const MAX_CONFIG: u64 = 4 << 20;
-/// The largest kernel.
+/// The maximum size of a kernel in bytes.
 const MAX_KERNEL: u64 = 512 << 20;
-/// The largest initrd.
+/// The maximum size of all initrds together in bytes.
 const MAX_INITRD: u64 = 2 << 30;
 
 /// A disk, or a part of one.
@@ -41,10 +41,10 @@ pub trait ReadAt {
     /// Its size in bytes.
     fn size(&self) -> u64;
 
-    /// Reads exactly `bytes`, `at` bytes from its beginning.
+    /// Fills `bytes` from offset `at`.
     ///
     /// # Errors
-    /// The host's, or that it ends before.
+    /// The host's error, or the range is not inside.
     fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()>;
 }
 
@@ -70,18 +70,18 @@ impl ReadAt for Image {
     }
 }
 
-/// What boots.
+/// A kernel and what it needs to boot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boot {
-    /// Its name in the boot loader's menu, or the kernel's file name.
+    /// Its title in the boot loader's menu, or the kernel's file name.
     pub title: String,
-    /// Where it was found, in words.
+    /// Where it was found, as text.
     pub place: String,
     /// The kernel's path.
     pub path: String,
     /// The kernel image.
     pub kernel: Vec<u8>,
-    /// The initrd. Empty if there is none. Several are concatenated, as boot loaders do.
+    /// The initrd, or empty. Several initrds are concatenated, as boot loaders do.
     pub initrd: Vec<u8>,
     /// The command line.
     pub cmdline: String,
@@ -91,24 +91,24 @@ pub struct Boot {
     pub has_cloud_init: Option<bool>,
 }
 
-/// What a boot loader's configuration names.
+/// An entry of a boot loader's configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name in the menu.
+    /// Its title in the menu.
     pub title: String,
     /// The kernel: the partition's index in [`Disk::volumes`], and the path.
     pub kernel: (usize, String),
-    /// The initrds, likewise.
+    /// The initrds, in the same form.
     pub initrds: Vec<(usize, String)>,
     /// The command line.
     pub cmdline: String,
 }
 
-/// A partition, or a disk without partitions, and its file system.
+/// A partition, or a disk without partitions, with its file system.
 pub struct Volume {
-    /// Where it lies.
+    /// Its location.
     pub partition: Partition,
-    /// Its file system, or what else it contains.
+    /// Its file system, or a description of other content.
     pub content: Result<FileSystem, String>,
 }
 
@@ -122,9 +122,9 @@ impl Volume {
     }
 }
 
-/// A disk whose file systems have been looked at.
+/// A disk with its opened file systems.
 pub struct Disk {
-    /// Its partitions, in the table's order.
+    /// Its partitions, in the order of the table.
     pub volumes: Vec<Volume>,
 }
 
@@ -132,7 +132,7 @@ impl Disk {
     /// Reads the partition table and the superblocks.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn open(disk: &Rc<dyn ReadAt>) -> io::Result<Self> {
         let volumes = partitions::read(&**disk)?.into_iter().map(|partition| {
             let content = FileSystem::open(disk, &partition);
@@ -150,7 +150,7 @@ impl Disk {
     /// Reads a file of at most `max` bytes.
     ///
     /// # Errors
-    /// What is wrong, in words that name the partition and the path.
+    /// The reason, as text with the partition and the path.
     pub fn read(&self, (at, path): &(usize, String), max: u64) -> Result<Vec<u8>, String> {
         let volume = self.volumes.get(*at).ok_or("there is no such partition")?;
         let say = |why: &str| format!("{path} of {}: {why}", volume.name());
@@ -166,7 +166,7 @@ impl Disk {
         self.readable().find(|(_, _, files)| is_root(files)).map(|(_, volume, files)| (volume, files))
     }
 
-    /// Its volumes, for who prints them.
+    /// A description of its volumes, for output.
     pub fn infos(&self) -> Vec<VolumeInfo> {
         let info = |volume: &Volume| {
             let (content, label) = match &volume.content {
@@ -179,7 +179,7 @@ impl Disk {
         self.volumes.iter().map(info).collect()
     }
 
-    /// What the disk contains, for a message.
+    /// The content of the disk, for a message.
     fn describe(&self) -> String {
         let parts = self.volumes.iter().map(|volume| {
             let content = match &volume.content {
@@ -193,29 +193,29 @@ impl Disk {
     }
 }
 
-/// A partition, for who prints it.
+/// The description of a partition, for output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeInfo {
-    /// Its number in Linux. 0 is a disk without partitions.
+    /// Its number in Linux. 0 for a disk without partitions.
     pub number: u32,
-    /// Where it begins, in bytes.
+    /// The offset of its start in bytes.
     pub start: u64,
     /// Its size in bytes.
     pub bytes: u64,
-    /// Its file system, or what else it contains, in words.
+    /// Its file system, or a description of other content.
     pub content: String,
     /// The file system's label.
     #[serde(skip_serializing_if = "String::is_empty", default)]
     pub label: String,
 }
 
-/// A way to boot that an image does not offer, or offers and cannot keep.
+/// The ways to boot that failed, each with the reason.
 type Refused = Vec<String>;
 
-/// Finds what boots.
+/// Finds the kernel that boots.
 ///
 /// # Errors
-/// What there is instead, in words.
+/// The content of the disk and why each way to boot failed, as text.
 pub fn find(disk: &Disk) -> Result<Boot, String> {
     let mut refused = Refused::new();
     let ways = [grub::entries, bls::entries, uki::entries, newest::entries];
@@ -268,7 +268,7 @@ fn system(files: &FileSystem) -> Option<String> {
     Some(name.trim_matches(['"', '\'']).to_owned()).filter(|name| !name.is_empty())
 }
 
-/// `root=` for the root file system on `partition`, if nothing says it.
+/// The parameter `root=` for a root file system on `partition`, if the image does not specify one.
 fn root_parameter(partition: &Partition) -> String {
     match &partition.origin {
         Origin::Gpt { id, .. } => format!("root=PARTUUID={id}"),

@@ -1,13 +1,13 @@
-//! Images without a boot loader that is known: the newest kernel of /boot, and the root of
+//! For images without a known boot loader: the newest kernel of /boot, with the root file system of
 //! /etc/fstab.
 
 use super::filesystem::FileSystem;
 use super::{Disk, Entry, MAX_CONFIG, Refused, Volume, root_parameter, version};
 
-/// What kernels are called before their version.
+/// The names of kernels, without the version.
 const KERNELS: [&str; 3] = ["vmlinuz", "vmlinux", "Image"];
 
-/// The kernels in the disk's boot directories, the newest first.
+/// The kernels in the boot directories of the disk, newest first.
 pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
     let mut found = Vec::new();
     for (at, volume, files) in disk.readable() {
@@ -25,7 +25,7 @@ pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
             }
         }
     }
-    // A link without a version leads to one that is listed, too.
+    // A name without a version sorts last. It is usually a link to another kernel in the list.
     found.sort_by(|(one, ..), (two, ..)| version::compare(two, one));
     if found.is_empty() {
         refused.push("there is no vmlinuz in / or /boot of a file system that is read".into());
@@ -43,7 +43,7 @@ pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
     found.into_iter().map(entry).collect()
 }
 
-/// The initrd of a kernel's version, as Debian, Fedora, SUSE, Arch and Alpine call it.
+/// The initrd for a kernel's version, by the names of Debian, Fedora, SUSE, Arch and Alpine.
 fn initrd_of<'n>(names: &'n [String], version: &str) -> Option<&'n String> {
     let dash = if version.is_empty() { "" } else { "-" };
     let possible = [
@@ -56,7 +56,7 @@ fn initrd_of<'n>(names: &'n [String], version: &str) -> Option<&'n String> {
     possible.iter().find_map(|name| names.iter().find(|found| *found == name))
 }
 
-/// `root=`: what /etc/fstab says, or the partition with it.
+/// The parameter `root=`: from /etc/fstab, or the partition that has the root file system.
 fn root(disk: &Disk) -> Option<String> {
     let (volume, files) = disk.root()?;
     Some(fstab_root(files).unwrap_or_else(|| root_parameter(&volume.partition)))

@@ -7,14 +7,14 @@ use crc_fast::{CrcAlgorithm::Crc32IsoHdlc, checksum};
 
 use super::ReadAt;
 
-/// Bytes of a sector. virtio-blk disks have these, whatever the image was made for.
+/// Bytes of a sector: that of virtio-blk disks, whatever the image was made for.
 const SECTOR: u64 = 512;
-/// The most entries of a GPT that are read. Others have 128.
+/// The maximum number of entries of a GPT. The usual number is 128.
 const MAX_ENTRIES: u32 = 1024;
-/// The most logical partitions that are followed.
+/// The maximum number of logical partitions.
 const MAX_LOGICAL: u32 = 64;
 
-/// A GUID, in the order of bytes on the disk.
+/// A GUID, in the byte order of the disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Guid(pub [u8; 16]);
 
@@ -34,7 +34,7 @@ impl fmt::Debug for Guid {
     }
 }
 
-/// The table that a partition is in.
+/// The table that lists a partition, and its entry there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A GUID partition table.
@@ -51,27 +51,27 @@ pub enum Origin {
         /// The disk's signature.
         disk: u32,
     },
-    /// None: it is the whole disk.
+    /// No table: the partition is the whole disk.
     Whole,
 }
 
 /// A partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
-    /// Its number in Linux, from 1 on. 0 is the whole disk.
+    /// Its number in Linux, from 1. 0 for the whole disk.
     pub number: u32,
-    /// Where it begins, in bytes.
+    /// The offset of its start in bytes.
     pub start: u64,
-    /// How long it is, in bytes.
+    /// Its size in bytes.
     pub len: u64,
-    /// Where it is listed.
+    /// The table that lists it.
     pub origin: Origin,
 }
 
-/// The partitions of `disk`, or the disk as one.
+/// The partitions of `disk`, or the whole disk as one.
 ///
 /// # Errors
-/// The host's.
+/// The host's error.
 pub fn read(disk: &dyn ReadAt) -> io::Result<Vec<Partition>> {
     let mut first = [0; SECTOR as usize];
     if disk.size() < SECTOR {
@@ -93,15 +93,16 @@ pub fn read(disk: &dyn ReadAt) -> io::Result<Vec<Partition>> {
     Ok(vec![Partition { number: 0, start: 0, len: disk.size(), origin: Origin::Whole }])
 }
 
-/// The boot sector of a FAT file system ends like an MBR.
+/// Whether `sector` is the boot sector of a FAT file system, which has the same signature as an
+/// MBR.
 pub(crate) fn is_fat(sector: &[u8; SECTOR as usize]) -> bool {
     let bytes = le16(sector, 11);
     let named = sector[82..].starts_with(b"FAT32   ") || sector[54..].starts_with(b"FAT1");
     matches!(sector[0], 0xeb | 0xe9) && [512, 1024, 2048, 4096].contains(&bytes) && named
 }
 
-/// The partitions of the GPT whose header is in sector `at`, if there is one and its checksums are
-/// right.
+/// The partitions of the GPT with its header in sector `at`. `None` if there is no header or a
+/// checksum is wrong.
 fn gpt(disk: &dyn ReadAt, at: u64) -> io::Result<Option<Vec<Partition>>> {
     let mut header = [0; SECTOR as usize];
     let Some(offset) = at.checked_mul(SECTOR).filter(|at| at + SECTOR <= disk.size()) else {
@@ -156,7 +157,8 @@ fn mbr(disk: &dyn ReadAt, first: &[u8; SECTOR as usize]) -> io::Result<Vec<Parti
         }
     }
     let Some(base) = extended else { return Ok(found) };
-    // Each logical partition has a boot record of its own, which names it and the next record.
+    // Each logical partition has its own boot record, which contains its location and that of the
+    // next record.
     let mut next = base;
     for number in 5..5 + MAX_LOGICAL {
         let mut record = [0; SECTOR as usize];
@@ -178,7 +180,7 @@ fn mbr(disk: &dyn ReadAt, first: &[u8; SECTOR as usize]) -> io::Result<Vec<Parti
     Ok(found)
 }
 
-/// A partition that lies within the disk.
+/// The partition, if it is not empty and lies within the disk.
 fn extent(disk: &dyn ReadAt, first: u64, sectors: u64, number: u32, origin: Origin) -> Option<Partition> {
     let (start, len) = (first.checked_mul(SECTOR)?, sectors.checked_mul(SECTOR)?);
     let inside = start.checked_add(len)? <= disk.size();
@@ -222,7 +224,7 @@ mod tests {
         };
         entry(&mut disk, 446, 0x83, 1, 8);
         entry(&mut disk, 462, 0x05, 16, 40);
-        // A partition that ends behind the disk is left out.
+        // A partition that ends after the disk is left out.
         entry(&mut disk, 478, 0x83, 60, 8);
         disk[440..444].copy_from_slice(&0xfeed_u32.to_le_bytes());
         disk[510..512].copy_from_slice(&[0x55, 0xaa]);

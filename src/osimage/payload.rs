@@ -1,5 +1,5 @@
-//! Kernels as distributions pack them for Arm: compressed as a whole, or in an EFI program that
-//! unpacks itself (CONFIG_EFI_ZBOOT). The kernel's own formats are left as they are.
+//! Unpacks the kernels of Arm distributions: a compressed Image, or an EFI program that contains
+//! one (CONFIG_EFI_ZBOOT). Other formats stay unchanged.
 
 use std::io::Read;
 
@@ -9,10 +9,10 @@ use ruzstd::decoding::StreamingDecoder;
 use super::MAX_KERNEL;
 use super::partitions::le32;
 
-/// The image in `file`, unpacked.
+/// Unpacks the kernel in `file`.
 ///
 /// # Errors
-/// What is wrong, in words.
+/// The reason, as text.
 pub fn unpack(file: Vec<u8>) -> Result<Vec<u8>, String> {
     if file.starts_with(&[0x1f, 0x8b]) {
         return all(GzDecoder::new(&file[..]));

@@ -1,10 +1,9 @@
-//! Unified kernel images: an EFI program with kernel, initrd and command line in its sections
-//! (UAPI.5).
+//! Unified kernel images: EFI programs with kernel, initrd and command line in sections (UAPI.5).
 
 use super::partitions::{le16, le32};
 use super::{Disk, Entry, Refused, version};
 
-/// What an image contains.
+/// The parts of an image.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unified<'f> {
     /// `.linux`.
@@ -15,12 +14,12 @@ pub struct Unified<'f> {
     pub cmdline: Option<String>,
 }
 
-/// The parts of `file`; `None` if it is no unified kernel image.
+/// Finds the parts of `file`. `None` if it is not a unified kernel image.
 pub fn parse(file: &[u8]) -> Option<Unified<'_>> {
     if file.len() < 64 || &file[..2] != b"MZ" {
         return None;
     }
-    // The COFF header follows the signature, and the section table follows the optional header.
+    // The COFF header follows the signature. The section table follows the optional header.
     let coff = file.get(le32(file, 60) as usize..)?;
     if coff.len() < 24 || &coff[..4] != b"PE\0\0" {
         return None;
@@ -42,7 +41,7 @@ pub fn parse(file: &[u8]) -> Option<Unified<'_>> {
     })
 }
 
-/// The images in EFI/Linux of the disk's boot partitions, the newest first.
+/// The images in EFI/Linux on the boot partitions of the disk, newest first.
 pub fn entries(disk: &Disk, _: &mut Refused) -> Vec<(String, Entry)> {
     let mut found = Vec::new();
     for (at, volume, files) in disk.readable() {

@@ -1,4 +1,4 @@
-//! The order of version numbers (UAPI.10, as boot loaders sort kernels by it).
+//! The order of version numbers (UAPI.10), by which boot loaders sort kernels.
 
 use std::cmp::Ordering;
 
@@ -9,7 +9,7 @@ pub fn compare(one: &str, two: &str) -> Ordering {
     let (one, two) = (clean(one), clean(two));
     let (mut a, mut b) = (&one[..], &two[..]);
     loop {
-        // What follows a `~` is older than nothing, and what follows the other marks is newer.
+        // A `~` sorts before the end of the version. The other marks sort after it.
         for mark in *b"~\0-^." {
             if mark == 0 {
                 if a.is_empty() || b.is_empty() {
@@ -38,13 +38,13 @@ pub fn compare(one: &str, two: &str) -> Ordering {
     }
 }
 
-/// The leading run of digits or of letters, and the rest.
+/// Splits off the leading run of digits or letters.
 fn split(text: &[u8], digits: bool) -> (&[u8], &[u8]) {
     let belongs = |byte: &u8| if digits { byte.is_ascii_digit() } else { byte.is_ascii_alphabetic() };
     text.split_at(text.iter().take_while(|byte| belongs(byte)).count())
 }
 
-/// A number of any length: without leading zeroes the longer one is larger.
+/// A sort key for a number of any length. Without leading zeroes, the longer number is larger.
 fn number(digits: &[u8]) -> (usize, &[u8]) {
     let from = digits.iter().take_while(|&&digit| digit == b'0').count();
     (digits.len() - from, &digits[from..])

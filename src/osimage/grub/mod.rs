@@ -1,5 +1,5 @@
-//! GRUB's configuration: grub.cfg is a script, which is run here as far as it decides what boots.
-//! Commands that show something do nothing.
+//! GRUB's configuration. grub.cfg is a script. The commands that decide what boots are executed;
+//! commands for the display do nothing.
 
 mod parse;
 mod run;
@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 
 use super::{Disk, Entry, MAX_CONFIG, Refused};
 
-/// Where distributions have the script. The directory is GRUB's `prefix`.
+/// The directories in which distributions have the script. GRUB's `prefix` is that directory.
 const PREFIXES: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
 
-/// What each of the disk's scripts boots, the default first, and the other entries after it.
+/// The entries of each script of the disk. The default of a script comes before its other entries.
 pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
     let (mut scripts, mut stubs) = (Vec::new(), Vec::new());
     for (at, volume, files) in disk.readable() {
@@ -21,7 +21,7 @@ pub fn entries(disk: &Disk, refused: &mut Refused) -> Vec<(String, Entry)> {
                 scripts.push((at, prefix.to_owned(), path, volume));
             }
         }
-        // On an EFI system partition: a script that leads to the other one, wherever that is.
+        // The EFI system partition has a script that finds and runs the one above.
         for vendor in files.names("/EFI") {
             let prefix = format!("/EFI/{vendor}");
             let path = format!("{prefix}/grub.cfg");
@@ -48,7 +48,7 @@ fn script(disk: &Disk, at: usize, prefix: &str, path: &str) -> Result<Vec<Entry>
     script.entries()
 }
 
-/// Reads GRUB's environment block: lines of `name=value`.
+/// Parses GRUB's environment block: lines of `name=value`.
 fn environment(text: &str) -> BTreeMap<String, String> {
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     lines
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
     use crate::ReadAt;
 
-    /// What a script boots on an empty disk: titles and command lines.
+    /// The titles and command lines that a script has on an empty disk.
     fn menu(text: &str) -> Result<Vec<(String, String)>, String> {
         let disk: Rc<dyn ReadAt> = Rc::new(vec![0; 4096]);
         let disk = Disk::open(&disk).unwrap();
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn the_default_may_be_in_a_submenu() {
-        // Distributions set the option's name without `set`.
+        // Distributions assign this variable without `set`.
         let text = "set default='s>b'\noption=\"--id\"\nmenuentry one {\n linux /k one\n}\n\
             submenu Other $option s {\n menuentry a { linux /k a; }\n menuentry 'b' { linux /k b; }\n}\n";
         let found = menu(text).unwrap();

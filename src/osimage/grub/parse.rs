@@ -1,38 +1,38 @@
-//! GRUB's script language (GRUB manual, "Writing full configuration files directly"): text to
+//! Parses GRUB's script language (GRUB manual, "Writing full configuration files directly") into
 //! commands.
 
-/// The deepest nesting of blocks.
+/// The maximum nesting depth of blocks.
 const MAX_DEPTH: usize = 32;
 
 /// A piece of a word.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Piece {
-    /// As it is.
+    /// Literal text.
     Text(String),
-    /// The value of a variable. Within quotes it is not split into words.
+    /// The value of a variable. It is split into words unless it is quoted.
     Variable {
         /// Its name.
         name: String,
-        /// Whether it stood in double quotes.
+        /// Whether it is in double quotes.
         quoted: bool,
     },
 }
 
-/// A word. One without pieces is an empty string in quotes.
+/// A word. A word without pieces is an empty string in quotes.
 pub type Word = Vec<Piece>;
 
 /// A command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Words, and the block of `menuentry` and `submenu`.
+    /// Words, and a block after `menuentry` and `submenu`.
     Simple(Vec<Word>, Option<Vec<Command>>),
-    /// `if` and each `elif` with its condition, and `else`.
+    /// `if` and each `elif`, as condition and body, and the body of `else`.
     If(Vec<(Vec<Command>, Vec<Command>)>, Vec<Command>),
-    /// `while` (true) and `until` (false).
+    /// `while` (true) or `until` (false), with condition and body.
     While(bool, Vec<Command>, Vec<Command>),
-    /// `for NAME in WORDS`.
+    /// `for NAME in WORDS`, with the body.
     For(String, Vec<Word>, Vec<Command>),
-    /// `function NAME`.
+    /// `function NAME`, with the body.
     Function(String, Vec<Command>),
 }
 
@@ -48,7 +48,7 @@ enum Token {
 /// Parses a script.
 ///
 /// # Errors
-/// What is wrong, in words.
+/// The syntax error, as text.
 pub fn parse(text: &str) -> Result<Vec<Command>, String> {
     let mut parser = Parser { tokens: tokens(text)?, at: 0, depth: 0 };
     let commands = parser.commands(&[])?;
@@ -127,7 +127,7 @@ fn tokens(text: &str) -> Result<Vec<Token>, String> {
     Ok(tokens)
 }
 
-/// The name behind a `$`.
+/// The name after a `$`. `None` if none follows.
 fn variable(chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Result<Option<String>, String> {
     let mut name = String::new();
     if chars.next_if_eq(&'{').is_some() {
@@ -155,7 +155,7 @@ struct Parser {
 }
 
 impl Parser {
-    /// The text of a word that can be a keyword.
+    /// The text of the token at `at`, if it can be a keyword.
     fn plain(&self, at: usize) -> Option<&str> {
         match self.tokens.get(at)? {
             Token::Word(word) => match &word[..] {
@@ -166,7 +166,8 @@ impl Parser {
         }
     }
 
-    /// Commands up to one of `ends` or to a closing brace, which are left.
+    /// Parses commands up to a word in `ends`, a closing brace or the end. That token is not
+    /// consumed.
     fn commands(&mut self, ends: &[&str]) -> Result<Vec<Command>, String> {
         self.depth += 1;
         if self.depth > MAX_DEPTH {

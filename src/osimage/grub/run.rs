@@ -1,4 +1,5 @@
-//! Runs GRUB's scripts: variables, conditions, functions, the search for a partition, and the menu.
+//! Executes GRUB's scripts: variables, conditions, functions, the search for a partition, and the
+//! menu.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -8,16 +9,16 @@ use super::parse::{Command, Piece, Word, parse};
 use crate::bls;
 use crate::{Disk, Entry, MAX_CONFIG};
 
-/// How many commands a script may run, so that a loop ends.
+/// The maximum number of commands that a script may run. It ends endless loops.
 const MAX_STEPS: usize = 200_000;
-/// How deep functions, files and menus may be nested.
+/// The maximum nesting depth of functions, files and menus.
 const MAX_DEPTH: usize = 24;
-/// The most entries of a menu.
+/// The maximum number of entries in a menu.
 const MAX_ENTRIES: usize = 1024;
-/// The longest value of a variable.
+/// The maximum length of a variable's value in bytes. Longer values become empty.
 const MAX_VALUE: usize = 64 << 10;
 
-/// An entry of the menu that has not been run.
+/// An entry of the menu. Its commands have not been run.
 #[derive(Clone)]
 struct Item {
     title: String,
@@ -26,13 +27,13 @@ struct Item {
     body: Rc<Vec<Command>>,
 }
 
-/// A script that runs.
+/// A script and its state.
 pub struct Script<'d> {
     disk: &'d Disk,
     variables: BTreeMap<String, String>,
     functions: BTreeMap<String, Rc<Vec<Command>>>,
     menu: Vec<Item>,
-    /// What `linux` and `initrd` have named.
+    /// The kernel and, below, the command line and initrds of the last `linux` and `initrd`.
     kernel: Option<(usize, String)>,
     cmdline: String,
     initrds: Vec<(usize, String)>,
@@ -40,11 +41,11 @@ pub struct Script<'d> {
     depth: usize,
 }
 
-/// Whether a command succeeded; an error ends the script.
+/// Whether a command succeeded. An error ends the script.
 type Success = Result<bool, String>;
 
 impl<'d> Script<'d> {
-    /// A script of volume `at`, with GRUB's own variables.
+    /// The state of a script of volume `at`, with GRUB's own variables.
     pub fn new(disk: &'d Disk, at: usize, prefix: &str) -> Self {
         let device = device(disk, at);
         let platform = if cfg!(target_arch = "x86_64") { "pc" } else { "efi" };
@@ -88,7 +89,7 @@ impl<'d> Script<'d> {
         self.all(&commands).map(drop)
     }
 
-    /// What the menu boots: the default, and then the others in their order.
+    /// What the entries of the menu boot: the default and the fallback, then all in order.
     pub fn entries(mut self) -> Result<Vec<Entry>, String> {
         if self.kernel.is_some() {
             // A script without a menu.
@@ -111,8 +112,8 @@ impl<'d> Script<'d> {
         if entries.is_empty() { Err("no entry of its menu names a kernel".into()) } else { Ok(entries) }
     }
 
-    /// The entry of `menu` that `chosen` names: a number, a title or an ID; `>` leads into a
-    /// submenu.
+    /// Runs the entry of `menu` that `chosen` names by number, title or ID. Text after a `>`
+    /// chooses in a submenu.
     fn choose(&mut self, menu: &[Item], chosen: &str) -> Result<Option<Entry>, String> {
         let (name, rest) = chosen.split_once('>').unwrap_or((chosen, "0"));
         let number = name.trim().parse::<usize>().ok();
@@ -121,7 +122,7 @@ impl<'d> Script<'d> {
         item.map_or(Ok(None), |item| self.enter(&item, rest))
     }
 
-    /// Runs an entry; `rest` is what to choose in it if it is a submenu.
+    /// Runs an entry. If it is a submenu, `rest` chooses one of its entries.
     fn enter(&mut self, item: &Item, rest: &str) -> Result<Option<Entry>, String> {
         (self.kernel, self.cmdline, self.initrds) = (None, String::new(), Vec::new());
         let before = (self.variables.clone(), std::mem::take(&mut self.menu));
@@ -130,7 +131,7 @@ impl<'d> Script<'d> {
         let menu = std::mem::take(&mut self.menu);
         let entry = match ran {
             Ok(_) if item.is_submenu => self.deeper(|script| script.choose(&menu, rest)),
-            // An entry whose commands fail does not boot.
+            // If a command failed, there may be no kernel.
             Ok(_) => Ok(self.booted(item.title.clone())),
             Err(why) => Err(why),
         };
@@ -217,7 +218,7 @@ impl<'d> Script<'d> {
         self.variables.get(name).map_or("", String::as_str)
     }
 
-    /// The words that a word becomes: the value of an unquoted variable is split.
+    /// Expands a word into words: the value of an unquoted variable is split at white space.
     fn expand(&self, word: &Word) -> Vec<String> {
         let mut words = Vec::new();
         let mut current = if word.is_empty() { Some(String::new()) } else { None };
@@ -248,9 +249,9 @@ impl<'d> Script<'d> {
         words
     }
 
-    /// Text with `$name` in it, as in the options of a boot loader entry.
+    /// Replaces `$name` in text, such as the options of a boot loader entry.
     fn expand_text(&self, text: &str) -> String {
-        // A line of a boot loader entry is no script: only its variables are replaced.
+        // The text is not a script: only its variables are replaced.
         match parse(&format!("x \"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))) {
             Ok(commands) => match &commands[..] {
                 [Command::Simple(words, None)] if words.len() == 2 => self.expand(&words[1]).concat(),
@@ -320,17 +321,17 @@ impl<'d> Script<'d> {
                 self.initrds = arguments.iter().filter_map(|path| self.path(path)).collect();
                 Ok(self.initrds.len() == arguments.len())
             }
-            // These look for what a virtual machine does not have, or ask a person.
+            // These need something that a virtual machine lacks, or ask the user.
             "keystatus" | "background_image" | "loadfont" | "serial" | "cpuid" | "sleep" | "read"
             | "regexp" | "chainloader" | "multiboot" | "multiboot2" | "devicetree" | "hdparm" | "lsefi" => {
                 Ok(false)
             }
-            // These have an effect on the screen or on the disk, or none.
+            // All others affect the display or the disk, or do nothing.
             _ => Ok(true),
         }
     }
 
-    /// The volume of a device such as `hd0,gpt2`, and the path behind it.
+    /// Splits `(hd0,gpt2)/path` into the volume and the path. Without a device it is `root`.
     fn path(&self, text: &str) -> Option<(usize, String)> {
         let (device, path) = match text.strip_prefix('(') {
             Some(rest) => rest.split_once(')')?,
@@ -404,7 +405,7 @@ impl<'d> Script<'d> {
                 },
             }
         }
-        // `search.fs_uuid VALUE VARIABLE HINT`, and `search --set VARIABLE … VALUE`.
+        // The forms are `search.fs_uuid VALUE VARIABLE HINT` and `search --set VARIABLE … VALUE`.
         let Some(value) = (if name == "search" { wanted.last() } else { wanted.first() }).cloned() else {
             return false;
         };
@@ -428,10 +429,10 @@ impl<'d> Script<'d> {
         }
     }
 
-    /// test(1), as GRUB has it.
+    /// GRUB's version of test(1).
     fn test(&self, words: &[String]) -> bool {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        // `-o` binds less than `-a`.
+        // `-a` binds tighter than `-o`.
         words
             .split(|word| *word == "-o")
             .any(|part| part.split(|word| *word == "-a").all(|part| self.primary(part)))
@@ -506,7 +507,7 @@ impl<'d> Script<'d> {
         Ok(())
     }
 
-    /// Fedora's command: the boot loader entries become entries of the menu.
+    /// Fedora's `blscfg`: adds the boot loader entries to the menu.
     fn entries_of_bls(&mut self) -> bool {
         let volumes = ["boot", "root"].map(|name| volume(self.disk, self.value(name)));
         let mut places = Vec::new();
@@ -547,7 +548,7 @@ impl<'d> Script<'d> {
     }
 }
 
-/// Whether `text` can be a variable's name.
+/// Whether `text` is a valid name of a variable.
 fn is_name(text: &str) -> bool {
     let mut chars = text.chars();
     chars.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
@@ -562,7 +563,7 @@ fn device(disk: &Disk, at: usize) -> String {
     }
 }
 
-/// The volume that GRUB calls `device`: `hd0,gpt1`, `hd0,msdos1`, `hd0,1` or `hd0`.
+/// The volume with GRUB's name `device`: `hd0,gpt1`, `hd0,msdos1`, `hd0,1` or `hd0`.
 fn volume(disk: &Disk, device: &str) -> Option<usize> {
     let number = match device.split_once(',') {
         None => 0,
