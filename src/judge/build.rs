@@ -1,6 +1,6 @@
-//! Builds the image that `guest/` has the source of, with the compiler and the linker that build
-//! everything else. It needs the target x86_64-unknown-linux-musl, which rust-toolchain.toml names;
-//! of that only `core` is used.
+//! Builds the image from `guest/`, with the compiler and the linker of all other crates. It needs
+//! the target x86_64-unknown-linux-musl, which is in rust-toolchain.toml. Of its libraries, only
+//! `core` is used.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -37,7 +37,7 @@ fn build(arch: &str, out: &Path) -> Result<(), String> {
         "overflow-checks=off",
         "codegen-units=1",
         "strip=symbols",
-        // At one address, of `core` and of nothing else.
+        // A static executable at a fixed address, without libraries besides `core`.
         "relocation-model=static",
         "linker=rust-lld",
         "linker-flavor=ld.lld",
@@ -54,7 +54,7 @@ fn build(arch: &str, out: &Path) -> Result<(), String> {
     let output = command.output().map_err(|error| format!("rustc does not start: {error}"))?;
     let said = String::from_utf8_lossy(&output.stderr);
     if output.status.success() {
-        // Not errors: a later compiler has lints that this one does not know.
+        // Warnings are no errors, because a later compiler may have new lints.
         said.lines().for_each(|line| println!("cargo::warning={line}"));
         return Ok(());
     }

@@ -1,10 +1,10 @@
-//! The image, as `build.rs` has built it, in the formats that VMMs load.
+//! The image that `build.rs` has built, in the file formats that VMMs load.
 
 use std::iter;
 
 const X86_64: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/x86_64.elf"));
 
-/// The two sectors of a bzImage in the flat image: link.ld puts `.setup` there.
+/// The two setup sectors of a bzImage in the flat image, where link.ld puts `.setup`.
 const SETUP: std::ops::Range<usize> = 0x400..0x800;
 /// `syssize` in them, in units of 16 bytes (Documentation/arch/x86/boot.rst in Linux).
 const SYSSIZE: usize = 0x1f4;
@@ -12,11 +12,11 @@ const SYSSIZE: usize = 0x1f4;
 /// A file format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// ELF with a PVH note; its entry takes Linux's zero page in 64-bit mode.
+    /// ELF with a PVH note. Its entry takes Linux's zero page in 64-bit mode.
     Elf,
     /// A bzImage.
     BzImage,
-    /// Memory from 1 MiB on.
+    /// The memory content from 1 MiB on.
     Flat,
 }
 
@@ -41,7 +41,8 @@ pub fn image(format: Format) -> Vec<u8> {
     }
 }
 
-/// What the first program header loads. The linker script makes one such header, the first.
+/// The content of the first program header, padded to 16 bytes. The linker script makes no other
+/// segment.
 fn flat(elf: &[u8]) -> Vec<u8> {
     let number = |at: usize| u64::from_le_bytes(elf[at..at + 8].try_into().expect("8 bytes")) as usize;
     let header = number(32);
@@ -63,7 +64,7 @@ mod tests {
         assert_eq!(&bzimage[0x202..0x206], b"HdrS");
         assert_eq!(&bzimage[0x1fe..0x200], [0x55, 0xaa]);
         assert_eq!(bzimage[1024..], image(Format::Flat));
-        // Both entries: a jump to what is common, and the one in 64-bit mode at 0x200.
+        // The ELF entry is the 64-bit entry of the bzImage, at 0x200.
         assert_eq!(u64::from_le_bytes(elf[24..32].try_into().unwrap()), 0x10_0200);
     }
 }

@@ -1,5 +1,5 @@
-//! The argument of this crate's head as a program: a machine of the same parts and the same
-//! comparisons, in which every proper subset of the parts is rolled back by one pass.
+//! The argument in `lib.rs` as a program: a machine with the same parts and the same comparisons.
+//! Every proper subset of its parts is rolled back by one pass.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ type Page = [u64; 3];
 #[derive(Clone, Default)]
 struct Registers {
     position: u64,
-    /// The position at the last boundary, as XMM register and FS and GS base have it.
+    /// The position at the last boundary, as in the XMM register and in the FS and GS bases.
     copy: u64,
     /// Segment and index of the next access.
     at: (usize, u64),
@@ -20,7 +20,7 @@ struct Registers {
     done: bool,
 }
 
-/// What all vCPUs write.
+/// The memory that all vCPUs write.
 #[derive(Clone, Default)]
 struct Shared {
     pages: BTreeMap<u64, Page>,
@@ -68,13 +68,13 @@ impl Machine {
         self.lost.get_or_insert(kind);
     }
 
-    /// Does what vCPU `v` does next: one access, or one look at the others.
+    /// Performs the next step of vCPU `v`: one access, or one look at the others' positions.
     fn step(&mut self, v: usize) {
         if self.registers[v].done {
             return;
         }
         let phase = self.registers[v].position >> PHASE;
-        // A phase that has begun waits for all.
+        // At the start of a phase a vCPU waits for all others.
         if self.registers[v].position & ((1 << PHASE) - 1) == 0 && self.registers[v].at == (0, 0) {
             self.look(v);
             let start = publish(phase << PHASE);
@@ -153,14 +153,17 @@ impl Machine {
         self.registers[v].seen = positions;
     }
 
-    /// Runs until the first vCPU is at `position`, all vCPUs in turn.
+    /// Runs all vCPUs in turn until the first is at `position`.
     fn run_to(&mut self, position: u64) {
         while self.registers[0].position < position {
             (0..self.registers.len()).for_each(|v| self.step(v));
         }
     }
 
-    /// Runs to the end, or until nothing moves. Returns what is wrong.
+    /// Runs to the end or to the first fault, which is returned.
+    ///
+    /// # Panics
+    /// The machine hangs.
     fn finish(mut self) -> Option<&'static str> {
         for _ in 0..1 << 20 {
             (0..self.registers.len()).for_each(|v| self.step(v));
@@ -174,12 +177,12 @@ impl Machine {
         panic!("it hangs");
     }
 
-    /// The number of parts: registers and pages of each vCPU, and what they share.
+    /// The number of parts: registers and pages of each vCPU, and the shared memory.
     fn parts(&self) -> usize {
         2 * self.registers.len() + 1
     }
 
-    /// This machine with the parts of `older` that `set` names.
+    /// This machine with the parts in `set` taken from `older`.
     fn with_parts_of(&self, older: &Self, set: u64) -> Self {
         let mut machine = self.clone();
         for v in 0..self.registers.len() {
@@ -197,7 +200,7 @@ impl Machine {
     }
 }
 
-/// Calls `found` with each rollback of one pass: its parts, and what is found.
+/// Calls `found` for each rollback by one pass, with the position, the set of parts and the fault.
 fn roll_back(vcpus: u64, write: u64, mut found: impl FnMut(u64, u64, Option<&'static str>)) {
     const PASS: u64 = 2;
     // At the start of each phase, and in the middle of the accesses of the first two.

@@ -1,67 +1,67 @@
-//! A console log as a verdict.
+//! Derives a verdict from a console log.
 //!
-//! The log is hostile: it went through a VMM, a serial port and a firmware that prints, too. Lines
-//! that are not the image's are skipped. A log is WHOLE only if it has everything that the image
-//! prints, in order and once, and if the checksums are those that [`crate::schedule`] gives.
+//! The log is hostile: it has passed through a VMM and a serial port, and firmware prints to it
+//! too. Lines that are not the image's are skipped. A log is WHOLE only if it contains every line
+//! of the image exactly once and in order, with the checksums that follow from [`crate::schedule`].
 
 use crate::schedule::{MAX_RANGES, MAX_VCPUS, PAGE, PHASE, POISON, Range, Schedule, mix};
 use crate::sectors;
 use crate::words::{DISK, END, FAULT, KINDS, LEFT_OUT, PASS, RAM, REFUSED, REQUESTS, START, SUM};
 
-/// What a log may have, so that a hostile one costs bounded memory and time.
+/// Limits of a log, so that a hostile log takes bounded memory and time.
 const MAX_FAULTS: usize = 10_000;
 const MAX_LEFT_OUT: usize = 64;
 const MAX_DISKS: usize = 4;
-/// RAM that a machine may have.
+/// The maximum address of RAM.
 const MAX_RAM: u64 = 1 << 40;
-/// Steps for the checksums: about a minute.
+/// The maximum number of steps for the checksums: about a minute.
 const MAX_STEPS: u64 = 1 << 33;
 
-/// The first line.
+/// The first line of the image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Start {
     /// The architecture.
     pub arch: String,
     /// The seed.
     pub seed: u64,
-    /// Passes; 0 for no end.
+    /// The number of passes. 0 for no end.
     pub passes: u64,
     /// Whether the order is shuffled.
     pub shuffled: bool,
-    /// Percent of the pages that a pass writes.
+    /// The percentage of the pages that a pass writes.
     pub write: u64,
-    /// The hot set, percent of the pages and of the writes.
+    /// The hot set: its percentages of the pages and of the writes.
     pub hot: Option<(u64, u64)>,
-    /// Whether each pass compares the neighbour's pages, or only the last one.
+    /// Whether each pass compares the neighbour's pages. Otherwise only the last one does.
     pub each: bool,
-    /// vCPUs that took part.
+    /// The number of vCPUs that take part.
     pub vcpus: u64,
-    /// vCPUs that the machine has.
+    /// The number of vCPUs that the machine has.
     pub given: u64,
-    /// Whether kvmclock is compared, too.
+    /// Whether kvmclock is checked.
     pub kvmclock: bool,
-    /// Whether there is a timer whose interrupts are waited for.
+    /// Whether the interrupts of a timer are checked.
     pub timer: bool,
-    /// How it was booted.
+    /// The boot protocol.
     pub boot: String,
 }
 
 /// One fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The kind, one of the image's words.
+    /// The kind, one of [`kinds`].
     pub kind: &'static str,
     /// The vCPU that found it.
     pub vcpu: u64,
-    /// The physical address; 0 for what has none.
+    /// The physical address. 0 if the fault has none.
     pub address: u64,
-    /// What should be there.
+    /// The expected value.
     pub expected: u64,
-    /// What was there.
+    /// The value found.
     pub found: u64,
 }
 
-/// What a log has.
+/// The content of a log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Log {
     /// The first line, if there is one.
@@ -70,9 +70,9 @@ pub struct Log {
     pub starts: u64,
     /// RAM that was judged.
     pub ranges: Vec<Range>,
-    /// Memory that was not judged, and why, as the image says it.
+    /// Memory that was not judged, with the reason, in the image's words.
     pub left_out: Vec<String>,
-    /// The disks that are read: how each is reached, and its sectors.
+    /// The disks: the transport and the number of sectors of each.
     pub disks: Vec<(String, u64)>,
     /// The last pass that was reported.
     pub pass: Option<u64>,
@@ -84,20 +84,20 @@ pub struct Log {
     answered: Vec<u64>,
     end: Option<bool>,
     refused: Option<String>,
-    /// The image's lines that make no sense, or come after the end.
+    /// The number of the image's lines that are malformed or come after the end.
     nonsense: u64,
 }
 
-/// How it ended.
+/// The result of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Nothing was lost.
     Whole,
     /// Something was lost.
     Lost,
-    /// The image did not judge, and said why.
+    /// The image did not judge, with its reason.
     Refused(String),
-    /// The log ends without a verdict, or has one that cannot be true.
+    /// The log has no verdict, or one that cannot be true.
     Crashed(String),
 }
 
@@ -106,13 +106,13 @@ pub fn kinds() -> &'static [&'static str] {
     &KINDS
 }
 
-/// The first two words and the last of the page at `address` that `pass` has written.
+/// The first two words and the last word of the page at `address` after `pass` has written it.
 pub fn page(start: &Start, address: u64, pass: u64) -> [u64; 3] {
     let schedule = Schedule { seed: mix(start.seed), ..Schedule::default() };
     [address, pass, schedule.tail(address, pass)]
 }
 
-/// Reads a log.
+/// Parses a log.
 pub fn read(log: &[u8]) -> Log {
     let mut read = Log { counts: vec![None; KINDS.len()], ..Log::default() };
     for line in log.split(|byte| *byte == b'\n') {
@@ -124,8 +124,8 @@ pub fn read(log: &[u8]) -> Log {
     read
 }
 
-/// A line without what a terminal obeys: firmware prints escape sequences, and they may precede the
-/// image's first line.
+/// A line without control characters and escape sequences. Firmware prints escape sequences,
+/// possibly before the image's first line.
 fn printable(line: &[u8]) -> String {
     let mut text = String::new();
     let mut bytes = line.iter().copied().peekable();
@@ -142,7 +142,7 @@ fn printable(line: &[u8]) -> String {
     text
 }
 
-/// A number as the image prints it.
+/// Parses a number in one of the image's formats.
 fn number(text: &str) -> Option<u64> {
     match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),
@@ -164,7 +164,7 @@ fn value<'a>(words: &'a str, key: &str) -> Option<&'a str> {
 }
 
 impl Log {
-    /// One line. Returns `None` if it is one of the image's and makes no sense.
+    /// Parses a line. Returns `None` if it is a malformed line of the image.
     fn line(&mut self, line: &str) -> Option<()> {
         let known = [START, RAM, LEFT_OUT, DISK, REQUESTS, PASS, FAULT, SUM, END, REFUSED, "ok ", "not ok "];
         if !known.iter().any(|start| line.starts_with(start)) {
@@ -273,7 +273,7 @@ impl Log {
         (hot && start.write <= 100 && (1..=MAX_VCPUS as u64).contains(&start.vcpus)).then_some(start)
     }
 
-    /// The verdict, and why.
+    /// The verdict, with the reason.
     pub fn verdict(&self) -> Verdict {
         let crashed = |reason: &str| Verdict::Crashed(reason.into());
         if let Some(reason) = &self.refused {
@@ -286,7 +286,7 @@ impl Log {
         match (&self.start, self.end) {
             (None, _) => crashed("the image's first line is missing"),
             _ if self.starts > 1 => crashed("the image started more than once"),
-            // What was found counts, however the log ends.
+            // Faults count even if the log is incomplete.
             (_, Some(false)) => Verdict::Lost,
             _ if lost => Verdict::Lost,
             (_, None) => crashed("the log ends without a verdict"),
@@ -299,7 +299,7 @@ impl Log {
         }
     }
 
-    /// Compares positions and checksums with what they must be.
+    /// Compares positions and checksums with the expected ones.
     fn check(&self, start: &Start) -> Result<(), &'static str> {
         let mut schedule = Schedule {
             seed: mix(start.seed),

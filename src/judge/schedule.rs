@@ -1,24 +1,24 @@
-//! What is written when: the same functions for the image and for the host. The image's loop has
-//! them once more, in assembly (`guest/x86_64/run.s`).
+//! Determines what is written when. The image and the host share these functions. The image's loop
+//! implements them again in assembly (`guest/x86_64/run.s`).
 //!
-//! No function depends on anything but its arguments: the seed, the memory map, and a pass. No
-//! `std`, because the image is built of this file, too.
+//! Each function depends only on its arguments: the seed, the memory map, and a pass. The file does
+//! not use `std`, because it is also part of the image.
 
 /// Bytes of a page.
 pub const PAGE: u64 = 4096;
-/// The largest number of vCPUs that take part: their positions must fit into two XMM registers.
+/// The maximum number of vCPUs that take part. Their positions must fit into two XMM registers.
 pub const MAX_VCPUS: usize = 8;
-/// The largest number of RAM ranges.
+/// The maximum number of RAM ranges.
 pub const MAX_RANGES: usize = 8;
-/// The largest number of segments of a vCPU: ranges, and the shared pages.
+/// The maximum number of segments of a vCPU: its ranges and the shared pages.
 pub const MAX_SEGMENTS: usize = MAX_RANGES + 1;
-/// The bit of a position that says that something was wrong.
+/// The bit of a position that is set by a fault.
 pub const POISON: u32 = 61;
-/// The lowest bit of the phase in a position. Below it is the number of accesses.
+/// The lowest bit of the phase in a position. The bits below are the number of accesses.
 pub const PHASE: u32 = 26;
 /// Odd numbers that [`Schedule::tail`] multiplies by.
 pub const ODD: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xd134_2543_de82_ef95];
-/// 100 percent, as thresholds have it.
+/// A threshold of 100 percent.
 pub const ALL: u64 = 1 << 32;
 
 /// One step of splitmix64.
@@ -29,16 +29,16 @@ pub fn mix(n: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A range of RAM, from its first address to behind its last.
+/// A range of RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Range {
     /// The first address.
     pub start: u64,
-    /// The address behind the last byte.
+    /// The address after the last byte.
     pub end: u64,
 }
 
-/// Pages that a vCPU visits one after the other, or in shuffled order.
+/// Pages that a vCPU visits in ascending or in shuffled order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Segment {
@@ -46,34 +46,34 @@ pub struct Segment {
     pub base: u64,
     /// The number of pages visited in a pass.
     pub count: u64,
-    /// Bytes from one to the next.
+    /// The distance between the starts of two pages in bytes.
     pub stride: u64,
-    /// The smallest power of two that is not below `count`, minus 1; 0 for the order of addresses.
+    /// The smallest power of two that is not below `count`, minus 1. 0 for ascending order.
     pub mask: u64,
     /// A shift for numbers up to `mask`.
     pub shift: u64,
-    /// 1 where these pages are shared, and a vCPU visits another one of each group in each pass.
+    /// 1 if the pages are shared. In each pass a vCPU then visits another page of each group.
     pub shared: u64,
 }
 
-/// How pages are chosen.
+/// The parameters by which pages are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Schedule {
-    /// The seed, mixed.
+    /// The seed, after [`mix`].
     pub seed: u64,
-    /// How many vCPUs take part.
+    /// The number of vCPUs that take part.
     pub vcpus: u64,
     /// Whether the order is shuffled.
     pub shuffled: bool,
-    /// A page is hot if its hash is below this, of [`ALL`].
+    /// A page is hot if its hash is below this. Hashes are below [`ALL`].
     pub hot_set: u64,
-    /// A hot page is written in a pass if their hash is below this.
+    /// A hot page is written in a pass if the hash of page and pass is below this.
     pub hot: u64,
-    /// The same for the others.
+    /// The same for other pages.
     pub cold: u64,
 }
 
-/// Why memory cannot be divided.
+/// There is too little memory to divide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooLittle;
 
@@ -82,13 +82,13 @@ pub struct TooLittle;
 pub struct Division {
     /// Each vCPU's segments.
     pub segments: [[Segment; MAX_SEGMENTS]; MAX_VCPUS],
-    /// How many each has.
+    /// The number of segments of each vCPU.
     pub counts: [usize; MAX_VCPUS],
 }
 
 impl Schedule {
-    /// Sets the thresholds: `write` percent of the pages are written in a pass. Where there is a
-    /// hot set, it is `hot.0` percent of the pages, and gets `hot.1` percent of the writes.
+    /// Sets the thresholds so that a pass writes `write` percent of the pages. A hot set is `hot.0`
+    /// percent of the pages, and gets `hot.1` percent of the writes.
     pub fn thresholds(&mut self, write: u64, hot: Option<(u64, u64)>) {
         let of = |part: u64, whole: u64| (ALL / whole.max(1)).saturating_mul(part).min(ALL);
         match hot {
@@ -103,12 +103,12 @@ impl Schedule {
         }
     }
 
-    /// Whether a pass may leave pages out.
+    /// Whether a pass may skip pages.
     pub fn is_sparse(&self) -> bool {
         self.hot_set != 0 || self.cold != ALL
     }
 
-    /// Whether `pass` writes the page at `address`. The first pass, 0, writes all.
+    /// Whether `pass` writes the page at `address`. Pass 0, the first, writes all.
     pub fn writes(&self, address: u64, pass: u64) -> bool {
         let is_hot = mix(address ^ self.seed) >> 32 < self.hot_set;
         let below = if is_hot { self.hot } else { self.cold };
@@ -132,14 +132,14 @@ impl Schedule {
         }
     }
 
-    /// The last word of the page at `address` when `pass` has written it. Its first word is the
-    /// address, its second the pass.
+    /// The last word of the page at `address` after `pass` has written it. The first word is the
+    /// address, the second the pass.
     pub fn tail(&self, address: u64, pass: u64) -> u64 {
         let sum = (pass.wrapping_mul(ODD[0]) ^ address).wrapping_add(self.seed);
         sum.wrapping_mul(ODD[1]).rotate_left(29)
     }
 
-    /// The checksum at the start of a pass.
+    /// The initial value of a pass's checksum.
     pub fn checksum(&self, vcpu: u64, pass: u64) -> u64 {
         mix(mix((vcpu << 40) ^ pass) ^ self.seed)
     }
@@ -165,10 +165,11 @@ impl Schedule {
         }
     }
 
-    /// Divides RAM: each vCPU has pages of its own, and the end of the largest range is shared.
+    /// Divides RAM. Each vCPU has its own pages, and the end of the largest range is shared.
     ///
     /// # Errors
-    /// Where a vCPU would have fewer than 64 pages.
+    /// There are fewer than 80 pages for each vCPU, or the largest range is too small for the
+    /// shared pages.
     pub fn divide(&self, ranges: &[Range]) -> Result<Division, TooLittle> {
         let vcpus = self.vcpus;
         let pages = |range: &Range| range.end.saturating_sub(range.start) / PAGE;

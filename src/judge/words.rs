@@ -1,15 +1,15 @@
-//! The beginnings of the lines that the image prints and that [`crate::read`] understands. All but
-//! the verdicts are comments of KTAP.
+//! The beginnings of the lines that the image prints and [`crate::read`] parses. Except for the
+//! results they are comments in KTAP.
 
-/// Before anything else, with all options.
+/// The first line, with all options.
 pub const START: &str = "# judge 1 ";
 /// A range of RAM that is judged.
 pub const RAM: &str = "# ram ";
-/// A range of RAM that is not.
+/// A range of RAM, or a disk, that is not judged.
 pub const LEFT_OUT: &str = "# left out ";
-/// A disk that is read.
+/// A disk that is judged.
 pub const DISK: &str = "# disk ";
-/// How many requests a disk has answered, at the end.
+/// The number of requests that a disk has answered, at the end.
 pub const REQUESTS: &str = "# requests ";
 /// Progress.
 pub const PASS: &str = "# pass ";
@@ -19,9 +19,9 @@ pub const FAULT: &str = "# fault ";
 pub const SUM: &str = "# sum ";
 /// The last line.
 pub const END: &str = "# end ";
-/// Nothing was judged.
+/// The reason why nothing was judged.
 pub const REFUSED: &str = "Bail out! ";
-/// The kinds of fault, in the order of the cases.
+/// The kinds of fault, in the order of the test cases.
 pub const KINDS: [&str; 20] = [
     "lost-write",
     "other-address",

@@ -7,7 +7,7 @@ use crate::arch;
 /// A part of a line.
 pub(crate) enum Item<'a> {
     Text(&'a str),
-    /// Text that belongs to the line and not to its content.
+    /// Text that structures the line and is not a value.
     Name(&'static str),
     Number(u64),
     Address(u64),
@@ -20,7 +20,7 @@ pub(crate) fn open() {
     arch::open_console();
 }
 
-/// Prints a line. Lines of several processors do not mix.
+/// Prints a line. Lines of different processors do not mix.
 pub(crate) fn line(items: &[Item]) {
     while LOCK.swap(1, Ordering::Acquire) != 0 {
         core::hint::spin_loop();

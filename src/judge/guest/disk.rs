@@ -1,10 +1,12 @@
 //! Disks whose sectors are functions of their number.
 //!
-//! The number of requests follows from the first processor's position, and so does all that driver
-//! and device write: sectors, status, both rings and their indices. None of it is a counter in
-//! memory. A request stays in flight until the next one is due, 512 accesses later, or a phase, so
-//! that there is one at almost any moment. Each buffer is compared twice: when the request is
-//! answered, and before it is used again, seven requests later.
+//! The number of requests follows from the first processor's position. So does everything that
+//! driver and device write: sectors, status, both rings and their indices. No counter in memory is
+//! involved.
+//!
+//! An answer is collected only when the next request is due, 512 accesses or a phase later, so at
+//! almost any time there is a request in flight. Each buffer is compared twice: when the answer is
+//! collected, and seven requests later, before the buffer is used again.
 
 use core::mem::offset_of;
 use core::sync::atomic::{Ordering, fence};
@@ -17,15 +19,15 @@ use crate::virtio::{Device, Place, Rings, SIZE};
 use crate::{Patience, Shared, words};
 
 const MAX_DISKS: usize = 4;
-/// Requests whose buffers are kept.
+/// The number of buffers. Each holds the data of one request.
 const SLOTS: u64 = 8;
 const BYTES: u32 = 4096;
 /// VIRTQ_DESC_F_NEXT and VIRTQ_DESC_F_WRITE.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
-/// VIRTQ_AVAIL_F_NO_INTERRUPT: the image looks by itself.
+/// VIRTQ_AVAIL_F_NO_INTERRUPT: the image polls.
 const NO_INTERRUPT: u16 = 1;
-/// What a status holds until the device writes it.
+/// The value of a status until the device writes it.
 const PENDING: u8 = 0xff;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,8 +39,8 @@ struct Descriptor {
     next: u16,
 }
 
-/// What driver and device share. The used ring is where the legacy layout has it, too: on the page
-/// behind.
+/// The memory that driver and device share. The used ring is on the second page, as the legacy
+/// layout requires.
 #[repr(C, align(4096))]
 struct Memory {
     descriptors: [Descriptor; SIZE as usize],
@@ -82,18 +84,18 @@ struct Disk {
     memory: u64,
     sectors: u64,
     seed: u64,
-    /// What it says that it has written for a request.
+    /// The number of bytes that the device reports as written for a request.
     length: u32,
-    /// Its rings are wrong, or it does not answer.
+    /// The disk is no longer used: its rings are wrong, or it does not answer.
     is_off: bool,
 }
 
 fn disks() -> &'static mut [Option<Disk>; MAX_DISKS] {
-    // SAFETY: the first processor alone.
+    // SAFETY: only the first processor calls this.
     unsafe { &mut *DISKS.get() }
 }
 
-/// Starts the disk at `place`. One whose sectors are not the image's is named and left alone.
+/// Starts the disk at `place`. A disk with other sectors is reported and not used.
 pub(crate) fn add(place: Place, seed: u64) {
     let Some(at) = disks().iter().position(Option::is_none) else {
         return left_out(place.address(), "there are four already");
@@ -117,7 +119,7 @@ pub(crate) fn add(place: Place, seed: u64) {
     }
 }
 
-/// A disk that is not read, and why.
+/// Reports a disk that is not used, with the reason.
 pub(crate) fn left_out(address: u64, why: &str) {
     line(&[
         Item::Text(words::LEFT_OUT),
@@ -129,18 +131,18 @@ pub(crate) fn left_out(address: u64, why: &str) {
     ]);
 }
 
-/// Whether there is one.
+/// Whether there is a disk.
 pub(crate) fn any() -> bool {
     disks().iter().any(Option::is_some)
 }
 
-/// Makes request `number` of each disk, when those before have been answered. Returns whether
-/// something was wrong.
+/// Waits for the answers to earlier requests, checks them, and makes request `number` of each disk.
+/// Returns whether something was wrong.
 pub(crate) fn request(number: u64) -> bool {
     let mut right = true;
     for disk in disks().iter_mut().flatten() {
         right &= disk.is_answered(number) && disk.is_right(number, number - 1);
-        // What is used again now.
+        // The buffer is about to be used again.
         right &= number < SLOTS || disk.is_off || disk.is_right(number, number - SLOTS);
         if !disk.is_off {
             disk.make(number);
@@ -149,7 +151,7 @@ pub(crate) fn request(number: u64) -> bool {
     !right
 }
 
-/// Compares what the last of `number` requests have left.
+/// Checks the buffers of the last of `number` requests.
 pub(crate) fn finish(number: u64) {
     for (at, disk) in disks().iter_mut().flatten().enumerate() {
         let answered = disk.is_answered(number);
@@ -185,7 +187,7 @@ impl Disk {
                 store(memory + 16 * (3 * slot + at as u64), descriptor);
             }
         }
-        // Before a clock has been looked at: so many looks are enough.
+        // The frequency of the TSC is not known yet, so the polls are counted.
         disk.make(0);
         for _ in 0..200_000_000u32 {
             if disk.used_index() == 1 {
@@ -214,7 +216,7 @@ impl Disk {
         index
     }
 
-    /// The entry of the used ring of a request.
+    /// The address of a request's entry in the used ring.
     fn used(&self, number: u64) -> u64 {
         self.memory + offset_of!(Memory, used) as u64 + 8 * (number % u64::from(SIZE))
     }
@@ -235,7 +237,7 @@ impl Disk {
         self.memory + offset_of!(Memory, buffers) as u64 + u64::from(BYTES) * slot
     }
 
-    /// The three descriptors of a slot: what to do, where to, and how it went.
+    /// The three descriptors of a slot: header, buffer and status.
     fn descriptors(&self, slot: u64) -> [Descriptor; 3] {
         let next = 3 * slot as u16;
         [
@@ -245,8 +247,8 @@ impl Disk {
         ]
     }
 
-    /// The first word that a request's buffer has wrongly: its address, what it should be, and what
-    /// it is.
+    /// The first wrong word in a request's buffer: its address, the expected value and the value
+    /// found.
     fn wrong_word(&self, number: u64) -> Option<(u64, u64, u64)> {
         let (sector, buffer) = (first(number, self.seed, self.sectors), self.buffer(number % SLOTS));
         (0..SECTORS * WORDS).find_map(|at| {
@@ -294,7 +296,7 @@ impl Disk {
         }
     }
 
-    /// Whether all that a request has left is right, when `made` requests have been made.
+    /// Checks everything that a request has left in memory, after `made` requests.
     fn is_right(&mut self, made: u64, number: u64) -> bool {
         let slot = number % SLOTS;
         let head = 3 * slot;

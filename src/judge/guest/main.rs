@@ -1,8 +1,8 @@
-//! The image: a kernel without an operating system. build.rs compiles it for each architecture.
+//! The image: a program that runs in place of a kernel. build.rs compiles it for each architecture.
 //!
-//! [`judge_main`] runs on every processor, in ring 3. The first one reads what the boot protocol
-//! passes, starts the others and divides memory. Then all run the loop of `x86_64/run.s`, which
-//! calls the `judge_*` functions below where something is wrong.
+//! [`judge_main`] runs on every processor, in ring 3. The first processor reads the data of the
+//! boot protocol, starts the others and divides memory. Then all run the loop of `x86_64/run.s`,
+//! which calls the `judge_*` functions below when something is wrong or due.
 
 #![no_std]
 #![no_main]
@@ -14,7 +14,7 @@ mod disk;
 mod options;
 mod report;
 #[path = "../schedule.rs"]
-#[allow(dead_code)] // The reader has the rest.
+#[allow(dead_code)] // The reader uses the rest.
 mod schedule;
 #[path = "../sectors.rs"]
 #[allow(dead_code)] // As above.
@@ -30,7 +30,7 @@ use console::{Item, line};
 use options::Options;
 use schedule::{Division, MAX_RANGES, MAX_SEGMENTS, MAX_VCPUS, PAGE, Range, Schedule, Segment};
 
-/// What one processor writes before the others read it.
+/// A value that one processor writes before the others read it.
 pub(crate) struct Shared<T>(UnsafeCell<T>);
 
 // SAFETY: `release` and `GO` order the accesses.
@@ -46,7 +46,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// The parameters of a processor, as the loop reads them.
+/// The parameters of a processor, in the layout that the loop reads.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Cpu {
@@ -75,7 +75,8 @@ pub(crate) struct Cpu {
     pub(crate) checksum: u64,
 }
 
-/// Nothing of this changes while the loop runs, and the loop checks that.
+/// The parameters of all processors. From `segments` on they are constant while the loop runs,
+/// which the loop checks.
 #[repr(C, align(16))]
 struct Sealed {
     cpus: [Cpu; MAX_VCPUS],
@@ -133,14 +134,14 @@ static SEALED: Shared<Sealed> = Shared::new(Sealed {
     late: 0,
     requests: 0,
 });
-/// When the first processor reports progress again.
+/// The time at which the first processor reports progress again.
 static NEXT_REPORT: AtomicU64 = AtomicU64::new(0);
 
-/// How many processors run.
+/// The number of other processors that have started.
 static STARTED: AtomicU32 = AtomicU32::new(0);
 /// Set when the parameters are complete.
 static GO: AtomicU32 = AtomicU32::new(0);
-/// How many have finished.
+/// The number of processors that have finished.
 static DONE: AtomicU64 = AtomicU64::new(0);
 
 const FLAG_FSGSBASE: u64 = 1;
@@ -155,8 +156,8 @@ pub(crate) fn ticks() -> u64 {
     unsafe { (*SEALED.get()).ticks }
 }
 
-/// Waiting for what is late. Only time counts that passes while the processor runs: a machine that
-/// stood still, or whose time went forward, has not waited.
+/// Measures how long a processor has polled for something that is late. A step of the clock counts
+/// for at most 10 ms, so pauses of the machine and jumps of its clock do not count as waiting.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
     last: u64,
@@ -166,7 +167,7 @@ pub(crate) struct Patience {
 impl Patience {
     pub(crate) const NONE: Self = Self { last: 0, spent: 0 };
 
-    /// Whether it has been looked at for long enough.
+    /// Whether it has been polled for long enough.
     pub(crate) fn is_over(&mut self) -> bool {
         let now = arch::now();
         // SAFETY: as in `ticks`.
@@ -183,7 +184,7 @@ fn panic(_: &core::panic::PanicInfo) -> ! {
     arch::power_off()
 }
 
-/// Ends with a reason why nothing was judged.
+/// Powers off with the reason why nothing was judged.
 pub(crate) fn refuse(reason: &str) -> ! {
     line(&[Item::Text(words::REFUSED), Item::Text(reason)]);
     arch::power_off()
@@ -199,7 +200,7 @@ extern "C" fn judge_main(number: u64) -> ! {
     while GO.load(Ordering::SeqCst) == 0 {
         core::hint::spin_loop();
     }
-    // One that came too late was not counted.
+    // A processor that started too late is not counted.
     if number >= unsafe { (*SEALED.get()).schedule.vcpus } {
         arch::halt();
     }
@@ -225,13 +226,13 @@ extern "C" fn judge_main(number: u64) -> ! {
     arch::power_off()
 }
 
-/// All that the first processor does before the loop.
+/// The preparations of the first processor before the loop.
 fn prepare() {
     arch::start();
     console::open();
     line(&[Item::Text("KTAP version 1")]);
     let boot = arch::boot();
-    // Before anything can be refused: this reads how the machine powers off.
+    // Comes before any refusal, because it finds out how to power off.
     let started = arch::start_processors(&STARTED);
     let options = Options::read(boot.command_line());
     let ticks = arch::ticks_per_second();
@@ -315,7 +316,7 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
     sealed.regions[..regions.len()].copy_from_slice(&regions);
     let count = regions.len();
     let start = sealed.segments.as_ptr() as u64;
-    // From the segments to the end; the processors' results are before them.
+    // From the segments to the end. The processors' results come before and change.
     sealed.regions[count] = [start, &raw const *sealed as u64 + size_of::<Sealed>() as u64];
     let passes = if options.passes == 0 { options::MAX_PASSES } else { options.passes };
     for vcpu in 0..schedule.vcpus as usize {
@@ -344,7 +345,7 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
             regions: sealed.regions.as_ptr() as u64,
             region_count: count as u64 + 1,
             stack: arch::stack_top(vcpu as u64),
-            // Half of all numbers: what went back.
+            // A difference in the upper half of all numbers is a step back.
             clock: options.clock.map_or(u64::MAX / 2, |limit| limit * (ticks / 1000)),
             odd1: schedule::ODD[0],
             odd2: schedule::ODD[1],
@@ -364,7 +365,7 @@ mod called {
         unsafe { &*SEALED.get() }
     }
 
-    /// The page at `address` is not as `expected` says; `found` was its second word.
+    /// The page at `address` was not written last in pass `expected`. `found` was its second word.
     #[unsafe(no_mangle)]
     extern "C" fn judge_page_wrong(cpu: &Cpu, address: u64, expected: u64, found: u64) {
         let schedule = &sealed().schedule;
@@ -399,7 +400,8 @@ mod called {
         let low = (1 << 46) - 1;
         let [gpr, vector, base, memory] = [expected & low, xmm & low, fs, published];
         if vector != gpr {
-            // Two agree against one; where all differ, the vector register is named.
+            // If two of three copies agree, the third is wrong. If all differ, the vector register
+            // is reported.
             let kind = if base == vector { Kind::GeneralRegisters } else { Kind::VectorRegisters };
             let [right, wrong] = if base == vector { [vector, gpr] } else { [gpr, vector] };
             fault(kind, cpu.number, 0, right, wrong);
@@ -418,7 +420,7 @@ mod called {
         }
     }
 
-    /// Another processor's position went back (`back`), or is too far ahead.
+    /// The positions of the processors in `back` went back. Those in `ahead` are too far ahead.
     #[unsafe(no_mangle)]
     extern "C" fn judge_position_wrong(cpu: &Cpu, back: u64, ahead: u64, seen0: u64, seen2: u64, seen4: u64) {
         let other = u64::from((back | ahead).trailing_zeros()) & 7;
@@ -430,18 +432,18 @@ mod called {
         };
         let expected = if other % 2 == 0 { pair & 0xffff_ffff } else { pair >> 32 };
         let address = arch::published_address(other);
-        // SAFETY: the image's own.
+        // SAFETY: the address is in the image's own memory.
         let found = unsafe { core::ptr::read_volatile(address as *const u32) };
         fault(Kind::Position, cpu.number, address, expected, found.into());
     }
 
-    /// The sum of code, tables and stack is another.
+    /// The checksum of code, tables and stack has changed.
     #[unsafe(no_mangle)]
     extern "C" fn judge_image_changed(cpu: &Cpu, expected: u64, found: u64) {
         fault(Kind::Image, cpu.number, arch::image_start_address(), expected, found);
     }
 
-    /// The time went back, or further than `clock=` allows.
+    /// The TSC went back, or forward by more than `clock=` allows.
     #[unsafe(no_mangle)]
     extern "C" fn judge_time_jumped(cpu: &Cpu, before: u64, now: u64) {
         fault(if now < before { Kind::ClockBack } else { Kind::ClockJump }, cpu.number, 0, before, now);
@@ -449,8 +451,8 @@ mod called {
         NEXT_REPORT.fetch_min(now, Ordering::Relaxed);
     }
 
-    /// It is time to look at the processor's clocks, and to report progress. Returns whether
-    /// something is wrong.
+    /// Checks the processor's clocks and reports progress if it is time. Returns whether something
+    /// is wrong.
     #[unsafe(no_mangle)]
     extern "C" fn judge_look(cpu: &Cpu, position: u64, now: u64) -> u64 {
         let sealed = sealed();
@@ -459,13 +461,14 @@ mod called {
         let wrong = arch::look_at_clocks(cpu.number, limit);
         if cpu.number == 0 && now >= NEXT_REPORT.load(Ordering::Relaxed) {
             report::progress(position, sealed.passes);
-            // From the end of the line on: where a console is slow, the image does more than print.
+            // Counted from the end of the line. Otherwise, on a slow console, the image would only
+            // print.
             NEXT_REPORT.store(arch::now() + sealed.report.max(1), Ordering::Relaxed);
         }
         wrong.into()
     }
 
-    /// The disks' next request is due. Returns whether something is wrong.
+    /// Makes the next request of the disks. Returns whether something is wrong.
     #[unsafe(no_mangle)]
     extern "C" fn judge_disks(_: &Cpu, position: u64) -> u64 {
         let accesses = position & ((1 << schedule::PHASE) - 1);
@@ -473,7 +476,7 @@ mod called {
         disk::request(pass * sealed().requests + accesses / sectors::EVERY).into()
     }
 
-    /// A processor's exception.
+    /// Reports an exception and powers off.
     #[unsafe(no_mangle)]
     extern "C" fn judge_exception(vector: u64, error: u64, address: u64, cr2: u64) -> ! {
         report::exception(vector, error, address, cr2);

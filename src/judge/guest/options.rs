@@ -1,4 +1,4 @@
-//! The command line. VMMs add words of their own, so words that are not the image's are left alone.
+//! The command line. Unknown words are ignored, because VMMs add their own.
 
 use crate::refuse;
 
@@ -11,12 +11,12 @@ pub(crate) struct Options {
     pub(crate) shuffled: bool,
     pub(crate) hot: Option<(u64, u64)>,
     pub(crate) write: u64,
-    /// Pages a second and processor; 0 for as many as possible.
+    /// Pages per second and processor. 0 for no limit.
     pub(crate) rate: u64,
     pub(crate) each: bool,
-    /// Milliseconds between two lines of progress.
+    /// The interval of progress lines in milliseconds.
     pub(crate) report: u64,
-    /// The largest step of the time between two looks at it, in milliseconds.
+    /// The largest step of a clock between two readings, in milliseconds.
     pub(crate) clock: Option<u64>,
     /// How late a timer interrupt or a disk's answer may be, in milliseconds.
     pub(crate) late: u64,

@@ -32,12 +32,12 @@ pub(crate) enum Kind {
     DiskLost,
 }
 
-/// How many of each kind are printed one by one.
+/// The number of faults of each kind that are printed individually.
 const PRINTED: u64 = 16;
 
 static COUNTS: [AtomicU64; words::KINDS.len()] = [const { AtomicU64::new(0) }; words::KINDS.len()];
 
-/// Counts a fault, and prints the first ones.
+/// Counts a fault. Prints the first faults of each kind.
 pub(crate) fn fault(kind: Kind, vcpu: u64, address: u64, expected: u64, found: u64) {
     if COUNTS[kind as usize].fetch_add(1, Ordering::Relaxed) < PRINTED {
         line(&[
@@ -55,7 +55,7 @@ pub(crate) fn fault(kind: Kind, vcpu: u64, address: u64, expected: u64, found: u
     }
 }
 
-/// Says how far the first processor is.
+/// Prints the progress of the first processor.
 pub(crate) fn progress(position: u64, passes: u64) {
     let accesses = position & ((1 << PHASE) - 1);
     let pass = (position & ((1 << POISON) - 1)) >> (PHASE + 2);
@@ -75,7 +75,7 @@ fn total() -> u64 {
     COUNTS.iter().map(|count| count.load(Ordering::Relaxed)).sum()
 }
 
-/// The cases, the sums and the last line.
+/// Prints the test cases, the checksums and the verdict.
 pub(crate) fn end(cpus: &[Cpu]) {
     line(&[Item::Name("1.."), Item::Number(words::KINDS.len() as u64)]);
     for (at, kind) in words::KINDS.iter().enumerate() {
@@ -109,7 +109,7 @@ pub(crate) fn end(cpus: &[Cpu]) {
     line(&[Item::Text(words::END), Item::Text(if lost { "LOST" } else { "WHOLE" })]);
 }
 
-/// A processor's exception, which is the end.
+/// Prints an exception. The run ends with it.
 pub(crate) fn exception(vector: u64, error: u64, address: u64, cr2: u64) {
     line(&[
         Item::Text(words::REFUSED),

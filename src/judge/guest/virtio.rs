@@ -1,4 +1,4 @@
-//! A virtio device's registers, on virtio-mmio of both versions or behind a PCI function's
+//! The registers of a virtio device: virtio-mmio in both versions, or those of a PCI function's
 //! capabilities (virtio 1.2, sections 4.1 and 4.2).
 
 use crate::arch::{load, store};
@@ -13,32 +13,32 @@ const DRIVER: u32 = 2;
 const DRIVER_OK: u32 = 4;
 const FEATURES_OK: u32 = 8;
 
-/// Where the registers are.
+/// The location of the registers.
 #[derive(Clone, Copy)]
 pub(crate) enum Place {
-    /// Their address.
+    /// The address of virtio-mmio registers.
     Mmio(u64),
-    /// The common registers, the notifications and their stride, and the device's own.
+    /// The addresses of the common, notification and device registers, and the notification stride.
     Pci { common: u64, notify: u64, stride: u64, device: u64 },
 }
 
-/// A device that runs.
+/// A started device.
 #[derive(Clone, Copy)]
 pub(crate) struct Device {
     place: Place,
     notify: u64,
 }
 
-/// A queue, as the device is told.
+/// The addresses of a queue's parts.
 pub(crate) struct Rings {
     pub(crate) descriptors: u64,
     pub(crate) available: u64,
-    /// The next page.
+    /// On the next page.
     pub(crate) used: u64,
 }
 
 impl Place {
-    /// The address in the log.
+    /// The address for the log.
     pub(crate) fn address(self) -> u64 {
         match self {
             Self::Mmio(base) => base,
@@ -53,7 +53,7 @@ impl Place {
         }
     }
 
-    /// The kind of device behind virtio-mmio; 0 for none.
+    /// The device ID of the virtio-mmio registers at `base`. 0 if there is no device.
     pub(crate) fn mmio_kind(base: u64) -> u32 {
         match load::<u32>(base) {
             0x7472_6976 => load(base + 8),
@@ -75,7 +75,7 @@ impl Place {
         }
     }
 
-    /// 32 bits of the device's own registers.
+    /// Reads 32 bits of the device configuration.
     fn config(self, offset: u64) -> u32 {
         match self {
             Self::Mmio(base) => load(base + 0x100 + offset),
@@ -112,7 +112,7 @@ impl Place {
         }
     }
 
-    /// Starts the device with one queue. Returns it and the first two words of its own registers.
+    /// Starts the device with one queue. Returns it and the first two words of its configuration.
     pub(crate) fn start(self, rings: &Rings) -> Result<(Device, [u32; 2]), &'static str> {
         let legacy = matches!(self, Self::Mmio(base) if load::<u32>(base + 4) == 1);
         self.set_status(0);
@@ -143,7 +143,7 @@ impl Place {
         Ok((Device { place: self, notify }, [self.config(0), self.config(4)]))
     }
 
-    /// Sets up queue 0. Returns where it is notified.
+    /// Sets up queue 0. Returns the address of its notification register.
     fn queue(self, rings: &Rings, legacy: bool) -> Result<u64, &'static str> {
         const SMALL: &str = "its queue is too short";
         let addresses = [rings.descriptors, rings.available, rings.used];
@@ -186,7 +186,7 @@ impl Place {
 }
 
 impl Device {
-    /// The queue has something.
+    /// Notifies the device of a new request.
     pub(crate) fn notify(self) {
         match self.place {
             Place::Mmio(_) => store(self.notify, 0u32),
@@ -194,7 +194,7 @@ impl Device {
         }
     }
 
-    /// Ends it.
+    /// Resets the device.
     pub(crate) fn reset(self) {
         self.place.set_status(0);
     }

@@ -1,13 +1,14 @@
-//! The tables of ACPI, and the MP table where there are none: processors, and how to power off.
+//! Finds the processors and how to power off, in the ACPI tables. Without ACPI, the processors are
+//! in the MP table.
 
 use super::read;
 
-/// How ACPI powers off.
+/// The registers for powering off.
 #[derive(Clone, Copy)]
 pub(crate) struct Power {
-    /// Ports of PM1 control and what to write.
+    /// The ports of the PM1 control registers, with the values to write. Port 0: none.
     pub(crate) ports: [(u16, u16); 2],
-    /// The port of the sleep control register, or 0.
+    /// The port of the sleep control register. 0: none.
     pub(crate) sleep: u16,
 }
 
@@ -42,8 +43,8 @@ pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power>
     Some(power)
 }
 
-/// Calls `found` with the address of each virtio-mmio device: a Memory32Fixed descriptor behind the
-/// ID that Linux has for it.
+/// Calls `found` with the address of each virtio-mmio device: the Memory32Fixed descriptor after
+/// the device's ID, which is Linux's.
 pub(crate) fn virtio_mmio(rsdp: u64, mut found: impl FnMut(u64)) {
     tables(rsdp, |table| {
         if &read::<[u8; 4]>(table) != b"FACP" {
@@ -85,7 +86,7 @@ fn scan(from: u64, to: u64, signature: &[u8]) -> Option<u64> {
 fn madt(table: u64, found: &mut impl FnMut(u32)) {
     let (mut at, end) = (table + 44, table + length(table));
     while at + 8 <= end {
-        // Enabled, which is bit 0 of the flags.
+        // Bit 0 of the flags: enabled.
         match read::<u8>(at) {
             0 if read::<u32>(at + 4) & 1 == 1 => found(read::<u8>(at + 3).into()),
             9 if read::<u32>(at + 8) & 1 == 1 => found(read::<u32>(at + 4)),
@@ -98,7 +99,7 @@ fn madt(table: u64, found: &mut impl FnMut(u32)) {
 fn fadt(table: u64) -> Power {
     let size = length(table);
     let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
-    // HW_REDUCED_ACPI: there is a sleep control register instead of PM1. I/O ports only.
+    // HW_REDUCED_ACPI: a sleep control register replaces PM1. Only I/O ports are supported.
     if size >= 256 && read::<u32>(table + 112) >> 20 & 1 == 1 {
         if read::<u8>(table + 244) == 1 {
             power.sleep = read::<u64>(table + 248) as u16;
@@ -113,8 +114,8 @@ fn fadt(table: u64) -> Power {
     power
 }
 
-/// SLP_TYPa and SLP_TYPb of `_S5_`: a package of small constants, which is found without an
-/// interpreter.
+/// SLP_TYPa and SLP_TYPb of `_S5_`. It is a package of small constants, so no AML interpreter is
+/// needed.
 fn s5(dsdt: u64) -> Option<[u8; 2]> {
     if dsdt == 0 || dsdt >= 1 << 32 {
         return None;
@@ -122,7 +123,7 @@ fn s5(dsdt: u64) -> Option<[u8; 2]> {
     let end = dsdt + length(dsdt).saturating_sub(16);
     let mut at =
         (dsdt + 36..end).find(|at| &read::<[u8; 4]>(*at) == b"_S5_" && read::<u8>(at + 4) == 0x12)? + 5;
-    // PkgLength of one to four bytes, and the number of elements.
+    // Skips the PkgLength of one to four bytes, and the number of elements.
     at += u64::from(read::<u8>(at) >> 6) + 2;
     let mut types = [0; 2];
     for value in &mut types {
@@ -137,8 +138,8 @@ fn s5(dsdt: u64) -> Option<[u8; 2]> {
     Some(types)
 }
 
-/// The same of the MP table (MultiProcessor Specification 1.4), whose processors it returns how
-/// many of.
+/// Calls `found` with the APIC ID of each processor in the MP table (MultiProcessor Specification
+/// 1.4), if there is one.
 pub(crate) fn mp_processors(mut found: impl FnMut(u32)) {
     let ebda = u64::from(read::<u16>(0x40e)) << 4;
     let areas = [(ebda, ebda + 1024), (0x9_fc00, 0xa_0000), (0xf_0000, 0x10_0000)];

@@ -1,4 +1,4 @@
-//! What the boot protocol passes: PVH's start_info, or Linux's zero page.
+//! Reads the data of the boot protocol: PVH's start_info, or Linux's zero page.
 
 use super::{TRAMPOLINE, address, read, write};
 use crate::schedule::{MAX_RANGES, PAGE, Range};
@@ -6,13 +6,13 @@ use crate::{Shared, refuse};
 
 const MAX_LINE: usize = 2048;
 const MAX_ENTRIES: usize = 64;
-/// RAM below is mapped from the start. RAM above gets page tables of its own.
+/// The initial page tables map the addresses below. [`Boot::map`] maps RAM above.
 const MAPPED: u64 = 4 << 30;
-/// RAM above is left out.
+/// RAM above is not judged.
 const MAX_ADDRESS: u64 = 512 << 30;
 const LOW: u64 = 1 << 20;
 
-/// Copied before anything is written to memory.
+/// The data, copied before anything is written to memory.
 pub(crate) struct Boot {
     is_pvh: bool,
     pub(crate) rsdp: u64,
@@ -22,7 +22,7 @@ pub(crate) struct Boot {
     count: usize,
     modules: [Range; 4],
     module_count: usize,
-    /// The end of the image and of the page tables behind it.
+    /// The end of the image and of the page tables after it.
     pub(super) end: u64,
 }
 
@@ -38,7 +38,7 @@ static BOOT: Shared<Boot> = Shared::new(Boot {
     end: 0,
 });
 
-/// The one of this boot.
+/// Reads the data of this boot.
 pub(crate) fn boot() -> &'static Boot {
     // SAFETY: called once, by the first processor.
     let boot = unsafe { &mut *BOOT.get() };
@@ -121,7 +121,7 @@ impl Boot {
         }
     }
 
-    /// Maps RAM above 4 GiB, with page directories behind the image.
+    /// Maps RAM above 4 GiB, with page directories after the image.
     fn map(&mut self) {
         let top = self.entries[..self.count].iter().map(|range| range.end).max().unwrap_or(0);
         let pointers = address!(page_tables) + 0x1000;
@@ -143,7 +143,7 @@ impl Boot {
         &self.line[..self.line_len]
     }
 
-    /// What is not judged, and why.
+    /// The ranges that are not judged, with the reasons.
     pub(crate) fn left_out(&self) -> impl Iterator<Item = (u64, u64, &'static str)> {
         let image = (LOW, self.end, "the image, which checks itself");
         let modules =
@@ -156,7 +156,7 @@ impl Boot {
         let mut count = 0;
         for entry in &self.entries[..self.count] {
             let mut start = entry.start.max(LOW);
-            // Each hole from the lowest on.
+            // Takes the holes one by one, lowest first.
             loop {
                 let holes = self.left_out().map(|(from, to, _)| Range { start: from, end: to });
                 let next = holes
@@ -176,7 +176,7 @@ impl Boot {
         &ranges[..count]
     }
 
-    /// Whether the trampoline's page is RAM.
+    /// Whether there is RAM at the page of the trampoline.
     pub(crate) fn has_trampoline(&self) -> bool {
         self.entries[..self.count]
             .iter()
@@ -184,7 +184,7 @@ impl Boot {
     }
 }
 
-/// The one that [`boot`] has read.
+/// The data that [`boot`] has read.
 pub(super) fn boot_of() -> &'static Boot {
     // SAFETY: constant since `boot`.
     unsafe { &*BOOT.get() }

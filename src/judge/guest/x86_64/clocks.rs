@@ -1,4 +1,4 @@
-//! kvmclock and the local APIC's timer of each processor.
+//! Checks kvmclock and the local APIC's timer of each processor.
 
 use super::{Service, address, cpuid, load, now, out, read, read_msr, service, store, write_msr};
 use crate::report::{Kind, fault};
@@ -8,7 +8,8 @@ use crate::{Patience, Shared};
 /// KVM_FEATURE_CLOCKSOURCE2 (arch/x86/include/uapi/asm/kvm_para.h in Linux), and its MSR.
 const CLOCKSOURCE2: u32 = 1 << 3;
 const MSR_SYSTEM_TIME: u32 = 0x4b56_4d01;
-/// A step back that is none: KVM renews the clock's base, by a clock of the host that is slewed.
+/// A step back of this many nanoseconds is not a fault. KVM sometimes sets a new base for the
+/// clock, from a host clock that is slewed.
 const SLACK: u64 = 1_000_000;
 
 const APIC_BASE: u32 = 0x1b;
@@ -19,10 +20,10 @@ const CURRENT: u64 = 0x390;
 const DIVIDE: u64 = 0x3e0;
 const MASKED: u32 = 1 << 16;
 const VECTOR: u32 = 0x20;
-/// Milliseconds of one shot.
+/// The milliseconds from setting the timer to its interrupt.
 const SHOT: u64 = 20;
 
-/// What KVM writes, for each processor.
+/// `struct pvclock_vcpu_time_info`, which KVM writes for each processor.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct SystemTime {
@@ -49,7 +50,7 @@ const NO_TIME: SystemTime = SystemTime {
 
 static TIMES: Shared<[SystemTime; MAX_VCPUS]> = Shared::new([NO_TIME; MAX_VCPUS]);
 
-/// What a processor has seen of its clock and its timer.
+/// The last values of a processor's clock and timer.
 #[derive(Clone, Copy)]
 struct Seen {
     nanoseconds: u64,
@@ -60,7 +61,7 @@ struct Seen {
 
 static SEEN: Shared<[Seen; MAX_VCPUS]> =
     Shared::new([Seen { nanoseconds: 0, interrupts: 0, deadline: 0, patience: Patience::NONE }; MAX_VCPUS]);
-/// Ticks of the timer in a shot; 0 without a timer.
+/// The timer's ticks in [`SHOT`]. 0 without a timer.
 static COUNT: Shared<u32> = Shared::new(0);
 static HAS_CLOCK: Shared<bool> = Shared::new(false);
 
@@ -78,8 +79,8 @@ fn apic_read(base: u64, register: u64) -> u32 {
     }
 }
 
-/// Finds out what there is, on the first processor. Returns whether there are a kvmclock and a
-/// timer.
+/// Finds kvmclock and the timer, and measures the timer's frequency. Called on the first processor.
+/// Returns whether each exists.
 pub(crate) fn find_clocks(ticks: u64) -> (bool, bool) {
     let [_, b, c, d] = cpuid(0x4000_0000, 0);
     let is_kvm = [b, c, d] == [0x4b4d_564b, 0x564b_4d56, 0x4d] && cpuid(1, 0)[2] >> 31 == 1;
@@ -89,7 +90,7 @@ pub(crate) fn find_clocks(ticks: u64) -> (bool, bool) {
     if cpuid(1, 0)[3] >> 9 & 1 == 0 {
         return (has_clock, false);
     }
-    // The 8259s' interrupts would come, too.
+    // Masks the interrupts of the 8259s.
     out(0x21, 0xff);
     out(0xa1, 0xff);
     let base = read_msr(APIC_BASE);
@@ -109,7 +110,7 @@ pub(crate) fn find_clocks(ticks: u64) -> (bool, bool) {
     (has_clock, count != 0)
 }
 
-/// Starts both on this processor.
+/// Starts kvmclock and the timer on this processor.
 pub(crate) fn start_clocks(cpu: u64) {
     // SAFETY: constant since `find_clocks`.
     let (has_clock, count) = unsafe { (*HAS_CLOCK.get(), *COUNT.get()) };
@@ -137,7 +138,7 @@ fn seen(cpu: u64) -> &'static mut Seen {
     unsafe { &mut (*SEEN.get())[cpu as usize & 7] }
 }
 
-/// One interrupt, after [`SHOT`].
+/// Sets the timer for one interrupt after [`SHOT`].
 fn shoot(cpu: u64, count: u32) {
     let seen = seen(cpu);
     seen.interrupts = read(address!(fired) + 8 * cpu);
@@ -147,8 +148,8 @@ fn shoot(cpu: u64, count: u32) {
     apic_write(if registers == 0 { 1 << 10 } else { registers }, INITIAL, count);
 }
 
-/// Looks at both. `limit` is the longest step of the clock in nanoseconds. Returns whether
-/// something is wrong.
+/// Checks kvmclock and the timer. `limit` is the largest step of the clock in nanoseconds. Returns
+/// whether something is wrong.
 pub(crate) fn look_at_clocks(cpu: u64, limit: u64) -> bool {
     // SAFETY: constant since `find_clocks`.
     let (has_clock, count) = unsafe { (*HAS_CLOCK.get(), *COUNT.get()) };
@@ -182,7 +183,7 @@ pub(crate) fn look_at_clocks(cpu: u64, limit: u64) -> bool {
     wrong
 }
 
-/// kvmclock, as Linux's __pvclock_read_cycles() has it.
+/// Reads kvmclock like Linux's __pvclock_read_cycles().
 fn nanoseconds(cpu: u64) -> u64 {
     loop {
         let time = load::<SystemTime>(time_address(cpu));

@@ -1,4 +1,4 @@
-//! x86-64: ports, MSRs, time, and the addresses that the linker script names.
+//! x86-64: ports, MSRs, time, and the addresses that the linker script defines.
 
 mod acpi;
 mod boot;
@@ -98,13 +98,13 @@ use address;
 
 /// The serial port of a PC, COM1.
 const SERIAL: u16 = 0x3f8;
-/// The page below 1 MiB that processors start in.
+/// The page below 1 MiB in which processors start.
 const TRAMPOLINE: u64 = 0x8000;
 
 static HAS_SERIAL: Shared<bool> = Shared::new(false);
 static POWER: Shared<acpi::Power> = Shared::new(acpi::Power { ports: [(0, 0); 2], sleep: 0 });
 
-/// A call of `service` in boot.s. Returns rax.
+/// Calls `service` in boot.s, which runs in ring 0. Returns RAX.
 fn service(what: Service, target: u32, value: u64) -> u64 {
     let result;
     // SAFETY: ports and MSRs; the exception uses a stack of its own.
@@ -114,7 +114,7 @@ fn service(what: Service, target: u32, value: u64) -> u64 {
     result
 }
 
-/// What `service` does.
+/// The requests that `service` handles.
 enum Service {
     ReadMsr,
     WriteMsr,
@@ -141,24 +141,24 @@ fn input(port: u16) -> u8 {
     service(Service::In, port.into(), 0) as u8
 }
 
-/// A number at a physical address, which need not be aligned.
+/// Reads a value at a physical address, which need not be aligned.
 fn read<T: Copy>(address: u64) -> T {
     // SAFETY: the first 4 GiB are mapped.
     unsafe { core::ptr::read_unaligned(address as *const T) }
 }
 
 fn write<T>(address: u64, value: T) {
-    // SAFETY: callers name the image's own memory, or a device's.
+    // SAFETY: callers pass addresses of the image's own memory, or of a device.
     unsafe { core::ptr::write_volatile(address as *mut T, value) }
 }
 
-/// What a device or another processor may write meanwhile.
+/// Reads memory that a device or another processor may write at the same time.
 pub(crate) fn load<T: Copy>(address: u64) -> T {
-    // SAFETY: callers name a device's registers, or memory that it shares.
+    // SAFETY: callers pass addresses of a device's registers, or of shared memory.
     unsafe { core::ptr::read_volatile(address as *const T) }
 }
 
-/// What a device or another processor may read meanwhile.
+/// Writes memory that a device or another processor may read at the same time.
 pub(crate) fn store<T>(address: u64, value: T) {
     write(address, value);
 }
@@ -166,7 +166,7 @@ pub(crate) fn store<T>(address: u64, value: T) {
 /// EAX, EBX, ECX and EDX of a leaf.
 fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     let [mut a, mut b, mut c, mut d] = [Service::Cpuid as u32, 0, subleaf, 0];
-    // SAFETY: as `service`. rbx is the compiler's.
+    // SAFETY: as in `service`. The compiler reserves rbx, so it is restored.
     unsafe {
         asm!("mov {0:r}, rbx", "call service", "xchg {0:r}, rbx", inout(reg) b, inout("eax") a, inout("ecx") c, inout("edx") d, in("rsi") u64::from(leaf));
     }
@@ -181,7 +181,7 @@ fn write_msr(msr: u32, value: u64) {
     service(Service::WriteMsr, msr, value);
 }
 
-/// Fills in the interrupt descriptors: all handlers are in ring 0.
+/// Fills in the interrupt descriptors. All handlers run in ring 0.
 pub(crate) fn start() {
     let gate = |vector: u64, handler: u64, kind: u64| {
         let at = address!(idt) + 16 * vector;
@@ -226,7 +226,8 @@ pub(crate) fn now() -> u64 {
     unsafe { x86_64::_rdtsc() }
 }
 
-/// The TSC's frequency: by the hypervisor's leaf, by the processor's, by the PIT, or a guess.
+/// The frequency of the TSC: from the hypervisor's CPUID leaf, the processor's, the PIT, or a
+/// guess.
 pub(crate) fn ticks_per_second() -> u64 {
     let hypervisor = cpuid(1, 0)[2] >> 31 == 1;
     if hypervisor && (0x4000_0010..0x4000_1000).contains(&cpuid(0x4000_0000, 0)[0]) {
@@ -263,7 +264,7 @@ pub(crate) fn has_fsgsbase() -> bool {
     cpuid(0, 0)[0] >= 7 && cpuid(7, 0)[1] & 1 == 1
 }
 
-/// What does not change while the loop runs.
+/// The memory that is constant while the loop runs.
 pub(crate) fn constant_regions() -> [[u64; 2]; 6] {
     [
         [address!(image_start), address!(constant_end)],
@@ -271,7 +272,7 @@ pub(crate) fn constant_regions() -> [[u64; 2]; 6] {
         [address!(idt), address!(idt) + 4096],
         [address!(tss), address!(tss_end)],
         [address!(page_tables), address!(page_tables_end)],
-        // Page tables of what is above 4 GiB.
+        // The page tables for RAM above 4 GiB.
         [address!(image_end), boot::boot_of().end],
     ]
 }
@@ -288,7 +289,7 @@ pub(crate) fn published_address(cpu: u64) -> u64 {
     address!(published) + 4 * cpu
 }
 
-/// When a processor looks at its clocks again.
+/// Sets the time at which a processor checks its clocks again.
 pub(crate) fn set_next_look(cpu: u64, at: u64) {
     write(address!(next_look) + 8 * cpu, at);
 }
@@ -299,7 +300,8 @@ pub(crate) fn halt() -> ! {
     }
 }
 
-/// Ends the machine: by ACPI, QEMU's debug exit, the keyboard controller, a triple fault.
+/// Powers off by the first of these that works: ACPI, QEMU's debug exit, the keyboard controller, a
+/// triple fault.
 pub(crate) fn power_off() -> ! {
     // SAFETY: constant since `start_processors`.
     let power = unsafe { *POWER.get() };
@@ -309,7 +311,7 @@ pub(crate) fn power_off() -> ! {
         }
     }
     if power.sleep != 0 {
-        // SLP_TYP 5, SLP_EN of the sleep control register.
+        // SLP_TYP 5 and SLP_EN.
         out(power.sleep, 5 << 2 | 1 << 5);
     }
     out(0xf4, 0);

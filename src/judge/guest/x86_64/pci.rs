@@ -1,11 +1,12 @@
-//! Virtio block devices: on the first PCI bus, by the configuration ports, and on virtio-mmio, as
-//! the command line (`virtio_mmio.device=SIZE@ADDRESS:IRQ`) or ACPI's DSDT has it.
+//! Finds virtio block devices: on the first PCI bus through the configuration ports, and on
+//! virtio-mmio as listed on the command line (`virtio_mmio.device=SIZE@ADDRESS:IRQ`) or in ACPI's
+//! DSDT.
 
 use super::{Service, acpi, boot::boot_of, load, service};
 use crate::disk::{add, left_out};
 use crate::virtio::Place;
 
-/// The device of kind 2 is a disk; of a transitional one, and of a modern one.
+/// The virtio device ID of a disk, and the PCI IDs of a transitional and of a modern disk.
 const DISK: u32 = 2;
 const DEVICES: [u32; 2] = [0x1001_1af4, 0x1042_1af4];
 const ADDRESS: u32 = 0xcf8;
@@ -16,7 +17,7 @@ const NOTIFY: u8 = 2;
 const DEVICE: u8 = 4;
 const MAX_PLACES: usize = 16;
 
-/// Adds all disks.
+/// Finds and starts all disks.
 pub(crate) fn find_disks(seed: u64) {
     let mut places = [0; MAX_PLACES];
     let mut count = 0;
@@ -73,7 +74,7 @@ fn byte(function: u32, register: u32) -> u8 {
     (config(function, register) >> (8 * (register & 3))) as u8
 }
 
-/// Where a function's BAR is.
+/// The address in a function's BAR.
 fn bar(function: u32, index: u8) -> Result<u64, &'static str> {
     let register = 0x10 + 4 * u32::from(index.min(5));
     let low = config(function, register);
@@ -89,7 +90,7 @@ fn bar(function: u32, index: u8) -> Result<u64, &'static str> {
 }
 
 fn place(function: u32) -> Result<Place, &'static str> {
-    // Memory, and the right to read and write it.
+    // Enables memory accesses, and DMA by the device.
     let command = config(function, 4) & 0xffff;
     set_config(function, 4, command | 6);
     let (mut common, mut notify, mut stride, mut device) = (0, 0, 0, 0);
@@ -119,7 +120,7 @@ fn place(function: u32) -> Result<Place, &'static str> {
     if common == 0 || notify == 0 || device == 0 {
         return Err("it is not a modern one");
     }
-    // One that answers has a queue.
+    // Registers that answer report at least one queue.
     match load::<u16>(common + 18) {
         0 | 0xffff => Err("its registers do not answer"),
         _ => Ok(Place::Pci { common, notify, stride, device }),

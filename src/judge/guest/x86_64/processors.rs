@@ -1,4 +1,4 @@
-//! Starting the other processors: INIT and SIPI, one after the other.
+//! Starts the other processors one after the other, by INIT and SIPI.
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -7,7 +7,7 @@ use super::{POWER, TRAMPOLINE, acpi, address, now, read, read_msr, write, write_
 use crate::report::{Kind, fault};
 use crate::schedule::MAX_VCPUS;
 
-/// How many processors there are.
+/// The number of processors that run, and that the tables list.
 pub(crate) struct Started {
     pub(crate) running: u64,
     pub(crate) given: u64,
@@ -21,7 +21,7 @@ const X2APIC_SVR: u32 = 0x80f;
 const SVR_ENABLED: u32 = 0x1ff;
 const X2APIC_ICR: u32 = 0x830;
 
-/// Local APICs' IDs, each once.
+/// The IDs of local APICs, without duplicates.
 struct Ids {
     ids: [u32; MAX_GIVEN],
     count: usize,
@@ -36,7 +36,7 @@ impl Ids {
     }
 }
 
-/// Starts all processors that the tables name, up to [`MAX_VCPUS`]. Each adds itself to `started`.
+/// Starts all processors that the tables list, up to [`MAX_VCPUS`]. Each adds one to `started`.
 pub(crate) fn start(started: &AtomicU32) -> Started {
     let mut ids = Ids { ids: [0; MAX_GIVEN], count: 0 };
     let boot = boot_of();
@@ -70,7 +70,7 @@ pub(crate) fn start(started: &AtomicU32) -> Started {
     Started { running, given: given.max(1) as u64 }
 }
 
-/// This processor's ID, as its local APIC has it.
+/// The ID of this processor's local APIC.
 fn own_id() -> u32 {
     let base = read_msr(APIC_BASE);
     match base >> 10 & 1 == 1 {
@@ -83,7 +83,7 @@ fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
     let base = read_msr(APIC_BASE);
     let page = base & 0xf_ffff_f000;
     let is_x2apic = base >> 10 & 1 == 1;
-    // Enabled, or it need not deliver.
+    // A disabled local APIC need not deliver interrupts.
     if is_x2apic {
         write_msr(X2APIC_SVR, SVR_ENABLED.into());
     } else {
@@ -97,8 +97,8 @@ fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
             write(page + 0x300, command);
         }
     };
-    // INIT, asserted; SIPI with the page's number, twice, as the MultiProcessor Specification has
-    // it.
+    // INIT, asserted. Then SIPI with the page's number, up to twice (MultiProcessor Specification,
+    // B.4).
     send(0x4500);
     wait(20_000_000, || false);
     for _ in 0..2 {
@@ -110,7 +110,7 @@ fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
     false
 }
 
-/// Waits for `done`, at most so many ticks.
+/// Waits until `done` or for `ticks`. Returns whether it is done.
 fn wait(ticks: u64, done: impl Fn() -> bool) -> bool {
     let begun = now();
     while !done() {
