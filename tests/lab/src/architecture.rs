@@ -13,8 +13,8 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    /// The target of static programs. It is named here although `.cargo/config.toml` has it,
-    /// because cargo lets CARGO_BUILD_TARGET win.
+    /// The target of static programs. `.cargo/config.toml` names it too, but cargo lets
+    /// CARGO_BUILD_TARGET override that.
     pub fn target(self) -> &'static str {
         match self {
             Self::X86 => "x86_64-unknown-linux-musl",
@@ -22,7 +22,7 @@ impl Architecture {
         }
     }
 
-    /// What the kernel's make calls it, and the fragments of its configuration.
+    /// The name in the kernel's make, and the directory of its configuration fragments.
     pub fn kernel(self) -> &'static str {
         match self {
             Self::X86 => "x86",
@@ -30,7 +30,7 @@ impl Architecture {
         }
     }
 
-    /// What the names of its compilers begin with, as Debian has them on a machine of x86-64.
+    /// The prefix of its compilers' names in Debian on an x86-64 machine.
     pub fn prefix(self) -> &'static str {
         match self {
             Self::X86 => "",
@@ -38,7 +38,7 @@ impl Architecture {
         }
     }
 
-    /// What Debian calls it.
+    /// Debian's name for it.
     pub fn debian(self) -> &'static str {
         match self {
             Self::X86 => "amd64",

@@ -1,5 +1,5 @@
-//! What is put into an emulated host: our own programs, built static, and Debian's kernels with
-//! their modules.
+//! What goes into an emulated host: this workspace's programs, linked statically, and Debian's
+//! kernels with their modules.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -20,13 +20,13 @@ pub fn workspace() -> PathBuf {
     lab.join("../..").canonicalize().unwrap_or(lab)
 }
 
-/// Whether the workspace has changes that are in no commit.
+/// Whether the workspace has uncommitted changes.
 pub fn is_uncommitted() -> Result<bool> {
     let changes = tool::text(Command::new("git").args(["status", "--porcelain"]).current_dir(workspace()))?;
     Ok(!changes.trim().is_empty())
 }
 
-/// The cargo that runs us.
+/// The cargo that started this process.
 pub fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
@@ -38,9 +38,9 @@ pub struct Executable {
     pub name: String,
     /// `bin`, `test`, ….
     pub kind: String,
-    /// Whether it is the target's tests, and not the target itself.
+    /// Whether this is the target's unit tests.
     pub test: bool,
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// Its package's Cargo.toml.
     pub manifest: PathBuf,
@@ -53,12 +53,12 @@ impl Executable {
     }
 }
 
-/// Runs cargo with `arguments`, as a user would; gives the executables.
+/// Runs cargo with `arguments`, as a user would. Returns the executables.
 pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
     executables(Command::new(cargo()).args(arguments))
 }
 
-/// Runs cargo with `arguments` for static programs of x86-64 in the profile for beds; gives the
+/// Runs cargo with `arguments` for static x86-64 programs in the profile for beds. Returns the
 /// executables.
 pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
     build_for(Architecture::X86, arguments)
@@ -106,11 +106,11 @@ pub struct Programs {
     pub vellum: PathBuf,
     /// The host's first process.
     pub init: PathBuf,
-    /// The laboratory itself, for running `metal`'s tests in there.
+    /// The laboratory itself. It runs `metal`'s tests in the host.
     pub lab: PathBuf,
-    /// Tasks that switch in a Linux guest, for comparisons.
+    /// Linux guest tasks that switch, for comparisons.
     pub guest_tasks: PathBuf,
-    /// What a command in a Linux guest costs.
+    /// Measures the cost of a command in a Linux guest.
     pub guest_commands: PathBuf,
 }
 
@@ -137,7 +137,7 @@ impl Programs {
     }
 }
 
-/// All files below `directories` whose names are `wanted`.
+/// All files below `directories` with `wanted` names.
 pub fn files_below(directories: &[PathBuf], wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
     let (mut files, mut left) = (Vec::new(), directories.to_vec());
     while let Some(dir) = left.pop() {
@@ -154,13 +154,13 @@ pub fn files_below(directories: &[PathBuf], wanted: impl Fn(&str) -> bool) -> Re
     Ok(files)
 }
 
-/// What an ELF image with symbols is called.
+/// The file name of an ELF image with symbols.
 pub const SYMBOLS: &str = "vmlinux.symbols";
 
-/// An unpacked kernel of Debian's.
+/// An unpacked Debian kernel.
 #[derive(Clone, Debug)]
 pub struct Kernel {
-    /// `linux-image-6.1.0-56-cloud-amd64 6.1.192-2`: what stands in reports.
+    /// `linux-image-6.1.0-56-cloud-amd64 6.1.192-2`, as reports name it.
     pub package: String,
     /// The bzImage, or the Image.
     pub image: PathBuf,
@@ -169,25 +169,25 @@ pub struct Kernel {
     suites: &'static [&'static str],
 }
 
-/// A kernel of Debian's: the version by which it is known here, its metapackage but for the
-/// architecture, and where that is.
+/// A Debian kernel: the version that the laboratory uses for it, its metapackage without the
+/// architecture, and the suites that have it.
 type Offered = (&'static str, &'static str, &'static [&'static str]);
 
 const BOOKWORM: &[&str] = &["bookworm", "bookworm-security"];
-/// The cloud kernels that tests run on.
+/// Tests run on these cloud kernels.
 const CLOUD: [Offered; 2] =
     [("6.1", "linux-image-cloud", BOOKWORM), ("6.12", "linux-image-6.12-cloud", BOOKWORM)];
-/// Newer cloud kernels, by the names of the bases that patches are for.
+/// Newer cloud kernels. Their names are those of the bases that series are for.
 const NEWER: [Offered; 2] =
     [("7.2", "linux-image-cloud", &["sid"]), ("7.3", "linux-image-cloud", &["trixie-backports"])];
-/// The same with drivers for real machines, under a name of its own.
+/// The generic kernel: it has drivers for real machines, so it has a name of its own.
 const GENERIC: Offered = (Kernel::GENERIC, "linux-image", BOOKWORM);
-/// What a kernel's package is called, without its version.
+/// The prefix of a kernel package's name, before its version.
 const IMAGE: &str = "linux-image-";
 
 /// The files of Debian's package `name` for `architecture`, fetched if need be.
 pub fn package(cache: &Cache, architecture: Architecture, name: &str) -> Result<PathBuf> {
-    // Records of before there were others than busybox say so.
+    // The record of busybox keeps the name it had before other packages existed.
     let record = format!("{}-{}", name.trim_end_matches("-static"), architecture.debian());
     let package =
         debian::recorded(cache, &record, || Archive::open(cache, architecture, BOOKWORM)?.resolve(name))?;
@@ -199,13 +199,13 @@ pub fn package(cache: &Cache, architecture: Architecture, name: &str) -> Result<
     })
 }
 
-/// Debian's static busybox for `architecture`: this machine's own may be of another one.
+/// Debian's static busybox for `architecture`. This machine's own may be of another architecture.
 pub fn busybox(cache: &Cache, architecture: Architecture) -> Result<PathBuf> {
     Ok(package(cache, architecture, "busybox-static")?.join("bin/busybox"))
 }
 
 impl Kernel {
-    /// The version by which Debian's kernel for any machine is known here.
+    /// The laboratory's name for Debian's generic kernel.
     pub const GENERIC: &str = "generic-6.1";
 
     /// The versions that tests run on.
@@ -248,7 +248,7 @@ impl Kernel {
                 fs::remove_file(&deb).map_err(Error::file("remove", &deb))
             };
             fetch(&package)?;
-            // Of newer versions that package is empty: two others have the kernel and its modules.
+            // In newer versions this package is empty. Two others have the kernel and its modules.
             let parts: &[&str] =
                 if dir.join("boot").is_dir() { &[] } else { &["linux-binary-", "linux-modules-"] };
             parts.iter().try_for_each(|part| {
@@ -279,13 +279,13 @@ impl Kernel {
         Ok(Self { package, image, modules, dir: tree, suites })
     }
 
-    /// What its package is unpacked in.
+    /// The directory of the unpacked package.
     pub fn package_dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Its ELF image with symbols and what unwinds the stack, out of its package for debuggers,
-    /// fetched if need be; without the rest of what is in there, which is ten times as much.
+    /// Its ELF image with symbols and unwind tables, from its debug package, fetched if need be.
+    /// The rest of that package is ten times as large and is not kept.
     pub fn symbols(&self, cache: &Cache) -> Result<PathBuf> {
         const THERE: &str = "usr/lib/debug/boot";
         let (name, version) = self.package.split_once(' ').unwrap_or((&self.package, ""));
@@ -295,7 +295,7 @@ impl Kernel {
             let deb = Archive::open(cache, Architecture::X86, self.suites)?.download(&package, dir)?;
             let image = debian::unpack_only(&deb, THERE, "vmlinux-", dir)?;
             let mut objcopy = Command::new(tool::need("objcopy")?);
-            // A kernel's own relocations are for its KASLR, and would mislead a debugger.
+            // The kernel's own relocations are for KASLR and would mislead a debugger.
             objcopy.args(["--strip-debug", "--keep-section=.debug_frame", "--remove-relocations=*"]);
             tool::output(objcopy.args([&image, &dir.join(SYMBOLS)]))?;
             fs::remove_file(&deb).map_err(Error::file("remove", &deb))?;
@@ -304,15 +304,15 @@ impl Kernel {
         Ok(entry.join(SYMBOLS))
     }
 
-    /// The modules called `names` and all that they need, in the order in which they load. A name
-    /// that this kernel has built in, or does not have, is passed over.
+    /// The modules `names` and their dependencies, in load order. Names that this kernel has built
+    /// in or lacks are skipped.
     pub fn modules(&self, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
         modules_in(&self.modules.join("kernel"), names)
     }
 }
 
-/// The modules below `dir` that are called `names`, and all that they need, in the order in which
-/// they load. A name that is not there is passed over.
+/// The modules `names` below `dir` and their dependencies, in load order. Missing names are
+/// skipped.
 pub fn modules_in(dir: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = BTreeMap::new();
     index(dir, &mut files)?;
@@ -340,7 +340,7 @@ fn load(files: &BTreeMap<String, PathBuf>, name: &str, loaded: &mut Vec<(String,
     Ok(())
 }
 
-/// Every module below `dir` by its name, with `-` as `_`.
+/// Every module below `dir`, by its name with `_` for `-`.
 fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(Error::file("read", dir))? {
         let path = entry.map_err(Error::file("read", dir))?.path();
@@ -355,8 +355,8 @@ fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// What a module says it needs: `depends=` in its .modinfo section. Debian's modules.dep is made at
-/// installation only.
+/// A module's dependencies: `depends=` in its .modinfo section. Debian generates modules.dep only
+/// at installation.
 fn dependencies(image: &[u8]) -> Vec<String> {
     let mark = b"\0depends=";
     let Some(at) = image.windows(mark.len()).position(|window| window == mark) else { return Vec::new() };

@@ -1,9 +1,8 @@
-//! What was fetched or built, outside the repository: `$XDG_CACHE_HOME/vellum`, else
-//! `~/.cache/vellum`.
+//! The cache of fetched and built files: `$XDG_CACHE_HOME/vellum`, or `~/.cache/vellum`.
 //!
-//! An entry appears whole or not at all: it is made in a scratch directory beside it and renamed.
-//! Whoever makes one holds its lock, so two laboratories on one machine do not make it twice, and
-//! what a killed one left is swept away by the next.
+//! An entry appears whole or not at all: it is made in a scratch directory and renamed. Its maker
+//! holds a lock, so two laboratories on one machine do not make an entry twice. The next maker
+//! removes what a killed one left.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -45,8 +44,8 @@ impl Cache {
         self.root.join(name)
     }
 
-    /// A directory that lives on and is not an entry: it may be half done at any time, and says so
-    /// itself.
+    /// A directory that is kept but is not an entry. Its content may be incomplete at any time and
+    /// records that itself.
     pub fn dir(&self, name: &str) -> Result<PathBuf> {
         let dir = self.path(name);
         fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
@@ -57,8 +56,8 @@ impl Cache {
     pub fn lock(&self, name: &str) -> Result<Lock> {
         let path = self.dir("locks")?.join(name.replace('/', ","));
         let file = File::create(&path).map_err(Error::file("create", &path))?;
-        // Children have it too: a make that outlives a killed laboratory, be it for a moment, still
-        // writes. SAFETY: the descriptor is open, and fcntl takes no pointer here.
+        // Children inherit the lock, because a make may outlive a killed laboratory for a moment
+        // and still write. SAFETY: the descriptor is open, and fcntl takes no pointer here.
         unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFD, 0) };
         if file.try_lock().is_err() {
             eprintln!("lab: another laboratory works on {name}; waiting for it");
@@ -67,7 +66,7 @@ impl Cache {
         Ok(Lock(file))
     }
 
-    /// The entry called `name`: as it is, or made by `make` in an empty directory.
+    /// Returns the entry `name`. If it does not exist, `make` makes it in an empty directory.
     pub fn entry(&self, name: &str, make: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         let path = self.path(name);
         if path.exists() {
@@ -87,8 +86,7 @@ impl Cache {
         fs::create_dir_all(&scratch).map_err(Error::file("create", &scratch))?;
         let made = make(&scratch);
         if let Err(error) = made {
-            // What is half made helps nobody; if it cannot be removed now, the next one will try
-            // again.
+            // A half-made entry is useless. If it cannot be removed now, the next maker removes it.
             let _ = fs::remove_dir_all(&scratch);
             return Err(error);
         }
@@ -99,7 +97,7 @@ impl Cache {
         Ok(path)
     }
 
-    /// Refuses to begin what the disk cannot hold.
+    /// Refuses to start work that the disk has no room for.
     pub fn need_mib(&self, need_mib: u64) -> Result<()> {
         let path = CString::new(self.root.as_os_str().as_bytes()).expect("paths hold no NUL");
         // SAFETY: statvfs is plain data, for which all zeroes is a value.
@@ -116,14 +114,14 @@ impl Cache {
     }
 }
 
-/// A short name for content: FNV-1a, 64 bits. Collisions would need an adversary, and this is a
-/// cache of our own.
+/// A short name for content: FNV-1a, 64 bits. Only an adversary could cause a collision, and the
+/// cache is private.
 pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     let mut eat = |byte: u8| hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     for part in parts {
         part.iter().for_each(|&byte| eat(byte));
-        // The lengths are content too: ["ab", "c"] is not ["a", "bc"].
+        // Lengths are hashed too, so that ["ab", "c"] is not ["a", "bc"].
         part.len().to_le_bytes().into_iter().for_each(&mut eat);
     }
     format!("{hash:016x}")

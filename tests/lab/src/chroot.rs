@@ -1,8 +1,7 @@
-//! A Debian that has never seen Vellum, unpacked into a directory, and commands in it.
+//! A fresh Debian without Vellum, unpacked into a directory, and commands in it.
 //!
-//! The archive of it is made once and kept in the cache. Where a command needs more than files,
-//! [`command`] gives it mounts and processes of its own: they are namespaces', which the kernel
-//! takes down with the last process in them, however this one ends.
+//! Its archive is made once and cached. [`command`] runs a command with its own mounts and
+//! processes. They are in namespaces, which the kernel removes when the last process in them ends.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +10,11 @@ use std::process::Command;
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, debian, tool};
 
-/// Debian's suite.
+/// The Debian suite.
 pub const SUITE: &str = "bookworm";
 
-/// The archive of a minimal Debian with `packages` besides, made if need be, which takes root.
+/// The archive of a minimal Debian with additional `packages`, made if need be. Making it needs
+/// root.
 pub fn archive(cache: &Cache, packages: &[&str]) -> Result<PathBuf> {
     let packages = packages.join(",");
     let made = cache.entry(&format!("root/{SUITE}-{}", digest([packages.as_bytes()])), |dir| {
@@ -26,18 +26,18 @@ pub fn archive(cache: &Cache, packages: &[&str]) -> Result<PathBuf> {
     Ok(made.join("root.tar"))
 }
 
-/// Unpacks `archive` into `root`, which is made. There are no device nodes but /dev/null.
+/// Unpacks `archive` into `root`, which it creates. /dev/null is the only device node.
 pub fn unpack(archive: &Path, root: &Path) -> Result<()> {
     fs::create_dir_all(root).map_err(Error::file("create", root))?;
     tool::output(Command::new("tar").arg("-xf").arg(archive).arg("-C").arg(root).arg("--exclude=./dev/*"))?;
-    // dpkg's own processes want one.
+    // dpkg's processes need /dev/null.
     let null = root.join("dev/null");
     tool::output(Command::new("mknod").args(["-m", "666"]).arg(&null).args(["c", "1", "3"])).map(drop)
 }
 
-/// What the first process does: it makes the mounts, has the directory be the root, and waits for
-/// the command. A root that is none of chroot(2)'s lets tests make user namespaces. Of the host's
-/// devices all are there, with a /dev/shm of its own.
+/// The first process: it makes the mounts, makes the directory the root, and waits for the command.
+/// It uses pivot_root(2), because tests cannot create user namespaces under chroot(2). It has all
+/// of the host's devices and its own /dev/shm.
 const ENTER: &str = r#"set -e
 root=$0
 mount --bind "$root" "$root"
@@ -55,9 +55,8 @@ status=0
 "$@" || status=$?
 exit $status"#;
 
-/// `words` in `root`, from the directory `dir` there, in namespaces of their own and without this
-/// process' environment. The processes end with the command that is started, and the mounts with
-/// them.
+/// `words` in `root`, in its directory `dir`, in namespaces of its own and without this process's
+/// environment. Its processes and mounts end with the command that is started.
 pub fn command(root: &Path, dir: &str, words: &[&str]) -> Result<Command> {
     let mut command = Command::new(tool::need("unshare")?);
     command.args(["--mount", "--pid", "--fork", "--kill-child=KILL", "sh", "-c", ENTER]);

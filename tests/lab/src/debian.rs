@@ -1,9 +1,9 @@
-//! Debian's packages, fetched by name and unpacked into the cache; never installed.
+//! Debian's packages, downloaded by name and unpacked into the cache, never installed.
 //!
-//! apt does the work, with a state directory of our own: another suite than this machine's can be
-//! read without a trace in its lists, and without root. The mirror is the one that this machine
-//! already uses. What a metapackage resolved to is recorded, so that a bed stays the same from day
-//! to day until `cargo lab update`.
+//! apt does the work, with a state directory of its own. So another suite than this machine's can
+//! be read without root and without changing this machine's lists. The mirror is the one that this
+//! machine uses. The version that a metapackage resolves to is recorded, so that a bed stays the
+//! same until `cargo lab update`.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -17,11 +17,10 @@ use crate::architecture::Architecture;
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
-/// Lists older than this are fetched again before they are asked; where there is no network they
-/// serve all the same.
+/// Lists older than this are fetched again before use. Without a network the old lists are used.
 const FRESH: Duration = Duration::from_secs(24 * 3600);
 
-/// Beside the lists; its age is theirs.
+/// A file beside the lists. Its mtime is the lists' age.
 const STAMP: &str = "updated";
 
 /// A package at a version.
@@ -41,7 +40,7 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// `suites` are read together; the newest version among them wins.
+    /// Opens `suites`. They are read together, and the newest version among them wins.
     pub fn open(cache: &Cache, architecture: Architecture, suites: &'static [&'static str]) -> Result<Self> {
         tool::need("apt-get")?;
         let mut name = format!("apt/{}", suites.join("+"));
@@ -59,7 +58,7 @@ impl Archive {
         Ok(this)
     }
 
-    /// The version that `name` has now.
+    /// The current version of `name`.
     pub fn resolve(&self, name: &str) -> Result<Package> {
         let fields = self.show(name)?;
         let version = field(&fields, "Version").ok_or_else(|| {
@@ -68,8 +67,7 @@ impl Archive {
         Ok(Package { name: name.to_owned(), version: version.to_owned() })
     }
 
-    /// The package that the metapackage `name` stands for: its dependency that begins with
-    /// `prefix`.
+    /// The package that the metapackage `name` stands for: its dependency with this prefix.
     pub fn resolve_meta(&self, name: &str, prefix: &str) -> Result<Package> {
         let fields = self.show(name)?;
         let depends = field(&fields, "Depends").unwrap_or_default();
@@ -81,7 +79,7 @@ impl Archive {
         self.resolve(target)
     }
 
-    /// Fetches `package` into `dir`.
+    /// Downloads `package` into `dir`.
     pub fn download(&self, package: &Package, dir: &Path) -> Result<PathBuf> {
         let what = format!("{}={}", package.name, package.version);
         eprintln!("lab: fetching {what}");
@@ -102,7 +100,7 @@ impl Archive {
             })
     }
 
-    /// Fetches the upstream tarball of a source package into `dir`.
+    /// Downloads the upstream tarball of a source package into `dir`.
     pub fn download_source(&self, name: &str, dir: &Path) -> Result<PathBuf> {
         eprintln!("lab: fetching the source of {name}");
         let fetched = tool::output(
@@ -112,7 +110,8 @@ impl Archive {
         let tarball = entries
             .filter_map(|entry| Some(entry.ok()?.path()))
             .find(|path| path.file_name().is_some_and(|file| file.to_string_lossy().contains(".orig.tar")));
-        // apt verifies each file by itself: one of the others that a mirror lacks is no loss here.
+        // apt verifies each file by itself, and only the tarball is needed. A mirror may lack the
+        // others.
         match (tarball, fetched) {
             (Some(tarball), _) => Ok(tarball),
             (None, Err(error)) => {
@@ -125,7 +124,7 @@ impl Archive {
     /// Every version of `name` in these suites, for error messages.
     pub fn offered(&self, name: &str) -> String {
         let listing = tool::text(self.apt("apt-cache").args(["madison", name])).unwrap_or_default();
-        // A version that a source package has too stands there twice.
+        // madison lists a version twice if its source package has it too.
         let mut versions: Vec<&str> = Vec::new();
         for version in listing.lines().filter_map(|line| line.split('|').nth(1)).map(str::trim) {
             if !versions.contains(&version) {
@@ -148,7 +147,7 @@ impl Archive {
     fn refresh(&self) -> Result<()> {
         let stamp = self.state.join(STAMP);
         let age = fs::metadata(&stamp).and_then(|meta| meta.modified()).ok().and_then(|at| {
-            // A clock that was set back makes the age unknown, which is old enough.
+            // If the clock was set back, the age is unknown, and the lists count as old.
             SystemTime::now().duration_since(at).ok()
         });
         if age.is_some_and(|age| age < FRESH) {
@@ -157,8 +156,7 @@ impl Archive {
         let list = self.state.join("sources.list");
         fs::write(&list, sources(&Mirror::discover()?, self.suites)).map_err(Error::file("write", &list))?;
         eprintln!("lab: reading Debian's lists of {}", self.suites.join(", "));
-        // An apt that reached no server says so on its error stream and exits with 0, unless told
-        // otherwise.
+        // By default, an apt that reaches no server prints an error and exits with 0.
         let update = ["-q", "-o", "APT::Update::Error-Mode=any", "update"];
         match tool::output(self.apt("apt-get").args(update)) {
             Ok(_) => fs::write(&stamp, "").map_err(Error::file("write", &stamp)),
@@ -184,8 +182,8 @@ impl Archive {
         for option in [
             format!("Dir::Etc::sourcelist={state}/sources.list"),
             "Dir::Etc::sourceparts=/dev/null".into(),
-            // What this machine prefers, pins or has installed is no matter here.
-            // A package of the architecture and of none other, whatever this machine is.
+            // This machine's preferences, pins and installed packages do not apply. Only packages
+            // of this architecture count, whatever this machine is.
             format!("APT::Architecture={}", self.architecture.debian()),
             format!("APT::Architectures={}", self.architecture.debian()),
             "APT::Default-Release=".into(),
@@ -194,14 +192,14 @@ impl Archive {
             format!("Dir::State::status={state}/status"),
             format!("Dir::State::Lists={state}/lists"),
             format!("Dir::Cache={state}/cache"),
-            // The cache may be where apt's own user cannot write.
+            // apt's own user may not be able to write to the cache.
             format!("APT::Sandbox::User={}", std::env::var("USER").unwrap_or_else(|_| "root".into())),
             "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".into(),
-            // Where apt-file is installed, apt fetches this too, and fails where a mirror is being
-            // renewed.
+            // With apt-file installed, apt also fetches Contents files, and fails while a mirror is
+            // being updated.
             "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled=false".into(),
             "Acquire::Languages=none".into(),
-            // An old suite's Release file has expired by design.
+            // The Release file of an old suite has expired by design.
             "Acquire::Check-Valid-Until=false".into(),
             "Acquire::Retries=2".into(),
         ] {
@@ -212,7 +210,7 @@ impl Archive {
     }
 }
 
-/// What apt calls errors, without its whole command line.
+/// apt's error lines, without its command line.
 fn complaints(error: Error) -> String {
     let Error::Failed { output, .. } = error else { return error.to_string() };
     let errors: Vec<&str> = output.lines().filter(|line| line.starts_with("E:")).collect();
@@ -224,8 +222,8 @@ pub fn unpack(deb: &Path, to: &Path) -> Result<()> {
     tool::output(Command::new("dpkg-deb").arg("-x").args([deb, to])).map(drop)
 }
 
-/// Unpacks of a package's files the one in the directory `at` whose name begins with `prefix`, and
-/// says where it is.
+/// Unpacks only the file of a package in the directory `at` whose name begins with `prefix`.
+/// Returns its path.
 pub fn unpack_only(deb: &Path, at: &str, prefix: &str, to: &Path) -> Result<PathBuf> {
     let mut files = Command::new("dpkg-deb");
     files.arg("--fsys-tarfile").arg(deb).stdout(Stdio::piped());
@@ -241,7 +239,7 @@ pub fn unpack_only(deb: &Path, at: &str, prefix: &str, to: &Path) -> Result<Path
     found.ok_or_else(|| Error::Package(format!("{} holds no {at}/{prefix}…", deb.display())))
 }
 
-/// What `name` was resolved to: as recorded, else by asking `resolve`.
+/// The recorded package of `name`. If there is no record, `resolve` finds it and it is recorded.
 pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Package>) -> Result<Package> {
     let record = cache.dir("resolved")?.join(format!("{name}.json"));
     if let Some(package) = fs::read(&record).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
@@ -253,8 +251,8 @@ pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Pack
     Ok(package)
 }
 
-/// Forgets what was resolved and how fresh the lists are: the next use asks Debian again, or the
-/// lists themselves where there is no network, so that what is cached can be used.
+/// Removes the records and marks the lists as old. The next use asks Debian again. The lists stay,
+/// so that the cache can be used without a network.
 pub fn forget(cache: &Cache) -> Result<()> {
     let _lock = cache.lock("apt")?;
     let states = cache.dir("apt")?;
@@ -286,7 +284,7 @@ struct Mirror {
 }
 
 impl Mirror {
-    /// The mirror in this machine's own sources, or the one named by `VELLUM_DEBIAN_MIRROR`.
+    /// The mirror in this machine's apt sources, or the one in `VELLUM_DEBIAN_MIRROR`.
     fn discover() -> Result<Self> {
         if let Ok(main) = std::env::var("VELLUM_DEBIAN_MIRROR") {
             return Ok(Self::beside(main.trim_end_matches('/')));
@@ -310,7 +308,7 @@ impl Mirror {
         })
     }
 
-    /// Picks from what `apt-get update --print-uris` says.
+    /// Finds the mirror in the output of `apt-get update --print-uris`.
     fn among(uris: &str, codename: &str) -> Option<Self> {
         let base = |suite: &str| {
             let end = format!("/dists/{suite}/InRelease'");
@@ -326,7 +324,7 @@ impl Mirror {
         Some(mirror)
     }
 
-    /// The security archive stands beside the main one, by convention.
+    /// By convention, the security archive is beside the main one.
     fn beside(main: &str) -> Self {
         Self { main: main.to_owned(), security: format!("{main}-security") }
     }

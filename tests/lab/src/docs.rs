@@ -1,6 +1,7 @@
-//! `cargo lab docs`: the book as HTML, with a page for each command, its links and its spelling.
+//! `cargo lab docs`: builds the book as HTML, with a page for each command, and checks its links
+//! and spelling.
 //!
-//! `docs/` holds what people write. [`pages`] adds what clap's definition of the command line says.
+//! `docs/` holds the written pages. [`pages`] adds a page for each command from clap's definitions.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -16,16 +17,16 @@ use crate::test::setup;
 use crate::test::tally::Tally;
 use crate::{Error, Result, artifacts, tool};
 
-/// Its name in the list of what was skipped.
+/// Its name in the list of skipped tests.
 const BED: &str = "docs";
-/// mdBook's version: the newest that was seen to work.
+/// The mdBook version that is known to work.
 const MDBOOK: &str = "0.5.4";
-/// The line of the summary below which the pages of commands come.
+/// The summary's line after which the commands' pages follow.
 const COMMANDS: &str = "- [Commands](reference/commands.md)\n";
-/// Words that codespell takes for mistakes.
+/// Correct words that codespell rejects.
 const WORDS: &str = "passt";
 
-/// Builds the book into `out` and checks it; the exit status is 0 if nothing failed.
+/// Builds the book into `out` and checks it. The exit status is 0 if nothing failed.
 pub fn run(consent: bool, out: &Path) -> Result<u8> {
     let cache = Cache::open()?;
     let mut tally = Tally::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
@@ -60,14 +61,14 @@ pub fn build(mdbook: &Path, root: &Path, out: &Path) -> Result<()> {
     tool::output(Command::new(mdbook).arg("build").arg(&source).arg("-d").arg(out)).map(drop)
 }
 
-/// mdBook in the cache, if it is there.
+/// The cached mdBook, if it has the right version.
 pub fn installed(cache: &Cache) -> Option<PathBuf> {
     let program = cache.path("cargo/bin/mdbook");
     let version = tool::text(Command::new(&program).arg("--version")).unwrap_or_default();
     (version.trim() == format!("mdbook v{MDBOOK}")).then_some(program)
 }
 
-/// mdBook, which is installed into the cache if it is not there.
+/// mdBook, installed into the cache if need be.
 pub fn mdbook(cache: &Cache) -> Result<PathBuf> {
     let program = cache.path("cargo/bin/mdbook");
     if installed(cache).is_none() {
@@ -75,14 +76,14 @@ pub fn mdbook(cache: &Cache) -> Result<PathBuf> {
         let mut cargo = Command::new(artifacts::cargo());
         cargo.args(["install", "mdbook", "--locked", "--version", MDBOOK, "--no-default-features"]);
         cargo.args(["--features", "search", "--root"]).arg(cache.path("cargo"));
-        // Out of the workspace, whose settings are for Vellum's own programs.
+        // Outside the workspace, because its cargo settings are for Vellum's own programs.
         cargo.current_dir("/").env_remove("CARGO_TARGET_DIR").env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1");
         tool::output(&mut cargo)?;
     }
     Ok(program)
 }
 
-/// Writes a page for each command below `src`, and names them in its summary.
+/// Writes a page for each command below `src` and adds the pages to its summary.
 fn pages(src: &Path) -> Result<()> {
     let mut root = cli::command().term_width(100);
     root.build();
@@ -103,7 +104,7 @@ fn pages(src: &Path) -> Result<()> {
     fs::write(&summary, text.replacen(COMMANDS, &rows, 1)).map_err(Error::file("write", &summary))
 }
 
-/// The commands below `command` as the book's summary has them: how deep, the name, the help.
+/// Collects the commands below `command`: their depth in the summary, name and help.
 fn collect(command: &Clap, depth: usize, into: &mut Vec<(usize, String, String)>) {
     for below in command.get_subcommands().filter(|one| !one.is_hide_set() && one.get_name() != "help") {
         let name = below.get_bin_name().unwrap_or_else(|| below.get_name()).to_owned();
@@ -112,8 +113,7 @@ fn collect(command: &Clap, depth: usize, into: &mut Vec<(usize, String, String)>
     }
 }
 
-/// Links within the book. linkchecker gives up root's rights, so it gets a copy that anyone can
-/// read.
+/// Checks the book's links. linkchecker drops root's privileges, so it gets a world-readable copy.
 fn links(book: &Path) -> Result<()> {
     let dir = std::env::temp_dir().join(format!("vellum-book-{}", std::process::id()));
     let checked = copy(book, &dir).and_then(|()| {
@@ -124,7 +124,7 @@ fn links(book: &Path) -> Result<()> {
     checked
 }
 
-/// Copies a directory and all that is in it.
+/// Copies a directory recursively.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir_all(to).map_err(Error::file("create", to))?;
     for entry in fs::read_dir(from).map_err(Error::file("read", from))? {

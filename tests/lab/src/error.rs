@@ -1,11 +1,11 @@
-//! What can go wrong in the laboratory. Every message names the thing and says what to do about it.
+//! The laboratory's errors. Every message names the thing and the remedy.
 
 use std::path::{Path, PathBuf};
 
 /// The laboratory's result.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why the laboratory could not do what was asked.
+/// Why the laboratory failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Bad input: one line, exit code 2.
@@ -16,7 +16,7 @@ pub enum Error {
     Missing {
         /// The program.
         program: String,
-        /// Debian's package that has it.
+        /// The Debian package that has it.
         package: String,
     },
     /// A program ran and failed.
@@ -24,9 +24,9 @@ pub enum Error {
     Failed {
         /// The command line.
         line: String,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// The last lines of what it said.
+        /// The last lines of its output.
         output: String,
     },
     /// The operating system refused.
@@ -34,12 +34,12 @@ pub enum Error {
     File {
         /// The verb: read, write, create.
         doing: &'static str,
-        /// What it was about.
+        /// The file or directory.
         path: PathBuf,
-        /// The system's word.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// Not enough room for what is about to be made.
+    /// The disk has too little free space.
     #[error(
         "{} has {free_mib} MiB free and this needs {need_mib} MiB: free some, or set XDG_CACHE_HOME to a larger disk",
         .path.display()
@@ -47,15 +47,15 @@ pub enum Error {
     DiskFull {
         /// The cache.
         path: PathBuf,
-        /// What is free.
+        /// Free space.
         free_mib: u64,
-        /// What is needed.
+        /// Needed space.
         need_mib: u64,
     },
-    /// A package or a suite cannot be had.
+    /// A package or suite is not available.
     #[error("{0}")]
     Package(String),
-    /// An emulated host did not do its job.
+    /// An emulated host failed.
     #[error("{what}; the end of its serial log ({}):\n{tail}", .log.display())]
     Host {
         /// What happened.
@@ -64,22 +64,22 @@ pub enum Error {
         log: PathBuf,
         /// Its last lines.
         tail: String,
-        /// True where the time limit ended it.
+        /// Whether the time limit ended it.
         timed_out: bool,
     },
-    /// A kernel series does not do what its directory promises.
+    /// A kernel series does not do what its directory says.
     #[error("{0}")]
     Series(String),
-    /// A signal asked to stop, and everything was put back.
+    /// A signal stopped the run, and everything was restored.
     #[error("stopped by signal {0}")]
     Interrupted(i32),
-    /// A figure cannot be trusted.
+    /// A figure is not trustworthy.
     #[error("{0}")]
     Refused(String),
 }
 
 impl Error {
-    /// The exit code that this error ends the laboratory with; the same meanings as `vellum`'s own.
+    /// The laboratory's exit code for this error. The codes mean the same as `vellum`'s.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) => 2,

@@ -1,5 +1,5 @@
-//! `--format`: how each part of something ended, in a form that other programs read, on a standard
-//! output that has nothing else.
+//! `--format`: reports the outcome of each part in a form for other programs. Standard output then
+//! has nothing else.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,23 +11,23 @@ use vellum_report::{Case, Report};
 
 use crate::{Error, Result};
 
-/// Standard output, kept for the form alone.
+/// Standard output, reserved for the report.
 pub struct Output {
     view: View,
     out: File,
 }
 
 impl Output {
-    /// From here on, what this process and its children print goes to standard error.
+    /// Redirects all further output of this process and its children to standard error.
     pub fn claim(view: View) -> Result<Self> {
         // SAFETY: dup takes a number and gives a descriptor of our own, or an error.
         let out = unsafe { libc::dup(libc::STDOUT_FILENO) };
-        // SAFETY: both are numbers; the descriptor that is replaced has been copied, if it was
+        // SAFETY: both are numbers. The descriptor that is replaced has been copied, if it was
         // open.
         if out < 0 || unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } < 0 {
             return Err(Error::file("keep", "standard output")(std::io::Error::last_os_error()));
         }
-        // SAFETY: the descriptor is open, and nobody else's.
+        // SAFETY: the descriptor is open and has no other owner.
         Ok(Self { view, out: unsafe { File::from_raw_fd(out) } })
     }
 
@@ -38,12 +38,12 @@ impl Output {
     }
 }
 
-/// A result of the laboratory's own: what ran, and nothing of it yet.
+/// An empty result of the laboratory's own.
 pub fn report(name: &str) -> Report {
     Report::new(name, Facts::collect("off".into()))
 }
 
-/// Adds a case under a name that no other one has.
+/// Adds a case under a unique name.
 pub fn add(report: &mut Report, case: Case) {
     let taken = |name: &str| report.cases.iter().any(|known| known.name == name);
     let mut name = case.name.clone();

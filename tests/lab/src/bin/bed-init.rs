@@ -1,6 +1,6 @@
-//! The first process of an emulated host: mounts, loads KVM, runs the job, and says on the results
-//! line what came of it. It is static, so the host needs no C library; what it says and hears is
-//! defined in `lab::hosts::wire`.
+//! The first process of an emulated host. It mounts file systems, loads KVM, runs the job and
+//! reports the result on the results line. It is static, so the host needs no C library.
+//! `lab::hosts::wire` defines the protocol.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -25,8 +25,8 @@ fn main() {
     if let Err(error) = run() {
         eprintln!("bed-init: {error}");
     }
-    // SAFETY: sync and reboot take no pointers. The laboratory ends the emulator where this does
-    // not.
+    // SAFETY: sync and reboot take no pointers. If both reboots fail, the laboratory ends the
+    // emulator.
     unsafe {
         libc::sync();
         libc::reboot(libc::RB_POWER_OFF);
@@ -53,8 +53,8 @@ fn run() -> io::Result<()> {
         ("hugetlbfs", "/dev/hugepages"),
     ] {
         if let Err(error) = mount(kind, at) {
-            // A kernel without one of them is still a host; the command that needs it will say so
-            // too.
+            // A kernel without one of them is still a host. A command that needs it fails by
+            // itself.
             complaints.push(format!("{at} ({kind}): {error}"));
         }
     }
@@ -93,14 +93,14 @@ fn run() -> io::Result<()> {
     }
     return_files(Path::new(OUT_DIR), "", &port)?;
     send(&port, &Frame::Done)?;
-    // The line is slower than we are: whatever is queued in the driver would be lost with the
-    // power. SAFETY: the descriptor is open, and tcdrain takes nothing else.
+    // The line is slower than this process. Without tcdrain, bytes queued in the driver would be
+    // lost at power-off. SAFETY: the descriptor is open, and tcdrain takes nothing else.
     unsafe { libc::tcdrain(port.lock().expect("no thread panics with the port").as_raw_fd()) };
     Ok(())
 }
 
-/// Mounts `kind` at `at`. What the initramfs brought there (a clone in /tmp has its test programs
-/// there) stays visible.
+/// Mounts `kind` at `at`. Files that the initramfs has there stay visible, such as a clone's test
+/// programs in /tmp.
 fn mount(kind: &str, at: &str) -> io::Result<()> {
     fs::create_dir_all(at)?;
     let shipped = fs::read_dir(at)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
@@ -130,8 +130,9 @@ fn mount_with(source: &str, kind: &str, at: &str, flags: libc::c_ulong) -> io::R
     }
 }
 
-/// Has the disk for the root, with what is mounted and `shown` of what was the root before; a
-/// directory of devices that are none; and a way out by an interface that leads nowhere.
+/// Makes the disk the root, with the mounts and the directories in `shown` of the old root. Also
+/// mounts a directory with nodev, and adds a default route through an interface that drops
+/// everything.
 fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
     const DISK: &str = "/disk";
     fs::create_dir_all(DISK)?;
@@ -150,7 +151,7 @@ fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
     std::os::unix::fs::chroot(".")?;
     std::env::set_current_dir("/")?;
     mount_with("tmpfs", "tmpfs", "/mnt", libc::MS_NODEV)?;
-    // The module makes a dummy0 of its own where it is loaded.
+    // Loading the module already creates dummy0.
     for line in [
         "link add nowhere type dummy",
         "address add 192.0.2.1/24 dev nowhere",
@@ -168,7 +169,7 @@ fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
     Ok(())
 }
 
-/// Loads one module with those of `parameters` that are its own.
+/// Loads one module with its own parameters out of `parameters`.
 fn load(path: &str, parameters: &[String]) -> io::Result<()> {
     let stem = Path::new(path).file_stem().unwrap_or_default().to_string_lossy().replace('-', "_");
     let own: Vec<&str> = parameters
@@ -189,10 +190,10 @@ fn load(path: &str, parameters: &[String]) -> io::Result<()> {
     }
 }
 
-/// Machines that stay, so that the kernel patches its own code once, now, and not whenever a first
-/// machine comes or a last one goes, under running CPUs: QEMU may go on with code that is there no
-/// more (`lab::hosts::svm`). The keys are preempt_notifier_key in the scheduler, and KVM's
-/// apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
+/// Creates VMs that stay. KVM's static keys flip when the first VM comes or the last one goes,
+/// which patches the kernel's code under running CPUs. QEMU may then continue in stale code
+/// (`lab::hosts::svm`). With these VMs each key flips once, now. The keys are preempt_notifier_key
+/// in the scheduler, and KVM's apic_hw_disabled, apic_sw_disabled and kvm_has_noapic_vcpu.
 #[cfg(target_arch = "x86_64")]
 #[expect(clippy::disallowed_methods, reason = "neither of them has memory")]
 fn hold_kvm() -> io::Result<()> {
@@ -210,13 +211,13 @@ fn hold_kvm() -> io::Result<()> {
     Ok(())
 }
 
-/// Only the processors of x86-64 have code patched under them that QEMU then goes on with.
+/// Only QEMU's x86-64 processors continue in stale code.
 #[cfg(not(target_arch = "x86_64"))]
 fn hold_kvm() -> io::Result<()> {
     Ok(())
 }
 
-/// The loopback interface starts down, and tests talk over it.
+/// Brings up the loopback interface, which starts down and which tests use.
 fn loopback_up() -> io::Result<()> {
     // SAFETY: socket takes no pointers.
     let socket = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
@@ -237,7 +238,7 @@ fn loopback_up() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(error) }
 }
 
-/// The results line's port, raw: no byte is changed on the way.
+/// The results line's port in raw mode, so no byte is changed.
 fn results_port(name: &str) -> io::Result<File> {
     let path = Path::new("/dev").join(name);
     let port = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path)?;
@@ -288,8 +289,8 @@ fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Ex
     let status = child.wait()?;
     let seconds = before.elapsed().as_secs_f64();
     let idle = idle()?.saturating_sub(idle_before).as_secs_f64() / seconds / cpus();
-    // What it started and left behind would keep its output open, for ever perhaps. SAFETY: kill
-    // takes no pointers; the group is that of our own child, which was its first process.
+    // Processes that the command left behind would keep its output open, perhaps for ever. SAFETY:
+    // kill takes no pointers. The child was the first process of its group.
     unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
     for reader in [stdout, stderr].into_iter().flatten() {
         reader.join().map_err(|_| io::Error::other("a reader panicked"))??;
@@ -355,8 +356,7 @@ fn shell(job: &Job) -> io::Result<()> {
     let mut command = Command::new("/bin/sh");
     prepare(job, command.arg("-l"));
     command.stdin(console.try_clone()?).stdout(console.try_clone()?).stderr(console);
-    // SAFETY: setsid and ioctl are async-signal-safe, and nothing else happens between fork and
-    // exec.
+    // SAFETY: setsid and ioctl are async-signal-safe. Nothing else runs between fork and exec.
     unsafe {
         command.pre_exec(|| {
             libc::setsid();

@@ -1,10 +1,9 @@
-//! What a command in a guest costs: from exec to its first line, beside the bare boot of the same
-//! kernel with the same archive; and what its directories of the host's cost, beside the host's own
+//! The cost of a command in a guest: from exec to its first line, compared with a bare boot of the
+//! same kernel and archive. Also the cost of its shared directories, compared with the host's own
 //! files. It runs inside emulated hosts, for `cargo lab speed`.
 //!
-//! Times are by the host's clock, which counts instructions there, without what the host idled. The
-//! two boots take turns; what a shell and its programs cost by themselves is taken off what is done
-//! with files.
+//! Times are by the host's clock, which counts instructions there, without idle time. The two boots
+//! alternate. The cost of a shell and its programs alone is subtracted from the file steps.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -16,20 +15,20 @@ use clap::Parser;
 use vellum_host::idle;
 
 const VELLUM: &str = "/bin/vellum";
-/// Without PV EOI an interrupt is less often delivered twice by an emulator that stops at any
-/// instruction (`lab::hosts::svm`), which does not save XSAVE's state either.
+/// An emulator that stops at any instruction (`lab::hosts::svm`) delivers an interrupt twice less
+/// often without PV EOI. It does not save XSAVE state either.
 const FLAGS: [&str; 3] = ["--cpuid=-pv-eoi", "--params", "noxsave"];
 /// How often each boot is timed.
 const ROUNDS: usize = 3;
-/// What the guest's archive is among the open files of a vellum.
+/// The archive's link target among the open files of a vellum process.
 const ARCHIVE: &str = "/memfd:vellum-initramfs (deleted)";
-/// How much longer than a bare boot a command may take to its first line.
+/// A command may take this much longer than a bare boot to its first line.
 const LIMIT: f64 = 1.15;
-/// Where the host has the files.
+/// The directory of the files on the host.
 const HERE: &str = "/data";
-/// How many requests are made for so many bytes of them.
+/// Requests per step.
 const COUNT: u64 = 64;
-/// What the longest are made for.
+/// The largest request, in bytes.
 const LARGE: u64 = 128 << 10;
 /// How often a file is opened.
 const OPENED: u64 = 50;
@@ -66,7 +65,7 @@ fn run(cli: &Cli) -> io::Result<()> {
         launched.push(instructions(first_line(command.args(["--", "uname", "-r"]), |_| true)?));
         let mut command = vellum(&cli.tree.join("arch/x86/boot/bzImage"));
         command.arg("--initrd").arg(bare).args(["--params", "-- exec /bin/busybox uname -r"]);
-        // The agent says what the command said.
+        // The agent passes the command's output on.
         booted.push(instructions(first_line(&mut command, |line| line.contains("\"stdout\""))?));
     }
     let (launched, booted) = (median(&mut launched), median(&mut booted));
@@ -107,8 +106,7 @@ fn run(cli: &Cli) -> io::Result<()> {
     Ok(())
 }
 
-/// What is done with files: the name, what a shell does for it in the directory $d, and how many
-/// requests that is.
+/// The file steps: the name, the shell command in directory $d, and its number of requests.
 const STEPS: [(&str, &str, u64); 6] = [
     ("reads of 128 KiB, the guest's cache is empty", "dd if=$d/file of=/dev/null bs=131072 count=64", COUNT),
     ("the same again", "dd if=$d/file of=/dev/null bs=131072 count=64", COUNT),
@@ -118,8 +116,9 @@ const STEPS: [(&str, &str, u64); 6] = [
     ("opening and closing", "i=0; while [ $i -lt 50 ]; do : < $d/file; i=$((i + 1)); done", OPENED),
 ];
 
-/// A shell's script for [`STEPS`] in `directory`: what its programs cost by themselves, and the
-/// step. After each it says so and waits for an answer, so that nobody works meanwhile.
+/// A shell script for [`STEPS`] in `directory`. For each step it first runs its programs without
+/// requests, then the step. After each it prints a line and waits for an answer, so that it does
+/// nothing while the clock is read.
 fn script(directory: &str) -> String {
     let mut script = format!("d={directory}; ");
     if directory != HERE {
@@ -133,7 +132,7 @@ fn script(directory: &str) -> String {
     script
 }
 
-/// What each of [`STEPS`] took by `command`, without its programs.
+/// The time of each of [`STEPS`] by `command`, without its programs' own.
 fn steps(command: &mut Command) -> io::Result<Vec<Duration>> {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let (mut stdin, stdout) = (child.stdin.take().ok_or_else(none)?, child.stdout.take().ok_or_else(none)?);
@@ -145,7 +144,7 @@ fn steps(command: &mut Command) -> io::Result<Vec<Duration>> {
         stdin.write_all(b"\n")?;
     }
     ended(child)?;
-    // The first is how long it took to begin.
+    // The first interval is the start.
     let steps = times.get(1..).unwrap_or_default();
     if steps.len() != 2 * STEPS.len() {
         return Err(io::Error::other(format!("{} steps of {}", steps.len(), 2 * STEPS.len())));
@@ -153,17 +152,17 @@ fn steps(command: &mut Command) -> io::Result<Vec<Duration>> {
     Ok(steps.chunks(2).map(|step| step[1].saturating_sub(step[0])).collect())
 }
 
-/// How long this host has worked, since any time.
+/// The host's busy time since an arbitrary point.
 fn now() -> io::Result<Duration> {
     static BEGAN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    // It idles on before the first call, and not less than it is awake after that.
+    // The host was idle before the first call. The offset keeps the difference positive.
     const PAST: Duration = Duration::from_secs(1 << 20);
     let elapsed = BEGAN.get_or_init(Instant::now).elapsed();
     let idle = idle::since_boot().ok_or_else(|| io::Error::other("this host does not tell when it idles"))?;
     Ok((PAST + elapsed).saturating_sub(idle))
 }
 
-/// How long `command` takes to a line that `is_it`.
+/// The time from `command`'s start to a line that satisfies `is_it`.
 fn first_line(command: &mut Command, is_it: impl Fn(&str) -> bool) -> io::Result<Duration> {
     let began = now()?;
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
@@ -177,7 +176,7 @@ fn first_line(command: &mut Command, is_it: impl Fn(&str) -> bool) -> io::Result
     took.ok_or_else(|| io::Error::other("it has not said it"))
 }
 
-/// A guest of `kernel`.
+/// A vellum command for a guest of `kernel`.
 fn vellum(kernel: &Path) -> Command {
     let mut command = Command::new(VELLUM);
     command.arg("run").arg("--kernel").arg(kernel).args(FLAGS);
@@ -193,8 +192,8 @@ fn none() -> io::Error {
     io::Error::other("it has no streams")
 }
 
-/// The archive that Vellum makes for a command in a guest of `tree`: a file in memory, which the
-/// process that waits for the command has.
+/// The archive that Vellum makes for a command in a guest of `tree`. It is a memfd, open in the
+/// process that waits for the command.
 fn archive(tree: &Path) -> io::Result<Vec<u8>> {
     let mut command = vellum(tree);
     let mut child =
@@ -211,10 +210,10 @@ fn archive(tree: &Path) -> io::Result<Vec<u8>> {
     content
 }
 
-/// An archive in cpio's `newc` without the file `name`.
+/// A cpio `newc` archive without the file `name`.
 fn without(archive: &[u8], name: &str) -> Vec<u8> {
     let (mut rest, mut kept) = (archive, Vec::new());
-    // The 7th field is the size, and the 12th the length of the name.
+    // The 7th field is the file's size, the 12th the length of its name.
     let field = |record: &[u8], nth: usize| {
         let text = record.get(6 + 8 * nth..14 + 8 * nth).and_then(|text| std::str::from_utf8(text).ok());
         text.and_then(|text| usize::from_str_radix(text, 16).ok()).unwrap_or(0)

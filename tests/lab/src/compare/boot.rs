@@ -1,5 +1,5 @@
-//! One boot of a comparison on an emulated host: what its benchmarks gave, and where that is kept
-//! until the comparison is done.
+//! One boot of a comparison on an emulated host: its results, and the file that keeps them until
+//! the comparison is done.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,35 +19,35 @@ use crate::kernel::build::{self, Image};
 use crate::kernel::series::{self, Series};
 use crate::{Error, Result};
 
-/// The share of a run that the host may idle.
+/// The host may be idle for at most this share of a run.
 const IDLE_LIMIT: f64 = 0.01;
 
-/// Where in a host the program is that has a Linux guest do what is measured.
+/// The path in a host of the program that runs workloads in a Linux guest.
 pub const GUEST_TASKS: &str = "/bin/guest-tasks";
 
 /// The hosts of one comparison.
 pub struct Hosts<'a> {
-    /// Holds what they boot.
+    /// Holds the images that they boot.
     pub cache: &'a Cache,
-    /// Run on them.
+    /// Run on the hosts.
     pub programs: Programs,
-    /// What they have.
+    /// The hosts' processor.
     pub processor: Processor,
-    /// A file for each boot of this comparison that is done.
+    /// Holds a file for each finished boot of this comparison.
     pub kept: PathBuf,
-    /// What the benchmarks' Linux guests boot, by what these are called.
+    /// The benchmarks' Linux guests by name.
     pub guests: BTreeMap<String, Guest>,
 }
 
 /// A Linux guest of a benchmark, or of a test.
 pub struct Guest {
-    /// Its kernel, as the cache calls it.
+    /// The kernel's name in the cache.
     pub name: String,
-    /// Its files, and where they are in a host.
+    /// Its files and their paths in a host.
     pub files: Vec<(PathBuf, String)>,
 }
 
-/// The guests of `benches`, by what they are called ([`Bench::guest_name`]).
+/// The guests of `benches` by name ([`Bench::guest_name`]).
 pub fn guests(cache: &Cache, benches: &[&Bench]) -> Result<BTreeMap<String, Guest>> {
     let mut guests = BTreeMap::new();
     for bench in benches {
@@ -65,7 +65,7 @@ pub fn guests(cache: &Cache, benches: &[&Bench]) -> Result<BTreeMap<String, Gues
     Ok(guests)
 }
 
-/// The guest `name`, whose kernel has `series` and is of that variant.
+/// The guest `name` with a kernel of `series` and `variant`.
 fn guest_of(cache: &Cache, name: &str, series: &Series, variant: Option<&str>) -> Result<Guest> {
     let image = build::build(cache, series.base, std::slice::from_ref(series), variant)?;
     let initrd = artifacts::workspace().join("target/guests").join(name).join("initrd");
@@ -74,14 +74,14 @@ fn guest_of(cache: &Cache, name: &str, series: &Series, variant: Option<&str>) -
     Ok(Guest { files: vec![(image.file(), kernel_there), (initrd, initrd_there)], name: image.name })
 }
 
-/// What one boot gave, benchmark by benchmark.
+/// The results of one boot.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Boot {
-    /// In the group's order.
+    /// One for each benchmark, in the group's order.
     pub benches: Vec<Gave>,
 }
 
-/// What one boot gave of one benchmark.
+/// The results of one benchmark in one boot.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Gave {
     /// Its figures.
@@ -91,7 +91,7 @@ pub struct Gave {
 }
 
 impl Hosts<'_> {
-    /// Boots `image` for the benchmarks of `group`, unless a comparison that was stopped had done
+    /// Boots `image` for the benchmarks of `group`, unless an earlier, stopped comparison has done
     /// so.
     pub fn boot(&self, image: &Image, group: &[&Bench], round: usize) -> Result<Boot> {
         let label = format!("{}, boot {round} of {ROUNDS}", image.label);
@@ -108,13 +108,13 @@ impl Hosts<'_> {
         let boot = Boot { benches: group.iter().enumerate().map(gave).collect::<Result<_>>()? };
         fs::create_dir_all(&self.kept).map_err(Error::file("create", &self.kept))?;
         let text = serde_json::to_vec(&boot).expect("figures are plain data");
-        // Half a file is read as none.
+        // A partial file does not parse, so it counts as missing.
         fs::write(&file, text).map_err(Error::file("write", &file))?;
         Ok(boot)
     }
 
-    /// What a boot's figures depend on: the laboratory too, which turns times into instructions and
-    /// builds its own Bochs.
+    /// A key of everything that a boot's figures depend on. The laboratory is part of it, because
+    /// it converts times to instructions and builds its own Bochs.
     fn key(&self, image: &Image, group: &[&Bench], round: usize) -> Result<String> {
         let mut parts = vec![format!("{} {group:?} {:?} {round}", image.name, self.processor).into_bytes()];
         let programs =
@@ -128,7 +128,7 @@ impl Hosts<'_> {
         Ok(digest(parts.iter().map(Vec::as_slice)))
     }
 
-    /// Boots `image` and runs `group` on it; an error where a command failed or its host idled.
+    /// Boots `image` and runs `group` on it. An error if a command fails or its host idles.
     fn measure(&self, image: &Image, group: &[&Bench]) -> Result<Outcome> {
         let mut request = image.host();
         (request.host, request.pml) = (self.processor.bed, self.processor.pml);
@@ -136,7 +136,7 @@ impl Hosts<'_> {
         let guests = guests_of(group).into_iter().filter_map(|name| self.guests.get(&name));
         request.files.extend(guests.flat_map(|guest| guest.files.iter().cloned()));
         group[0].describe_host(&mut request);
-        // Many commands share a boot.
+        // The time limit is for one command, and the boot runs several.
         request.time_limit *= u32::try_from(group.len()).unwrap_or(u32::MAX);
         let command = |(index, bench): (usize, &&Bench)| {
             let command = bench.command(&format!("{index}.json"));
@@ -176,26 +176,26 @@ impl Hosts<'_> {
     }
 }
 
-/// What the guests of `group` are called, each once.
+/// The names of `group`'s guests.
 fn guests_of(group: &[&Bench]) -> BTreeSet<String> {
     group.iter().filter_map(|bench| bench.guest_name()).collect()
 }
 
-/// What of the kernel's functions it counts. They were checked when the series was read.
+/// The kernel functions that `bench` counts. They were checked when the series was read.
 fn calls_of(bench: &Bench) -> Vec<Call<'_>> {
     bench.calls.iter().filter_map(|call| Call::parse(call).ok()).collect()
 }
 
-/// What one boot gave of one benchmark.
+/// The figures of one benchmark in one boot.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// The share of it that the host idled.
+    /// The host's idle share of the run.
     pub idle: f64,
-    /// What it measured; times are instructions where they are counted.
+    /// The figures. Times are in instructions on hosts that count them.
     pub figures: Vec<Figure>,
 }
 
-/// What the command of that index gave on an emulated host.
+/// The results of the command with this index on an emulated host.
 fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction: f64) -> Result<Gave> {
     let Some(exit) = outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()) else {
         return Err(Error::Refused(format!("`{}`: nothing was heard of its end", bench.run)));
@@ -206,16 +206,16 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
     }
     let mut reports = written(bench, outcome.files.get(&format!("{index}.json")).map(Vec::as_slice))?;
     figures.extend(reports.iter().flat_map(figures_of));
-    // Beside those of the other kernel, on one page, a result has to say whose it is.
+    // The page shows results of both kernels, so each names its own.
     reports.iter_mut().for_each(|report| {
         report.ask("host_kernel", label);
-        // A host that counts instructions draws the same identity in every boot.
+        // A host that counts instructions draws the same boot identity in every boot.
         report.host.boot = label.to_owned();
     });
     let calls = calls_of(bench);
     if bench.multi || !calls.is_empty() {
-        // What is probed takes longer. Two CPUs at once have no clock that counts instructions:
-        // what a lock did, and how often a function was called, is all that is told.
+        // Probes slow the code down, and two CPUs have no clock that counts instructions. So only
+        // what locks did and how often functions were called is reported.
         figures.clear();
     }
     if !bench.locks.is_empty() {
@@ -233,12 +233,12 @@ fn gave(index: usize, bench: &Bench, outcome: &Outcome, label: &str, instruction
         figures.extend(calls::figures(&text, &calls)?);
     }
     let figures = figures.into_iter().map(|figure| in_instructions(figure, instruction)).collect();
-    // What is timed has its own shares, which the result would call itself invalid for.
+    // Timed benchmarks judge their own idle shares and mark their result invalid.
     let idle = if bench.timed { 0.0 } else { exit.idle };
     Ok(Gave { sample: Sample { idle, figures }, reports })
 }
 
-/// What `bench` wrote where it was told to.
+/// The result that `bench` wrote.
 pub fn written(bench: &Bench, bytes: Option<&[u8]>) -> Result<Vec<Report>> {
     match bytes {
         Some(bytes) => valid(bytes, bench),
@@ -249,12 +249,12 @@ pub fn written(bench: &Bench, bytes: Option<&[u8]>) -> Result<Vec<Report>> {
     }
 }
 
-/// A result's figures. Those per second repeat times, and an emulated second is none.
+/// A result's figures, without rates per second: a second of an emulated clock is not a second.
 fn figures_of(report: &Report) -> impl Iterator<Item = Figure> {
     report.figures.iter().filter(|figure| !figure.unit.ends_with("/s")).cloned()
 }
 
-/// The results in a file; one that calls itself invalid is refused.
+/// The results in a file. An invalid one is refused.
 fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
     let reports =
         json::parse(bytes, Path::new(&bench.run)).map_err(|error| Error::Refused(error.to_string()))?;
@@ -264,7 +264,7 @@ fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
     }
 }
 
-/// A figure of an emulated host: what was taken for a time is a number of instructions.
+/// A figure of an emulated host, with times converted to instructions.
 fn in_instructions(mut figure: Figure, nanoseconds: f64) -> Figure {
     let each = match figure.unit.as_str() {
         "s" => 1e9 / nanoseconds,

@@ -1,13 +1,13 @@
-//! How often a benchmark made the host's kernel call a function, and what one of its arguments came
-//! to in all: by a kprobe with a histogram (Documentation/trace/kprobetrace.rst, histogram.rst).
-//! What is probed takes more instructions, so that nothing is timed.
+//! Counts a benchmark's calls of kernel functions, and sums one of their arguments, by a kprobe
+//! with a histogram (Documentation/trace/kprobetrace.rst, histogram.rst). Probes add instructions,
+//! so nothing is timed meanwhile.
 
 use vellum_report::Figure;
 
 use crate::{Error, Result};
 
-/// A function that is counted, as `calls` in a series.toml names it: `name`, or `name:N`, with the
-/// sum of its N-th argument, from 1 on.
+/// A counted function as `calls` in series.toml names it: `name`, or `name:N` to also sum the N-th
+/// argument, from 1 on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call<'a> {
     function: &'a str,
@@ -15,10 +15,10 @@ pub struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Reads one.
+    /// Parses a function to count.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The text is malformed; the error says how.
     pub fn parse(text: &'a str) -> std::result::Result<Self, String> {
         let (function, argument) = match text.split_once(':') {
             None => (text, None),
@@ -35,10 +35,10 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Where the kernel has its probes.
+/// The kernel's tracing directory.
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// `command`, with `calls` counted from its start to its end into `file`; ends as it does.
+/// `command`, with `calls` counted into `file`. The exit status is the command's.
 pub fn watched(command: Vec<String>, calls: &[Call<'_>], file: &str) -> Vec<String> {
     let (mut begin, mut end) = (String::new(), String::new());
     for (at, Call { function, argument }) in calls.iter().enumerate() {
@@ -59,10 +59,10 @@ pub fn watched(command: Vec<String>, calls: &[Call<'_>], file: &str) -> Vec<Stri
     ["sh", "-c", &script, "sh"].into_iter().map(str::to_owned).chain(command).collect()
 }
 
-/// The figures of `calls` in what [`watched`] has written.
+/// The figures of `calls` in the output of [`watched`].
 ///
 /// # Errors
-/// Where it is nothing of the kind.
+/// The text has no histogram of a call, or the histogram lost entries.
 pub fn figures(text: &str, calls: &[Call<'_>]) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for (at, Call { function, argument }) in calls.iter().enumerate() {
@@ -87,7 +87,7 @@ pub fn figures(text: &str, calls: &[Call<'_>]) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// What stands behind `name` in an entry of a histogram; 0 in any other line.
+/// The value after `name` in a histogram's entry. 0 in any other line.
 fn value(line: &str, name: &str) -> f64 {
     let Some((_, values)) = line.strip_prefix('{').and_then(|line| line.split_once('}')) else { return 0.0 };
     let mut words = values.split_whitespace();

@@ -1,20 +1,20 @@
 //! What the kernel's locks did during a benchmark, from /proc/lock_stat
-//! (Documentation/locking/lockstat.rst): how often each was taken and waited for, and how long it
+//! (Documentation/locking/lockstat.rst): how often each was taken and contended, and how long it
 //! was held. The kernels are built with `--variant lock-stat`.
 //!
-//! The statistics are of the whole command, and so of a VM's beginning and end too.
+//! The statistics cover the whole command, including the VM's start and end.
 
 use vellum_report::{Figure, Report};
 
 use crate::{Error, Result};
 
-/// The variant of the configuration that counts.
+/// The kernel variant with lock statistics.
 pub const VARIANT: &str = "lock-stat";
 
-/// The counter of KVM's that figures are divided by: page faults that it mapped something for.
+/// The KVM counter by which figures are divided: page faults that mapped something.
 const FAULTS: &str = "pf_fixed";
 
-/// `command`, counted from its start to its end into `file`; ends as it does.
+/// `command`, with lock statistics of its run in `file`. The exit status is the command's.
 pub fn watched(command: Vec<String>, file: &str) -> Vec<String> {
     let script = format!(
         "echo 0 > /proc/lock_stat && echo 1 > /proc/sys/kernel/lock_stat && \"$@\"; code=$?
@@ -23,7 +23,7 @@ pub fn watched(command: Vec<String>, file: &str) -> Vec<String> {
     ["sh", "-c", &script, "sh"].into_iter().map(str::to_owned).chain(command).collect()
 }
 
-/// What one lock did, in one of the two ways to hold it.
+/// How often and how long a lock was held, for read or for write.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Use {
     taken: f64,
@@ -40,8 +40,9 @@ impl Use {
     }
 }
 
-/// A lock's figures. A spinlock counts as held for write. `timed` is false where the host's clock
-/// counts no instructions. Per fault where `report` says how many there were.
+/// A lock's figures. A spinlock counts as held for write. `timed` is false if the host's clock does
+/// not count instructions. Hold times are also given per fault if `report` has the number of
+/// faults.
 pub fn figures(text: &str, lock: &str, report: Option<&Report>, timed: bool) -> Result<Vec<Figure>> {
     let [write, read] = uses(text, lock)?;
     let moved = |report: &Report| {
@@ -69,21 +70,21 @@ pub fn figures(text: &str, lock: &str, report: Option<&Report>, timed: bool) -> 
     Ok(figures)
 }
 
-/// Of all classes whose name contains `lock`: for write, for read.
+/// The sums over all classes whose name contains `lock`: for write, for read.
 fn uses(text: &str, lock: &str) -> Result<[Use; 2]> {
     if !text.starts_with("lock_stat version") {
         return Err(Error::Refused("the host's /proc/lock_stat is not what Linux writes".into()));
     }
     let mut both = [Use::default(); 2];
     let mut seen = false;
-    // Classes begin with their name and a colon; the places where one was waited for have none.
+    // A class's line begins with its name and a colon. Lines of contention points have no colon.
     for (name, rest) in text.lines().filter_map(|line| line.rsplit_once(": ")) {
         let name = name.trim();
         if !name.contains(lock) {
             continue;
         }
-        // con-bounces, contentions, four of waiting, acq-bounces, acquisitions, shortest, longest
-        // and total holding, average
+        // con-bounces, contentions, four wait times, acq-bounces, acquisitions, the shortest,
+        // longest, total and average hold time
         let columns: Vec<f64> = rest.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         let [_, contended, _, _, _, _, _, taken, _, _, held, _] = columns[..] else {
             return Err(Error::Refused(format!(

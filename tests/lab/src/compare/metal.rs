@@ -1,9 +1,9 @@
-//! A comparison on this very machine, which only its owner can boot: the kernels are made as Debian
-//! packages, and every call under one of them collects a boot. The kernels take turns, so that what
-//! drifts from boot to boot is in both; when there are enough of each, which is more than on an
+//! A comparison on this machine itself, which only its owner can boot. The kernels are built as
+//! Debian packages, and each call under one of them records a boot. The kernels alternate, so that
+//! drift from boot to boot affects both. When each has enough boots, which is more than on an
 //! emulated host ([`Policy::REAL`]), the table is printed.
 //!
-//! A call finds out by the running kernel's name what it is to do. Times are seconds here.
+//! A call finds its next step by the name of the running kernel. Times are seconds here.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,8 @@ use crate::{Error, Result};
 /// Boots of each kernel.
 const ROUNDS: usize = Policy::REAL.boots;
 
-/// What a kernel's name ends with: the pristine one's, the series'. The patches are in it: one that
-/// changed is another kernel.
+/// The suffixes of the kernels' names: the pristine one's and the series'. The latter contains a
+/// digest of the patches, so a changed patch makes another kernel.
 fn suffixes(series: &Series) -> Result<[String; 2]> {
     let mut patches = Vec::new();
     for path in &series.patches {
@@ -39,14 +39,15 @@ fn suffixes(series: &Series) -> Result<[String; 2]> {
     Ok(["-vellum-pristine".to_owned(), format!("-vellum-{}-{}", series.name, &key[..6])])
 }
 
-/// Does the next step of the comparison of `series`: packages, a boot's figures, or the table.
+/// Takes the next step in the comparison of `series`: building packages, recording a boot, or
+/// printing the table.
 pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
     let release = read("/proc/sys/kernel/osrelease")?;
     let suffixes = suffixes(series)?;
-    // Debian's `5.10.223-1` calls itself 5.10.223.
+    // Debian's `5.10.223-1` names itself 5.10.223.
     let version = Tree::package(cache, series.base)?.version;
     let upstream = version.split(['-', '~', '+']).next().unwrap_or_default().to_owned();
-    // Figures of another patch, or of other benchmarks, are not averaged with these.
+    // Figures of other patches or benchmarks must not be averaged with these.
     let benches = format!("{:?}", series.about.bench);
     let what = digest([version.as_bytes(), suffixes[1].as_bytes(), benches.as_bytes()]);
     let home = cache.dir(&format!("metal/{}-{}-{what}", series.base.name, series.name))?;
@@ -82,7 +83,7 @@ pub fn compare(cache: &Cache, series: &Series, out: &Path) -> Result<()> {
     }
 }
 
-/// The side whose boot is missing, in turns.
+/// The side that is to boot next. None if both have enough boots.
 fn next(boots: &[Vec<Boot>; 2]) -> Option<usize> {
     match boots.each_ref().map(Vec::len) {
         [before, after] if before >= ROUNDS && after >= ROUNDS => None,
@@ -90,7 +91,7 @@ fn next(boots: &[Vec<Boot>; 2]) -> Option<usize> {
     }
 }
 
-/// Forgets the boots of a comparison that is done, but not which boot this is.
+/// Removes the boots of a finished comparison, but keeps the identity of the last boot.
 fn start_over(home: &Path) -> Result<()> {
     for side in 0..2 {
         for boot in 0.. {
@@ -120,7 +121,7 @@ fn packages(cache: &Cache, series: &Series, suffixes: &[String; 2]) -> Result<()
     Ok(())
 }
 
-/// One boot: a sample for each benchmark, `None` where this host is not as that wants it.
+/// One boot: a sample for each benchmark, `None` if this host does not fit the benchmark.
 type Boot = Vec<Option<Sample>>;
 
 fn boots(home: &Path, side: usize) -> Result<Vec<Boot>> {
@@ -158,9 +159,9 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
         }
         let json = home.join(format!("result-{index}.json"));
         let line = bench.command(&json.to_string_lossy());
-        // The programs are those of this laboratory, not what happens to be installed.
+        // The laboratory's own vellum runs, not an installed one.
         let program = if line[0] == "vellum" { programs.vellum.clone() } else { PathBuf::from(&line[0]) };
-        // What another kernel wrote would be taken for this one's.
+        // A result that the other kernel wrote must not be taken for this one's.
         tree::remove(&json)?;
         println!("{}", line.join(" "));
         let start = Instant::now();
@@ -182,7 +183,7 @@ fn collect(series: &Series, side: usize, home: &Path) -> Result<()> {
     Ok(())
 }
 
-/// In what this host differs from the one that `bench` wants, and what would change that.
+/// The settings that this host lacks for `bench`, and how to set them.
 fn unlike(bench: &Bench) -> Option<String> {
     if !bench.is_for("metal") {
         return Some(format!("it is for {} alone", bench.beds.join(" and ")));

@@ -1,15 +1,14 @@
-//! `cargo lab compare`: a series' benchmarks on the pristine and the patched kernel, in turn: A B A
-//! B.
+//! `cargo lab compare`: runs a series' benchmarks on the pristine and the patched kernel,
+//! alternating: A B A B.
 //!
-//! Boots that follow one another are pairs, and what may be said of them is for
-//! [`vellum_report::compare`] to say, which also weighs Vellum's own results; how many boots that
-//! takes is the test host's [`Policy`]. Every command also yields a figure of the laboratory's own,
-//! the instructions that the whole host ran for it; a command that writes a result (`{json}`) adds
-//! its own figures. Time on an emulated host is instructions and is given as such, so idle time
-//! would be counted too: a run whose host idled for more than 1 % of it is refused. What the
-//! kernel's locks did is counted by kernels of another configuration, [`locks`], and on two CPUs
-//! that alone. What each [`boot`] gave is kept until all have: a comparison that was stopped goes
-//! on from there.
+//! Consecutive boots are pairs. [`vellum_report::compare`] weighs them, as it weighs Vellum's own
+//! results. The test host's [`Policy`] sets the number of boots. Every command yields a figure of
+//! the laboratory's own, the instructions that the whole host ran for it. A command that writes a
+//! result (`{json}`) adds its figures. Time on an emulated host is given as instructions, which
+//! would include idle time, so a run with more than 1 % idle time is refused. Lock statistics need
+//! kernels of another configuration ([`locks`]); on two CPUs they are the only figures. The results
+//! of each [`boot`] are kept until all boots are done, so a stopped comparison continues from
+//! there.
 
 pub mod boot;
 pub mod calls;
@@ -55,7 +54,7 @@ pub struct Row<T> {
     pub figure: T,
 }
 
-/// Weighs all rows of a comparison together, one of which may be the `headline`.
+/// Weighs all rows of a comparison together. One of them may be the `headline`.
 fn weighed(rows: Vec<Row<Compared>>, headline: &str, policy: Policy) -> Vec<Row<Weighed>> {
     let label = rows.iter().map(|row| &row.figure.label).find(|label| label.to_string() == headline).cloned();
     let figures = rows.iter().map(|row| row.figure.clone()).collect();
@@ -67,20 +66,20 @@ fn weighed(rows: Vec<Row<Compared>>, headline: &str, policy: Policy) -> Vec<Row<
     rows.into_iter().zip(weighed).map(row).collect()
 }
 
-/// What was compared, as it is kept for `cargo lab list`.
+/// A comparison as it is kept for `cargo lab list`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Comparison {
     /// `5.10/pte-list-desc`.
     pub series: String,
-    /// The kernels, as they call themselves.
+    /// The name of the pristine kernel.
     pub before: String,
-    /// As above.
+    /// The name of the other kernel.
     pub after: String,
     /// The figures.
     pub rows: Vec<Row<Weighed>>,
 }
 
-/// The processor that hosts of a comparison have.
+/// The processor of a comparison's hosts. The emulated host that has it.
 #[derive(Clone, Copy, Debug)]
 pub struct Processor {
     /// Whose it is.
@@ -90,7 +89,7 @@ pub struct Processor {
 }
 
 impl Processor {
-    /// Every one there is.
+    /// All processors of all emulated hosts.
     pub fn all() -> impl Iterator<Item = Self> {
         let processors = HOSTS.iter().flat_map(|&bed| [false, true].map(|pml| Self { bed, pml }));
         processors.filter(|processor| !processor.pml || processor.bed.has_pml().is_ok())
@@ -105,20 +104,20 @@ impl Processor {
     }
 }
 
-/// Where the last comparison of `series` on such hosts, or of its base with `other`, is kept.
+/// Where the last comparison of `series` on `processor` is kept, or of its base with `other`.
 pub fn kept(cache: &Cache, series: &Series, other: Option<&Base>, processor: Processor) -> PathBuf {
     let what =
         other.map_or_else(|| series.name.clone(), |other| format!("{}-on-{}", series.name, other.name));
     cache.path(&format!("compare/{}-{what}-{}", series.base.name, processor.name()))
 }
 
-/// Where that on this very machine is kept.
+/// Where the comparison on this machine itself is kept.
 pub fn kept_of_metal(cache: &Cache, series: &Series) -> PathBuf {
     cache.path(&format!("compare/{}-{}-metal", series.base.name, series.name))
 }
 
-/// The last comparisons of `series` that were kept here: on every processor, with other bases, on
-/// this machine itself.
+/// The last comparisons of `series` that are kept here: on every processor, with other bases, and
+/// on this machine itself.
 fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
     let others = || BASES.iter().filter(|base| *base != series.base).map(Some);
     let emulated = Processor::all().flat_map(|processor| {
@@ -130,7 +129,7 @@ fn last(cache: &Cache, series: &Series) -> Vec<Comparison> {
         .collect()
 }
 
-/// Every series, what it claims, and the figure that says so of each comparison that was kept here.
+/// Lists every series, its claim, and the headline figure of each comparison kept here.
 pub fn list(cache: &Cache) -> Result<String> {
     let mut list = String::new();
     for series in series::all()? {
@@ -156,7 +155,7 @@ pub fn list(cache: &Cache) -> Result<String> {
     Ok(list)
 }
 
-/// What a comparison that is kept in `dir` says, as a result: a case and a ratio a row.
+/// The comparison kept in `dir` as a result: a case and a ratio for each row.
 pub fn as_report(dir: &Path, name: &str) -> Report {
     let mut report = form::report(name);
     let kept = fs::read(dir.join("comparison.json")).ok();
@@ -185,8 +184,8 @@ pub fn as_report(dir: &Path, name: &str) -> Report {
     report
 }
 
-/// Compares the pristine kernel with the patched one, or with the pristine one of `other`; prints
-/// the table, and keeps it and every result (as JSON, and as a page) in `out`.
+/// Compares the pristine kernel with the patched one, or with the pristine kernel of `other`.
+/// Prints the table, and keeps it and every result (as JSON and as a page) in `out`.
 pub fn compare(
     cache: &Cache,
     series: &Series,
@@ -230,21 +229,21 @@ pub fn compare(
     measure(cache, &subject, processor, out)
 }
 
-/// What is compared.
+/// A comparison's subject.
 struct Subject<'a> {
-    /// What the table calls it.
+    /// Its name in the table.
     name: String,
-    /// The figure that it is about.
+    /// The name of the headline figure.
     headline: &'a str,
-    /// What is run on both kernels.
+    /// The commands that run on both kernels.
     benches: &'a [&'a Bench],
-    /// Whether the second kernel is the first with a series, whose commands may ask for more of it.
+    /// Whether the second kernel is the first with a series. Its commands may then ask more of it.
     is_patched: bool,
-    /// Both kernels, of a variant.
+    /// Builds both kernels of a variant.
     kernels: &'a dyn Fn(Option<&str>) -> Result<[Image; 2]>,
 }
 
-/// Boots both kernels in turn and weighs what they gave.
+/// Boots both kernels alternately and weighs their results.
 fn measure(cache: &Cache, subject: &Subject<'_>, processor: Processor, out: &Path) -> Result<()> {
     let Subject { name, headline, benches, is_patched, kernels } = subject;
     let [before, after] = kernels(None)?;
@@ -257,7 +256,7 @@ fn measure(cache: &Cache, subject: &Subject<'_>, processor: Processor, out: &Pat
         let counting = if group[0].locks.is_empty() { None } else { Some(kernels(Some(locks::VARIANT))?) };
         let images = counting.as_ref().map_or([&before, &after], |[before, after]| [before, after]);
         let patched: Vec<Bench> = group.iter().map(|bench| bench.on_the_patched()).collect();
-        // Of another base's kernel nothing is asked that it has not.
+        // Another base's kernel lacks what the series adds, so its commands do not ask for it.
         let sides = [group.clone(), if *is_patched { patched.iter().collect() } else { group.clone() }];
         let mut boots: [Vec<Boot>; 2] = [Vec::new(), Vec::new()];
         for round in 1..=ROUNDS {
@@ -289,14 +288,14 @@ fn measure(cache: &Cache, subject: &Subject<'_>, processor: Processor, out: &Pat
     Ok(())
 }
 
-/// The benchmarks for a comparison on `bed`, and those that are left out because it is with the
-/// base `other`.
+/// The benchmarks for a comparison on `bed`, and those left out of a comparison with the base
+/// `other`.
 fn chosen<'a>(series: &'a Series, other: Option<&Base>, bed: Emulated) -> (Vec<&'a Bench>, Vec<&'a Bench>) {
     let of_bed = series.about.bench.iter().filter(|bench| bench.runs_on(bed));
     of_bed.partition(|bench| other.is_none() || !bench.own_base)
 }
 
-/// The host of a row.
+/// The label of a row's host.
 fn label(processor: Processor, bench: &Bench) -> String {
     let mut words = vec![processor.label(bench.npt)];
     words.extend(bench.cpu.as_ref().map(|cpu| format!("-cpu {cpu}")));
@@ -307,7 +306,7 @@ fn label(processor: Processor, bench: &Bench) -> String {
     words.join(" ")
 }
 
-/// Prints the table, and keeps it and the results in `out`.
+/// Prints the table, and writes it and the results to `out`.
 fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()> {
     print!("{}", table(comparison));
     fs::create_dir_all(out).map_err(Error::file("create", out))?;
@@ -328,8 +327,8 @@ fn deliver(comparison: &Comparison, results: &[Report], out: &Path) -> Result<()
     Ok(())
 }
 
-/// The rows of one command: its samples on the pristine and on the patched kernel, boot by boot;
-/// those of the same number are pairs. `None` is a boot that did not run it.
+/// The rows of one command, from its samples on the pristine and the patched kernel. Boots of the
+/// same number are pairs. `None` is a boot that did not run the command.
 fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Option<Sample>>; 2]) -> Vec<Row<Compared>> {
     let mut rows: Vec<Row<Compared>> = Vec::new();
     let mut place: HashMap<Label, usize> = HashMap::new();
@@ -350,12 +349,12 @@ fn rows_of(bench: &Bench, bed: &str, sides: &[Vec<Option<Sample>>; 2]) -> Vec<Ro
             }
         }
     }
-    // A figure that only one kernel has (a counter that the series adds) has no ratio.
+    // A figure of one kernel only, such as a counter that the series adds, has no ratio.
     rows.retain(|row| !row.figure.a.is_empty() && !row.figure.b.is_empty());
     rows
 }
 
-/// The table, a block a command: A is the kernel before, B the one after.
+/// The table, with a block per command. A is the kernel before, B the one after.
 pub fn table(comparison: &Comparison) -> String {
     let Comparison { series, before, after, rows } = comparison;
     let mut out = weighing::Tables::new(terminal::WIDTH);
@@ -387,7 +386,7 @@ mod tests {
         weighed(rows, "f", policy)
     }
 
-    /// Whatever is listed can be typed.
+    /// Each command in the list must be valid.
     #[test]
     fn the_command_that_is_listed_for_a_series_names_one() {
         let dir = std::env::temp_dir().join(format!("vellum-lab-list-{}", std::process::id()));

@@ -1,5 +1,5 @@
-//! `cargo lab compare --kernel A --kernel B`: two kernels that were built elsewhere, on an emulated
-//! host, in turn.
+//! `cargo lab compare --kernel A --kernel B`: compares two kernels that were built elsewhere on an
+//! emulated host, alternating.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -12,18 +12,18 @@ use crate::kernel::bench::Bench;
 use crate::kernel::build::{Image, target};
 use crate::{Error, Result};
 
-/// What is measured where no command is named.
+/// The default commands.
 pub const COMMANDS: [&str; 2] = [
     "vellum bench dirty-log -b 64M -s anonymous -i 3 --json {json}",
     "vellum bench page-table -b 64M -s anonymous -v 2 --json {json}",
 ];
 
-/// Where images have what tells them: `HdrS` of a bzImage, `ARM\x64` of an Image
+/// Offset and magic of kernel images: `HdrS` of a bzImage, `ARM\x64` of an Image
 /// (Documentation/arch).
 const MAGIC: [(usize, &[u8], Architecture); 2] =
     [(0x202, b"HdrS", Architecture::X86), (0x38, b"ARM\x64", Architecture::Arm)];
 
-/// What kind of kernel `path` is, an image or a tree with one in it, and where the image is.
+/// Finds the image of `path`, an image or a built tree. Returns the image and its architecture.
 pub fn find(path: &Path) -> Result<(PathBuf, Architecture)> {
     let inside = [Architecture::X86, Architecture::Arm].map(|architecture| {
         path.join(format!("arch/{}/boot/{}", architecture.kernel(), target(architecture)))
@@ -51,8 +51,8 @@ pub fn find(path: &Path) -> Result<(PathBuf, Architecture)> {
     }
 }
 
-/// The image in the cache under a key of what is in it: `path` may be built anew meanwhile. `side`
-/// is what tables call it besides.
+/// Copies the image into the cache, under a digest of its content, because `path` may be rebuilt
+/// meanwhile. `side` is part of its label in tables.
 fn keep(cache: &Cache, path: &Path, side: char) -> Result<Image> {
     let (file, architecture) = find(path)?;
     let content = fs::read(&file).map_err(Error::file("read", &file))?;
@@ -64,14 +64,14 @@ fn keep(cache: &Cache, path: &Path, side: char) -> Result<Image> {
     Ok(Image { label: format!("{side}: {}", path.display()), architecture, dir, name })
 }
 
-/// Where the comparison of these is kept.
+/// Where the comparison of these kernels is kept.
 pub fn kept(cache: &Cache, kernels: &[PathBuf; 2], processor: Processor) -> Result<PathBuf> {
     let [before, after] = [keep(cache, &kernels[0], 'A')?, keep(cache, &kernels[1], 'B')?];
     let key = digest([before.name.as_bytes(), after.name.as_bytes()]);
     Ok(cache.path(&format!("compare/own-{key}-{}", processor.name())))
 }
 
-/// Compares them by `commands`, and keeps the table and every result in `out`.
+/// Compares the kernels by `commands`, and keeps the table and every result in `out`.
 pub fn compare(
     cache: &Cache,
     kernels: &[PathBuf; 2],

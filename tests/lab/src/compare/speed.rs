@@ -1,6 +1,6 @@
-//! What a command in a guest costs (`cargo lab speed`): one emulated host with nested paging, whose
-//! clock counts instructions, and the program `guest-commands` in it, with a kernel in the tree in
-//! which it was built.
+//! The cost of a command in a guest (`cargo lab speed`): the program `guest-commands` in one
+//! emulated host with nested paging, whose clock counts instructions. The guest boots a kernel in
+//! its build tree.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use crate::hosts::{self, HostKernel, Request, svm};
 use crate::kernel::{Base, build, variants};
 use crate::{Error, Result};
 
-/// The base whose kernel the guests are of.
+/// The base of the guests' kernel.
 const BASE: &str = "7.2";
-/// Where the host has its tree.
+/// The path of the kernel tree in the host.
 const TREE: &str = "/tree";
 
-/// Has a host measure it, whose words `frames` are given.
+/// Measures in an emulated host. `frames` receives the host's output.
 pub fn of_commands(cache: &Cache, frames: impl FnMut(&Frame)) -> Result<()> {
     svm::HOST.ready()?;
     build::require_tools()?;

@@ -1,7 +1,7 @@
-//! `arm64`: QEMU emulates an Arm board with EL2, so KVM runs in there: with the Virtualization Host
-//! Extensions on a Cortex-A76, where the host's kernel itself is at EL2, or without on a
-//! Cortex-A72. That is what this bed has instead of a second stage that can be left out: the switch
-//! for nested paging chooses between the two.
+//! `arm64`: QEMU emulates an Arm board with EL2, so KVM runs in it. With the Virtualization Host
+//! Extensions, on a Cortex-A76, the host's kernel runs at EL2. Without them, on a Cortex-A72, it
+//! runs at EL1. This bed always has a second stage, so the switch for nested paging chooses between
+//! these two.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,10 +20,10 @@ pub const HOST: Emulated = Emulated(&Qemu {
     program: "qemu-system-aarch64",
     programs: &["qemu-system-aarch64", "busybox", "xz", "apt-get", "dpkg-deb"],
     oldest: None,
-    // KVM is no module on Arm.
+    // KVM is not a module on Arm.
     modules: &[],
     modes: ["nvhe", "vhe"],
-    // The board has one serial port that the host's kernel may use. The other is behind PCI.
+    // The board has one serial port that the host's kernel can use. The other is a PCI device.
     ports: Ports { console: "ttyAMA0", results: "ttyS0" },
     no_pml: "page-modification logging is Intel's; use vmx",
     add_board,

@@ -1,8 +1,8 @@
-//! The disk of an emulated host that has a root of its own: Debian on ext4, as machines have it and
-//! an initramfs has not. Disks for its guests as clouds have them are in [`cloud`](super::cloud).
+//! The disk of an emulated host with its own root: Debian on ext4, as on real machines.
+//! [`cloud`](super::cloud) has disks for its guests.
 //!
-//! It is made once and kept in the cache. A host writes into memory of its emulator's, so that each
-//! finds it as it was made.
+//! The disk is made once and cached. A host's writes go to its emulator's memory, so each host
+//! finds the disk unchanged.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,18 +13,17 @@ use crate::debian;
 use crate::test::setup;
 use crate::{Error, Result, tool};
 
-/// The Debian.
+/// The Debian suite.
 pub(super) const SUITE: &str = "bookworm";
-/// What it has beside the essential: what commands in a guest may want to call, and what the host
-/// itself does.
+/// Packages besides the essential ones: programs that guests' commands and the host itself run.
 const PACKAGES: &str = "iproute2,kmod,attr,strace,passt,openssh-client,makedumpfile";
-/// How large the file system is, in MiB; the file is sparse.
+/// The file system's size in MiB. The file is sparse.
 const MIB: u32 = 1024;
 
-/// The programs of this machine that make it.
+/// The programs that make the disk.
 pub const PROGRAMS: [&str; 2] = ["mmdebstrap", "mke2fs"];
 
-/// The root, made if need be, which takes root.
+/// The disk's image, made if need be. Making it needs root.
 pub fn debian(cache: &Cache) -> Result<PathBuf> {
     let made = cache.entry(&format!("disk/{SUITE}-{}", digest([PACKAGES.as_bytes()])), |dir| {
         eprintln!("lab: a disk with a {SUITE} for emulated hosts");
@@ -36,7 +35,7 @@ pub fn debian(cache: &Cache) -> Result<PathBuf> {
     Ok(made?.join("root.ext4"))
 }
 
-/// A Debian with `packages`, below `dir`.
+/// Installs a Debian with `packages` below `dir`.
 pub(super) fn bootstrap(dir: &Path, packages: &str) -> Result<PathBuf> {
     if !setup::is_root() {
         return Err(Error::Usage("a disk with a Debian needs root to be made: run it as root".into()));
@@ -48,7 +47,7 @@ pub(super) fn bootstrap(dir: &Path, packages: &str) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// What makes a file system of `root`, in what is named next.
+/// The command that makes a file system of `root`. The caller adds the file's name.
 pub(super) fn ext4(root: &Path) -> Command {
     let mut command = Command::new("mke2fs");
     command.args(["-q", "-t", "ext4", "-d"]).arg(root);

@@ -1,4 +1,4 @@
-//! Which test hosts this machine has, and the one line that gets the others.
+//! Lists the test hosts that this machine has, and the command that installs what the others need.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::hosts::HOSTS;
 use crate::{kernel, tool};
 
-/// The packages that `programs` lack on this machine.
+/// The packages that have the missing ones of `programs`.
 pub fn missing<'a>(programs: &[&'a str]) -> BTreeSet<&'a str>
 where
     'static: 'a,
@@ -18,7 +18,7 @@ where
         .collect()
 }
 
-/// Whether this process may use /dev/kvm; the reason and the remedy where it may not.
+/// Whether this process can use /dev/kvm. The error has the reason and the remedy.
 pub fn kvm() -> std::result::Result<(), String> {
     let path = Path::new("/dev/kvm");
     match std::fs::OpenOptions::new().read(true).write(true).open(path) {
@@ -31,7 +31,7 @@ pub fn kvm() -> std::result::Result<(), String> {
     }
 }
 
-/// Prints a line a test host; the exit code is 1 where something is missing.
+/// Prints a line per test host. The exit code is 1 if something is missing.
 pub fn print() -> u8 {
     let mut wanted = BTreeSet::new();
     match kvm() {
@@ -55,7 +55,7 @@ pub fn print() -> u8 {
     }
 }
 
-/// The one line that installs `packages`; `None` where there is nothing to install.
+/// The command that installs `packages`. `None` if there are none.
 pub fn install_line(packages: &BTreeSet<&str>) -> Option<String> {
     let names: Vec<&str> = packages.iter().copied().collect();
     (!names.is_empty()).then(|| format!("apt-get install --no-install-recommends {}", names.join(" ")))

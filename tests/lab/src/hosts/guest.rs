@@ -1,6 +1,6 @@
-//! Linux guests: one of Debian's kernels, and an initramfs with the guest agent.
-//! `resources/guest-image` is the recipe. The kernel comes as a bzImage, and the ELF image in it
-//! can be had too; of Arm's it is an Image, and there is no other.
+//! Linux guests: a Debian kernel and an initramfs with the guest agent. `resources/guest-image` is
+//! the recipe. On x86 the kernel is a bzImage, and its ELF image can be extracted. On Arm it is an
+//! Image.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,12 +12,12 @@ use crate::cache::Cache;
 use crate::hosts::initramfs::{Initramfs, copy};
 use crate::{Error, Result, tool};
 
-/// The modules that a guest needs beside those to mount directories of its host's.
+/// The modules that a guest needs to mount its host's directories.
 const SHARES: [&str; 2] = ["virtiofs", "overlay"];
-/// The modules that a guest needs.
+/// The other modules that a guest needs.
 pub const MODULES: &str = include_str!("../../../../resources/guest-image/modules");
 
-/// A guest, ready to be given to `vellum run`.
+/// A guest for `vellum run`.
 #[derive(Clone, Debug)]
 pub struct Guest {
     /// The package of its kernel, as reports name it.
@@ -52,7 +52,7 @@ impl Guest {
         Ok(Self { package: kernel.package, kernel: to, initrd })
     }
 
-    /// Puts the ELF image beside the bzImage that holds it.
+    /// Writes the ELF image beside the bzImage that contains it.
     pub fn unpack_vmlinux(&self) -> Result<PathBuf> {
         let bzimage = fs::read(&self.kernel).map_err(Error::file("read", &self.kernel))?;
         let bad = |why: &str| Error::Package(format!("{}: {why}", self.kernel.display()));
@@ -74,7 +74,7 @@ impl Guest {
     }
 }
 
-/// Writes the initramfs of a guest of x86 whose kernel has built in what it needs.
+/// Writes the initramfs of an x86 guest whose kernel needs no modules.
 pub fn without_modules(cache: &Cache, initrd: &Path) -> Result<()> {
     let image = with_agent(cache, Architecture::X86)?;
     if let Some(dir) = initrd.parent() {
@@ -100,18 +100,18 @@ fn with_agent(cache: &Cache, architecture: Architecture) -> Result<Initramfs> {
     Ok(image)
 }
 
-/// Writes a file as a whole: another laboratory may be about to boot the one that was there.
+/// Writes a file atomically, because another laboratory may be about to boot the old one.
 fn put(path: &Path, content: &[u8]) -> Result<()> {
     let part = path.with_extension(format!("part-{}", std::process::id()));
     fs::write(&part, content).map_err(Error::file("write", &part))?;
     fs::rename(&part, path).map_err(Error::file("write", path))
 }
 
-/// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and how many they
-/// become, which the kernel puts behind them (Documentation/arch/x86/boot.rst, `payload_offset` and
-/// `payload_length`).
+/// The compressed kernel in a bzImage: the program that unpacks it, its bytes, and its unpacked
+/// size, which the kernel stores after the bytes (Documentation/arch/x86/boot.rst, `payload_offset`
+/// and `payload_length`).
 fn compressed_kernel(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8], usize), &'static str> {
-    /// What each format begins with.
+    /// Each format's magic.
     const FORMATS: [(&[u8], &str); 4] = [
         (&[0x02, 0x21, 0x4c, 0x18], "lz4"),
         (&[0x28, 0xb5, 0x2f, 0xfd], "zstd"),
@@ -125,7 +125,8 @@ fn compressed_kernel(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8]
     if bzimage.get(0x202..0x206) != Some(b"HdrS") {
         return Err("it is no bzImage");
     }
-    // The setup code is as many sectors as byte 0x1f1 says, 4 where that is 0, and the boot sector.
+    // Byte 0x1f1 has the number of sectors of setup code, 0 meaning 4. The boot sector comes before
+    // them.
     let sectors = usize::from(if bzimage[0x1f1] == 0 { 4 } else { bzimage[0x1f1] }) + 1;
     let start = sectors * 512 + word(0x248)?;
     let payload = start.checked_add(word(0x24c)?).and_then(|end| bzimage.get(start..end));
@@ -134,7 +135,7 @@ fn compressed_kernel(bzimage: &[u8]) -> std::result::Result<(&'static str, &[u8]
     let (_, format) = format.ok_or("its payload is neither lz4, zstd, xz nor gzip")?;
     let (packed, size) = payload.split_last_chunk::<4>().ok_or("its payload is too short")?;
     let size = u32::from_le_bytes(*size) as usize;
-    // gzip's own trailer is that size.
+    // In gzip the size is part of the format's trailer.
     Ok((format, if *format == "gzip" { payload } else { packed }, size))
 }
 

@@ -1,5 +1,5 @@
-//! The initramfs of an emulated host: our programs, busybox, the files and modules of its request,
-//! and its job.
+//! The initramfs of an emulated host: our programs, busybox, the request's files and modules, and
+//! its job.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -14,16 +14,17 @@ use crate::hosts::initramfs::{Initramfs, copy};
 use crate::hosts::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
 
-/// Modules that a host has beside KVM's own.
+/// Modules of a host besides KVM's.
 const MODULES: [&str; 6] = ["bridge", "msr", "tun", "virtio_pci", "virtio_blk", "virtio_net"];
 
-/// Those of a host whose root is on a disk, and which has a route to nowhere.
+/// Further modules of a host with its root on a disk and a route that drops everything.
 const ON_DISK: [&str; 2] = ["ext4", "dummy"];
 
-/// The directory beside a bzImage that holds KVM's modules, where they are not built in.
+/// The directory beside a bzImage with modules that are not built in.
 const BESIDE: &str = "modules";
 
-/// Debian has another busybox too, which needs a libc that no emulated host has.
+/// This machine's busybox, which must be static: emulated hosts have no libc. Debian has a dynamic
+/// one too.
 pub fn busybox() -> Result<PathBuf> {
     const INTERPRETER: &[u8] = b"/ld-linux-x86-64.so.2\0";
     let path = tool::need("busybox")?;
@@ -34,7 +35,7 @@ pub fn busybox() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Packs what the host sees. Our programs are in /bin, together with busybox's.
+/// Packs the host's initramfs. Our programs are in /bin with busybox's.
 pub fn pack(
     cache: &Cache,
     dir: &Path,
@@ -72,7 +73,7 @@ pub fn pack(
         HostKernel::Debian(kernel) => kernel.modules(&names)?,
         HostKernel::Image(bzimage) => match bzimage.with_file_name(BESIDE) {
             beside if beside.is_dir() => artifacts::modules_in(&beside, &names)?,
-            // All that it needs is built in.
+            // The kernel has everything built in.
             _ => Vec::new(),
         },
     };
@@ -103,8 +104,8 @@ fn job(request: &Request, shell: bool) -> Job {
     }
 }
 
-/// What a host with a root on its disk has there of what it boots into: programs where it looks for
-/// them, and whole directories.
+/// The paths in the initramfs that a host with its root on a disk shows there, with their new
+/// paths: programs in a directory of PATH, and whole directories.
 fn shown(request: &Request) -> Vec<(String, String)> {
     let mut shown = vec![("/bin/vellum".to_owned(), "/usr/local/bin/vellum".to_owned())];
     let files = request.files.iter().map(|(_, to)| to);
@@ -116,7 +117,7 @@ fn shown(request: &Request) -> Vec<(String, String)> {
                 (format!("/{top}"), format!("/{top}"))
             }
         };
-        // What is below /tmp goes along with it.
+        // /tmp is moved as a whole, with everything below it.
         if to != "/tmp" && !shown.iter().any(|(known, _)| *known == from) {
             shown.push((from, to));
         }

@@ -1,4 +1,4 @@
-//! Copies of this machine's files in an initramfs, which `vellum` packs.
+//! Adds copies of this machine's files to an initramfs of `vellum_launch`.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -7,7 +7,7 @@ pub use vellum_launch::initramfs::Initramfs;
 
 use crate::{Error, Result};
 
-/// Puts a copy of this machine's file into `image`, with its permission bits.
+/// Adds a copy of this machine's file to `image`, with its permission bits.
 pub fn copy(image: &mut Initramfs, from: &Path, to: &str) -> Result<()> {
     let content = std::fs::read(from).map_err(Error::file("read", from))?;
     let mode = std::fs::metadata(from).map_err(Error::file("read", from))?.permissions().mode();

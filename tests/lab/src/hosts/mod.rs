@@ -1,8 +1,8 @@
-//! Emulated hosts: a [`Request`] goes in, the host boots, runs its commands, and an [`Outcome`]
+//! Emulated hosts: a [`Request`] goes in, the host boots and runs its commands, and an [`Outcome`]
 //! comes back.
 //!
-//! An [`Emulator`] is all that differs between beds: each is a file of its own and a line in
-//! [`HOSTS`]. Those of QEMU share [`qemu`]. All share [`Request`], [`image`] (the initramfs), and
+//! An [`Emulator`] holds the differences between beds. Each bed is a file and a line in [`HOSTS`].
+//! The QEMU beds share [`qemu`]. All share [`Request`], [`image`] (the initramfs), and
 //! [`run`](self::run()) with the results line and the time limit.
 
 pub mod arm64;
@@ -34,108 +34,108 @@ use crate::{Error, Result};
 pub use request::{AT_ONCE, HUGEPAGE, HostKernel, Pace, Request, Wire};
 pub use run::{Outcome, Ran, run, shell};
 
-/// Every emulated host. The first is the one that is meant where none is named.
+/// Every emulated host. The first is the default.
 pub static HOSTS: [Emulated; 3] = [svm::HOST, vmx::HOST, arm64::HOST];
 
-/// A program that emulates a host with a KVM in it.
+/// A program that emulates a host with KVM.
 pub trait Emulator: Sync {
-    /// The name that results carry and the command line takes.
+    /// Its name on the command line and in results.
     fn name(&self) -> &'static str;
 
-    /// What is emulated, for the command line's help.
+    /// What it emulates, for the command line's help.
     fn about(&self) -> &'static str;
 
-    /// What the bed is for, for `cargo lab doctor`.
+    /// The bed's purpose, for `cargo lab doctor`.
     fn purpose(&self) -> &'static str;
 
-    /// The programs of this machine that the bed calls.
+    /// The programs on this machine that the bed needs.
     fn programs(&self) -> &'static [&'static str];
 
-    /// Its processor's.
+    /// The architecture of its processor.
     fn architecture(&self) -> Architecture {
         Architecture::X86
     }
 
-    /// KVM's modules, where the host's kernel has them as modules.
+    /// KVM's modules, if the host's kernel has it as modules.
     fn modules(&self) -> &'static [&'static str];
 
-    /// How a host with this second stage is named: `npt=1`.
+    /// The name of this second stage: `npt=1`.
     fn mode(&self, second_stage: bool) -> String;
 
-    /// The module parameters that every host with this second stage has: `kvm_amd.npt=1`.
+    /// The module parameters for this second stage: `kvm_amd.npt=1`.
     fn parameters(&self, second_stage: bool) -> Vec<String>;
 
-    /// The serial ports, as the host's kernel calls them.
+    /// The serial ports' names in the host's kernel.
     fn ports(&self) -> Ports;
 
-    /// What the host's clock takes for one instruction.
+    /// The host's clock advances by this for each instruction.
     fn nanoseconds_per_instruction(&self) -> f64;
 
-    /// Whether there is a processor with page-modification logging; if not, why, and what to do
-    /// instead.
+    /// Whether it has a processor with page-modification logging. The error has the reason and an
+    /// alternative.
     fn has_pml(&self) -> std::result::Result<(), &'static str>;
 
-    /// Whether hosts can run at `pace`; if not, why, and what to do instead.
+    /// Whether its hosts can run at `pace`. The error has the reason and an alternative.
     fn has_pace(&self, pace: Pace) -> std::result::Result<(), &'static str>;
 
-    /// Whether two CPUs take turns of a few instructions, so that locks are not waited for as on a
-    /// processor. Such a clock counts instructions all the same.
+    /// Whether two CPUs take turns of a few instructions. Lock contention then differs from a real
+    /// processor's. The clock still counts instructions.
     fn takes_turns(&self) -> bool {
         false
     }
 
-    /// Names what this machine lacks, before anything is fetched or built.
+    /// Fails if this machine lacks something, before anything is fetched or built.
     fn ready(&self) -> Result<()>;
 
-    /// What figures depend on beside this laboratory: the version of an emulator that this machine
-    /// brings.
+    /// What figures depend on besides this laboratory: the version of an emulator that is installed
+    /// on this machine.
     fn version(&self) -> Result<String>;
 
-    /// The command that starts the emulator, and where its host's results come out.
+    /// The command that starts the emulator, and where its host's results arrive.
     fn command(&self, start: &Start) -> Result<(Command, Results)>;
 
-    /// The command for a host whose console is this terminal.
+    /// The command for a host with its console on this terminal.
     fn shell(&self, _start: &Start) -> Result<Command> {
         Err(Error::Usage(format!("{} has no terminal: use another bed, or run a command", self.name())))
     }
 
-    /// Whether this line of the emulator's standard error says nothing about a host that failed.
+    /// Whether this line of the emulator's standard error is irrelevant to a host's failure.
     fn is_noise(&self, _line: &str) -> bool {
         false
     }
 }
 
-/// Serial ports by their names below /dev.
+/// Names of serial ports below /dev.
 #[derive(Clone, Copy)]
 pub struct Ports {
-    /// Where the kernel and shells speak.
+    /// The port of the kernel's console and of shells.
     pub console: &'static str,
-    /// The results line, which carries nothing but frames.
+    /// The results line's port, which carries only frames.
     pub results: &'static str,
 }
 
-/// What an emulator is started with.
+/// The arguments of an emulator's start.
 pub struct Start<'a> {
-    /// Keeps what the emulator needs and this machine does not bring.
+    /// Holds what the emulator needs and this machine does not have.
     pub cache: &'a Cache,
-    /// The host that is asked for.
+    /// The requested host.
     pub request: &'a Request,
-    /// What the host boots into.
+    /// The host's initramfs.
     pub initrd: &'a Path,
     /// A directory for this start alone.
     pub dir: &'a Path,
 }
 
 impl Start<'_> {
-    /// The file for what the host says on its console.
+    /// The file for the host's console output.
     pub fn console(&self) -> PathBuf {
         self.dir.join("console.log")
     }
 }
 
-/// Where the results line of a host comes out.
+/// Where a host's results line arrives.
 pub enum Results {
-    /// At the emulator's standard output.
+    /// On the emulator's standard output.
     Stdout,
     /// In a FIFO that the emulator opens.
     Fifo(PathBuf),
@@ -146,13 +146,13 @@ pub enum Results {
 pub struct Emulated(&'static dyn Emulator);
 
 impl Emulated {
-    /// The first bed whose hosts are of `architecture`.
+    /// The first bed with hosts of `architecture`.
     pub fn of(architecture: Architecture) -> Self {
         let bed = HOSTS.into_iter().find(|bed| bed.architecture() == architecture);
         bed.expect("each architecture is that of a bed")
     }
 
-    /// `svm npt=0`, `vmx ept=1 pml`: a host as figures and messages name it.
+    /// `svm npt=0`, `vmx ept=1 pml`: the host's name in figures and messages.
     pub fn label(self, second_stage: bool, pml: bool) -> String {
         let pml = if pml { " pml" } else { "" };
         format!("{} {}{pml}", self.name(), self.mode(second_stage))

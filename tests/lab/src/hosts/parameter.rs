@@ -1,16 +1,16 @@
-//! Module parameters, `MODULE.NAME=VALUE`, and words of the kernel's own: whether one is in force
-//! in the kernel that runs this.
+//! Module parameters, `MODULE.NAME=VALUE`, and some of the kernel's own words: checks whether one
+//! is in force in the running kernel.
 
 use std::fs;
 
-/// What the kernel reads long before modules have parameters, and has no file for: KVM's line in
-/// its log says what became of it.
+/// Parameters that the kernel reads before module parameters exist. They have no file in sysfs. KVM
+/// logs their effect.
 const EARLY: [&str; 1] = ["kvm-arm.mode"];
 
-/// Words of the kernel's own, each with the flag that the processor has not any more by it.
+/// Kernel words that remove a CPU flag, with that flag.
 const FEATURES: [(&str, &str); 1] = [("nopcid", "pcid")];
 
-/// Why `parameter` is not in force; `None` where it is. The kernel ignores a name that it does not
+/// Why `parameter` is not in force, or `None` if it is. The kernel ignores names that it does not
 /// know.
 pub fn refused(parameter: &str) -> Option<String> {
     if let Some((_, flag)) = FEATURES.iter().find(|(word, _)| *word == parameter) {
@@ -31,12 +31,12 @@ pub fn refused(parameter: &str) -> Option<String> {
         return Some(format!("{parameter}: this kernel has no such parameter"));
     };
     let (present, value) = (switch(&present), switch(value));
-    // What is no switch may be written otherwise than it is read.
+    // The kernel may print values other than switches differently from how they were set.
     let switches = [&present, &value].iter().all(|text| ["Y", "N"].contains(text));
     (switches && present != value).then(|| format!("{parameter}: it is {present}"))
 }
 
-/// Whether a processor of `cpuinfo` has `flag`.
+/// Whether a processor in `cpuinfo` has `flag`.
 fn has(cpuinfo: &str, flag: &str) -> bool {
     cpuinfo
         .lines()
@@ -44,7 +44,7 @@ fn has(cpuinfo: &str, flag: &str) -> bool {
         .any(|line| line.split_whitespace().any(|word| word == flag))
 }
 
-/// The kernel prints a switch as Y and N, and takes it as 1 and 0 too.
+/// Normalises a switch. The kernel prints Y and N, and also accepts 1 and 0.
 fn switch(text: &str) -> &str {
     match text.trim() {
         "1" | "Y" | "y" | "on" => "Y",

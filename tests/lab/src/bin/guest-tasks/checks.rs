@@ -1,5 +1,5 @@
-//! What is not measured: a guest with page table isolation refuses the CR3 cache, and one whose CPU
-//! or whose kernel goes leaves the host no page.
+//! Checks that are not measurements: a guest with page table isolation refuses the CR3 cache, and a
+//! CPU or kernel that goes away leaves no page registered with the host.
 
 use std::fs;
 use std::io;
@@ -8,8 +8,8 @@ use crate::guest::{BLOCK, Guest, images};
 use crate::trace_point::TracePoint;
 use crate::{Cli, UNHINDERED, WORKLOADS};
 
-/// What a guest that has page table isolation is started with, and what its log then has of that
-/// and of the cache.
+/// A parameter for page table isolation, and what the guest's log then says about isolation and the
+/// cache.
 const ISOLATION: [(&str, &str, &str); 2] = [
     (
         "pti=on",
@@ -18,17 +18,17 @@ const ISOLATION: [(&str, &str, &str); 2] = [
     ),
     ("pti=off", "page tables isolation: disabled on command line", "CR3 cache: on"),
 ];
-/// How often KVM's guests that are there now have loaded CR3 without an exit.
+/// Loads of CR3 without an exit, by all of KVM's present guests.
 const HITS: &str = "/sys/kernel/debug/kvm/cr3_cache_switches";
-/// How often a vCPU that has a page has left for a load of CR3.
+/// Loads of CR3 with an exit, by vCPUs with a registered page.
 const MISSES: &str = "/sys/kernel/debug/kvm/cr3_cache_misses";
-/// The cache's hypercalls, by which a vCPU has a page, and no longer
+/// The cache's hypercalls that register and unregister a vCPU's page
 /// (Documentation/virt/kvm/cr3-cache.rst).
 const REGISTERS: &str = "nr==120 && a0==0";
 const UNREGISTERS: &str = "nr==120 && a0==2";
-/// Of a Linux guest's kernel: whether it uses the cache.
+/// The module parameter of a Linux guest's kernel that enables the cache.
 const USES: &str = "/sys/module/kvm_cr3_cache/parameters/enable";
-/// Of a kernel that takes the place of another: it does not.
+/// The parameter that disables the cache in a kernel started by kexec.
 const DOES_WITHOUT: &str = "kvm_cr3_cache.enable=0";
 
 /// With page table isolation and without.
@@ -38,8 +38,8 @@ pub fn isolation(cli: &Cli) -> io::Result<()> {
     })
 }
 
-/// A guest that is started with `parameter` says all of `says` in its log; its tasks switch, with
-/// hits or without.
+/// Starts a guest with `parameter`. Its log must contain all of `says`. Its tasks then switch, and
+/// must hit the cache or not, as `hits` says.
 fn isolated(cli: &Cli, parameter: &str, says: &[&str], hits: bool) -> io::Result<()> {
     let guest = Guest::start(cli, 1, parameter)?;
     let log = guest.text(&["dmesg"])?;
@@ -60,15 +60,15 @@ fn isolated(cli: &Cli, parameter: &str, says: &[&str], hits: bool) -> io::Result
     guest.end()
 }
 
-/// Of a guest of two CPUs one goes and comes back; then it does without the cache, and goes on with
-/// it; then another kernel takes its place. In a guest of one CPU a kernel takes its place that
-/// panics. Each time the host has been told that what goes has no page.
+/// In a guest with two CPUs, one CPU goes offline and comes back. The kernel then disables the
+/// cache, enables it again, and kexecs another kernel. In a guest with one CPU, the kernel panics
+/// into a crash kernel. After each step the host must have no page registered for what has gone.
 pub fn teardown(cli: &Cli) -> io::Result<()> {
     let pages = Pages::count()?;
     let mut guest = Guest::start(cli, 2, UNHINDERED)?;
     guest.uses_it("a guest with two CPUs")?;
     let cpu = "/sys/devices/system/cpu/cpu1/online";
-    // Whatever the other one does meanwhile, this one registers and goes.
+    // CPU 1 alone registers and goes, whatever the other CPU does meanwhile.
     guest.shell(&format!("echo 0 > {cpu}; echo 1 > {cpu}; echo 0 > {cpu}"))?;
     pages.are_at_most(1, "CPU 1 is offline")?;
     guest.shell(&format!("echo 1 > {cpu}; echo 0 > {USES}"))?;
@@ -90,7 +90,7 @@ pub fn teardown(cli: &Cli) -> io::Result<()> {
     guest.end()
 }
 
-/// The vCPUs that have a page, by their hypercalls since this began.
+/// Counts the vCPUs with a registered page, by the hypercalls since this was created.
 struct Pages([TracePoint; 2]);
 
 impl Pages {
@@ -112,22 +112,22 @@ impl Pages {
     }
 }
 
-/// A number of KVM's.
+/// Reads one of KVM's counters.
 fn times(path: &str) -> io::Result<u64> {
     let text = fs::read_to_string(path).map_err(|error| io::Error::other(format!("{path}: {error}")))?;
     text.trim().parse().map_err(|error| io::Error::other(format!("{path}: {text:?}: {error}")))
 }
 
 impl Guest {
-    /// The kernel and the initramfs that it was started with take its kernel's place, once it has
-    /// panicked or at once; they do without the cache.
+    /// Replaces the guest's kernel with a copy of itself that does not use the cache, by kexec or
+    /// after a panic.
     fn goes_to_another_kernel(&mut self, cli: &Cli, on_panic: bool) -> io::Result<()> {
         let [kernel, initrd] = images(cli)?.map(|image| image.len());
         for (name, first, bytes) in [("kernel", 0, kernel), ("initrd", kernel.div_ceil(BLOCK), initrd)] {
             self.shell(&format!("dd if=/dev/vda bs={BLOCK} skip={first} | head -c {bytes} > /{name}"))?;
         }
         let params = self.text(&["cat", "/proc/cmdline"])?;
-        // Whoever panicked has memory that is reserved; its successor needs none.
+        // The panicked kernel had reserved memory for its successor, which needs none itself.
         let params = params.split_whitespace().filter(|word| !word.starts_with("crashkernel="));
         let params = params.chain([DOES_WITHOUT]).collect::<Vec<_>>().join(" ");
         let kexec = serde_json::json!({
@@ -135,7 +135,7 @@ impl Guest {
         });
         match (self.asked(&kexec.to_string()), on_panic) {
             (Ok(_), true) => drop(self.shell("echo c > /proc/sysrq-trigger")),
-            // It has no time to answer.
+            // The kernel is replaced before the agent can answer.
             (Err(error), false) if error.to_string().contains("closed the connection") => (),
             (Err(error), _) => return Err(error),
             (Ok(events), false) => return Err(io::Error::other(format!("kexec was answered by {events:?}"))),
@@ -144,7 +144,7 @@ impl Guest {
         self.answers(runs, |events| events.iter().any(|event| event.to_string().contains(DOES_WITHOUT)))
     }
 
-    /// Its tasks switch, and do so without exits.
+    /// Its tasks switch and hit the cache.
     fn uses_it(&self, when: &str) -> io::Result<()> {
         let before = times(HITS)?;
         self.asked(WORKLOADS[0].1)?;
@@ -156,7 +156,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Its tasks switch, and for KVM it is a guest without the cache.
+    /// Its tasks switch, and KVM counts neither hits nor misses.
     fn does_without(&self, when: &str) -> io::Result<()> {
         let seen = || Ok::<_, io::Error>((times(HITS)?, times(MISSES)?));
         let before = seen()?;

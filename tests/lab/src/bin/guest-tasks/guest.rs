@@ -1,4 +1,4 @@
-//! The Linux guest with the agent: how it is started, asked and ended.
+//! The Linux guest with the agent: start, requests, end.
 
 use std::fs;
 use std::io;
@@ -11,22 +11,22 @@ use serde_json::Value;
 use crate::trace_point::TracePoint;
 use crate::{COUNTED, Cli, said};
 
-/// How often a guest that boots is asked whether it is there, five times a second.
+/// The guest's agent is asked this often, five times a second, before the boot counts as failed.
 const MAX_TRIES: usize = 3000;
-/// `vellum`'s own name for its guest here.
+/// The guest's name.
 const NAME: &str = "tasks";
-/// What the guest's disk holds; one that starts another kernel has that there and its initramfs, in
-/// whole blocks.
+/// The size of the guest's disk. For kexec the disk holds the kernel and the initramfs instead,
+/// each in whole blocks.
 const DISK_BYTES: u64 = 8 << 20;
 pub const BLOCK: usize = 4096;
 
 /// A Linux guest with the agent.
 pub struct Guest(Child);
 
-/// What a request did that was counted.
+/// The counts during one request.
 pub struct Counted {
     pub switches: f64,
-    /// Of [`COUNTED`].
+    /// One for each of [`COUNTED`].
     pub times: Vec<f64>,
     pub ticks: f64,
 }
@@ -55,12 +55,12 @@ impl Guest {
         command.args(["--cr3-cache", if cli.cr3_cache { "on" } else { "off" }]);
         let mut guest = Self(command.stdin(Stdio::null()).spawn()?);
         guest.answers(r#"{"do":"facts"}"#, |_| true)?;
-        // In little memory a kernel allows fewer tasks than five groups have.
+        // With little memory the kernel allows fewer tasks than five groups need.
         guest.shell("echo 2000 > /proc/sys/kernel/threads-max")?;
         Ok(guest)
     }
 
-    /// Waits until its agent answers `request` as wanted.
+    /// Repeats `request` until the agent's answer is `wanted`.
     pub fn answers(&mut self, request: &str, wanted: impl Fn(&[Value]) -> bool) -> io::Result<()> {
         for _ in 0..MAX_TRIES {
             if self.asked(request).is_ok_and(|events| wanted(&events)) {
@@ -74,7 +74,7 @@ impl Guest {
         Err(io::Error::other(format!("no agent came up: {}", console())))
     }
 
-    /// Runs a line of a shell, which has to succeed.
+    /// Runs a shell command that must succeed.
     pub fn shell(&self, line: &str) -> io::Result<()> {
         let request = serde_json::json!({"do": "exec", "command": ["sh", "-c", line]});
         let events = self.asked(&request.to_string())?;
@@ -88,7 +88,7 @@ impl Guest {
         said(Command::new("/bin/vellum").args(["exec", NAME, "--request", request]))
     }
 
-    /// Does `request`, and counts what the guest did for it.
+    /// Sends `request` and counts what the guest does meanwhile.
     pub fn counted(&self, request: &str) -> io::Result<Counted> {
         let before = self.seen()?;
         let points = COUNTED.iter().map(|(_, name, filter)| TracePoint::count(name, *filter));
@@ -100,13 +100,13 @@ impl Guest {
         Ok(Counted { switches: after.0 - before.0, times, ticks: after.1 - before.1 })
     }
 
-    /// What a command in there prints.
+    /// The output of a command in the guest.
     pub fn text(&self, command: &[&str]) -> io::Result<String> {
         let events = self.asked(&serde_json::json!({"do": "exec", "command": command}).to_string())?;
         Ok(events.iter().filter_map(|event| event.get("text")?.as_str()).collect())
     }
 
-    /// Context switches and timer interrupts of the guest since it has booted.
+    /// Context switches and timer interrupts of the guest since its boot.
     fn seen(&self) -> io::Result<(f64, f64)> {
         let text = self.text(&["cat", "/proc/stat", "/proc/interrupts"])?;
         let number = |word: &str| {
@@ -131,7 +131,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // After `end` it is gone.
+        // After `end` the guest is gone and both calls fail.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,10 +1,10 @@
-//! Tasks that switch, in a Linux guest on this host or on this host itself: the guest agent's own,
-//! and two readers of a disk; and processes that change their memory, whose contents are checked.
-//! Its result has a time for each, and of a guest's what it left for. It runs inside emulated
-//! hosts, for `cargo lab compare`.
+//! Switching tasks in a Linux guest on this host, or on this host itself: the guest agent's
+//! workloads, two readers of a disk, and processes that change their memory and check it. The
+//! result has a time for each workload and, for a guest, its exits. It runs inside emulated hosts,
+//! for `cargo lab compare`.
 //!
-//! Each is done twice: once counted, by KVM's trace points, which cost time themselves and are gone
-//! again when the other is timed. Idle is judged over what is timed, for starting a guest is
+//! Each workload runs twice: once counted by KVM's trace points, which cost time themselves, then
+//! timed without them. Idle time is judged over the timed part only, because starting a guest is
 //! waiting.
 
 mod checks;
@@ -24,37 +24,39 @@ use serde_json::Value;
 use vellum_host::{Facts, idle};
 use vellum_report::{Label, Premise, Report, Sample, json};
 
-/// The share of what is timed that the host may idle, as of everything that the laboratory
-/// measures.
+/// The host may be idle for this share of the timed part, as in all of the laboratory's
+/// measurements.
 const IDLE_LIMIT: f64 = 0.01;
-/// What the agent is called, by which it knows itself.
+/// The agent's argv[0], by which it recognises itself.
 const AGENT: &str = "/init";
-/// What a guest left for and what KVM's shadow pages had of it: a figure's ending, a trace point,
-/// and which of its events. Reasons are of the Intel SDM, Appendix C: a load of CR3 is a
-/// control-register access. Without page table isolation Linux flushes everything, global pages
-/// too, by INVPCID or by CR4.PGE where the processor lacks that, and a page of its own by INVLPG.
+/// What is counted of a guest's exits and of KVM's shadow pages: the suffix of a figure, a trace
+/// point, and a filter of its events. Exit reasons are from the Intel SDM, Appendix C: a load of
+/// CR3 is a control-register access. Without page table isolation, Linux flushes all entries,
+/// global ones included, by INVPCID, or by CR4.PGE on a processor without it. It flushes a single
+/// page by INVLPG.
 const COUNTED: [(&str, &str, Option<&str>); 8] = [
     ("_cr_exits", "kvm/kvm_exit", Some("exit_reason==28")),
     ("_exits", "kvm/kvm_exit", None),
     ("_invlpg_exits", "kvm/kvm_exit", Some("exit_reason==14")),
     ("_invpcid_exits", "kvm/kvm_exit", Some("exit_reason==58")),
     ("_cr4_exits", "kvm/kvm_cr", Some("rw==1 && cr==4")),
-    // A root is looked for among the shadow pages; role.level of page tables of four levels alone
-    // has this bit.
+    // KVM looks a root up among the shadow pages. Bit 2 of role.level is set for four-level page
+    // tables only.
     ("_root_loads", "kvmmmu/kvm_mmu_get_page", Some("role & 4")),
     ("_resyncs", "kvmmmu/kvm_mmu_sync_page", None),
-    // A page of the CR3 cache is registered, or no longer: trials begin and pauses.
+    // A page of the CR3 cache is registered or unregistered: a trial or a pause begins.
     ("_cr3_cache_calls", "kvm/kvm_hypercall", Some("nr==120")),
 ];
-/// Of the command line of every Linux guest that is measured here; page table isolation loads CR3
-/// by itself.
+/// On the command line of every Linux guest that is measured here. Page table isolation loads CR3
+/// itself.
 const UNHINDERED: &str = "pti=off mitigations=off";
-/// What is done, by the names that figures have, and how often it is timed: what is short is.
+/// The workloads: the name in figures, the request, and how often it is timed. Short ones are timed
+/// more often.
 const WORKLOADS: [(&str, &str, u32); 8] = [
     ("lat_ctx[2]", r#"{"do":"lat-ctx","tasks":2,"rounds":1000,"repeat":1}"#, 3),
     ("lat_ctx[4]", r#"{"do":"lat-ctx","tasks":4,"rounds":500,"repeat":1}"#, 3),
-    // Before what hardly hits: a guest does without the cache for up to 16,384 loads of CR3 after
-    // that, which is more than these have.
+    // The disk comes before the workloads that hardly hit. After such a workload a guest does not
+    // use the cache for up to 16,384 loads of CR3, more than the disk's readers do.
     ("disk", READERS, 3),
     ("lat_ctx[8]", r#"{"do":"lat-ctx","tasks":8,"rounds":250,"repeat":1}"#, 3),
     ("lat_ctx[20]", r#"{"do":"lat-ctx","tasks":20,"rounds":100,"repeat":1}"#, 3),
@@ -63,11 +65,10 @@ const WORKLOADS: [(&str, &str, u32); 8] = [
     (PROCESSES, r#"{"do":"processes","processes":12,"steps":30}"#, 1),
 ];
 
-/// Processes that change their memory; what they found has to be the same everywhere.
+/// Processes that change their memory. Their result must be the same everywhere.
 const PROCESSES: &str = "processes";
 
-/// Two processes that read the disk, a page at a time, in turn: each waits for its page while the
-/// other runs.
+/// Two processes read the disk a page at a time. Each waits for its page while the other runs.
 const READERS: &str = r#"{"do":"exec","command":["sh","-c","for n in 0 1; do dd if=/dev/vda of=/dev/null bs=4096 count=500 skip=$((n * 500)) iflag=direct 2>/dev/null & done; wait"]}"#;
 
 /// Tasks that switch: timed, and what the guest left for.
@@ -87,8 +88,8 @@ struct Cli {
     /// pti=off it uses it
     #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json"])]
     isolation: bool,
-    /// Instead of measuring: a guest whose CPU, or whose kernel, goes has told the host that its
-    /// page is none any more
+    /// Instead of measuring: check that a guest unregisters the page of a CPU that goes offline or
+    /// a kernel that is replaced
     #[arg(long, requires = "cr3_cache", conflicts_with_all = ["only", "json", "isolation"])]
     teardown: bool,
     /// The guest has no PCIDs
@@ -97,7 +98,7 @@ struct Cli {
     /// The guest's memory in MiB
     #[arg(long, default_value_t = 160, value_parser = clap::value_parser!(u32).range(32..=4096))]
     memory: u32,
-    /// These alone: parts of names
+    /// Only workloads whose name contains this
     #[arg(long)]
     only: Vec<String>,
     /// Where the result goes
@@ -130,7 +131,7 @@ fn run(cli: &Cli) -> io::Result<()> {
     let guest = cli.kernel.as_ref().map(|_| Guest::start(cli, 1, UNHINDERED)).transpose()?;
     for (name, request, times) in WORKLOADS {
         let wanted = cli.only.is_empty() || cli.only.iter().any(|part| name.contains(part.as_str()));
-        // The host has no disk of its own.
+        // The emulated host has no disk.
         if !wanted || (guest.is_none() && name == "disk") {
             continue;
         }
@@ -144,7 +145,7 @@ fn run(cli: &Cli) -> io::Result<()> {
                 }
                 report.figure(figure("_ticks"), "ticks/switch", counted.ticks / counted.switches);
             }
-            // What is timed is not the first of its kind.
+            // A first run is not timed.
             None => drop(alone(request)?),
         }
         let (idle_before, before) = (idled()?, Instant::now());
@@ -180,7 +181,7 @@ fn run(cli: &Cli) -> io::Result<()> {
     cli.json.as_ref().map_or(Ok(()), |path| fs::write(path, text))
 }
 
-/// `lat_ctx[2]` as what a figure is called.
+/// Splits a workload's name such as `lat_ctx[2]` into a figure's label.
 fn label(name: &str) -> Label {
     match name.strip_suffix(']').and_then(|name| name.split_once('[')) {
         Some((name, index)) => Label::of(name, index),
@@ -188,8 +189,8 @@ fn label(name: &str) -> Label {
     }
 }
 
-/// Nanoseconds: of a switch, where the agent counts them; of all, where it times that; of the
-/// request, where the agent does neither.
+/// Nanoseconds: of a switch where the agent counts switches, of the run where the agent times it,
+/// or else of the request.
 fn time(events: &[Value], elapsed: Duration) -> Option<f64> {
     events.iter().find_map(|event| {
         let number = |field: &str| event.get(field)?.as_f64();
@@ -203,8 +204,8 @@ fn time(events: &[Value], elapsed: Duration) -> Option<f64> {
     })
 }
 
-/// The sum over all that the processes found, as far as a figure is exact; nothing where something
-/// was wrong.
+/// The sum over what the processes found, cut to the bits that a figure holds exactly. None if
+/// memory was wrong.
 fn found(events: &[Value]) -> Option<f64> {
     let event = events.iter().find(|event| event["event"] == "processes")?;
     let sum = event.get("sum")?.as_u64()? & ((1 << 48) - 1);
@@ -216,12 +217,12 @@ fn idled() -> io::Result<Duration> {
         .ok_or_else(|| io::Error::other("neither /proc/timer_list nor /proc/stat has idle times"))
 }
 
-/// The agent's events of a request that this host itself does.
+/// The agent's events when this host itself does a request.
 fn alone(request: &str) -> io::Result<Vec<Value>> {
     said(Command::new("/bin/vellum").arg0(AGENT).arg(request))
 }
 
-/// The events, a line each, that a command prints.
+/// Runs a command that prints one event per line.
 fn said(command: &mut Command) -> io::Result<Vec<Value>> {
     let output = command.stdin(Stdio::null()).output()?;
     if !output.status.success() {

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd};
 
-/// A trace point that is counted on the only CPU, until this is dropped.
+/// Counts events of trace points on the only CPU until dropped.
 pub struct TracePoint(File);
 
 /// perf_event_open(2): struct perf_event_attr as of its first version.
@@ -24,7 +24,7 @@ struct Attributes {
 }
 
 impl TracePoint {
-    /// Counts `name`, as `kvm/kvm_exit`, or those of its events that `filter` has.
+    /// Counts the events of `name`, such as `kvm/kvm_exit`, that pass `filter`.
     pub fn count(name: &str, filter: Option<&str>) -> io::Result<Self> {
         const TRACE_POINT: u32 = 2;
         // _IOW('$', 6, char *)
@@ -34,17 +34,17 @@ impl TracePoint {
         let size = size_of::<Attributes>() as u32;
         let config = id.trim().parse().map_err(io::Error::other)?;
         let attributes = Attributes { kind: TRACE_POINT, size, config, ..Attributes::default() };
-        // SAFETY: `attributes` outlives the call and says how long it is; all of every process on
-        // CPU 0.
+        // SAFETY: `attributes` outlives the call and holds its own size. The counter is for every
+        // process on CPU 0.
         let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, -1, 0, -1, 0) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and nobody else's.
+        // SAFETY: the descriptor is new and has no other owner.
         let counter = Self(unsafe { File::from_raw_fd(fd as i32) });
         if let Some(filter) = filter {
             let filter = std::ffi::CString::new(filter)?;
-            // SAFETY: the string ends in a zero and outlives the call.
+            // SAFETY: the string is NUL-terminated and outlives the call.
             let result = unsafe { libc::ioctl(counter.0.as_raw_fd(), SET_FILTER as _, filter.as_ptr()) };
             if result < 0 {
                 return Err(io::Error::last_os_error());
@@ -53,7 +53,7 @@ impl TracePoint {
         Ok(counter)
     }
 
-    /// Its events since then.
+    /// The number of events so far.
     pub fn so_far(&self) -> io::Result<f64> {
         let mut bytes = [0; 8];
         (&self.0).read_exact(&mut bytes)?;
