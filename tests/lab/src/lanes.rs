@@ -1,15 +1,14 @@
-//! Work side by side. An emulated host that counts instructions keeps one CPU busy, and what it
-//! finds out does not depend on what runs beside it; so a machine of two CPUs has two of them at
-//! once.
+//! Runs work in parallel. An emulated host that counts instructions keeps one CPU busy, and its
+//! results do not depend on other load. So as many run at once as there are CPUs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use crate::Result;
 
-/// What `work` makes of each of `items`, in their order; as many at once as there are CPUs. After
-/// an error nothing new begins, what has begun is brought to its end (it may be worth keeping), and
-/// the first error of the order is given.
+/// Applies `work` to each of `items`, on as many threads as there are CPUs. The results are in the
+/// items' order. After an error no new item starts; those that have started are finished, because
+/// their results may be worth keeping. Returns the first error in the items' order.
 pub fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
     let lanes = thread::available_parallelism().map_or(1, usize::from).min(items.len());
     let next = AtomicUsize::new(0);

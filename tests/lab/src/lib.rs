@@ -1,14 +1,14 @@
 //! Vellum's laboratory: everything that needs more than this host and a Rust toolchain.
 //!
-//! It is five programs behind one command line (`main.rs`), each in a directory of its own:
-//! [`hosts`] boots emulated hosts, [`mod@test`] runs tests here and there, [`kernel`] builds host
-//! kernels and checks the series of kernel-patches, [`compare`] measures two kernels, and
-//! [`release`] makes the package. What they share lies beside them: [`debian`] fetches packages
-//! without installing them, [`artifacts`] has cargo build, [`cache`] keeps what was fetched or
-//! built, [`tool`] runs other programs. `README.md` says where a new line belongs.
+//! It is five programs behind one command line (`main.rs`), each in its own directory: [`hosts`]
+//! boots emulated hosts, [`mod@test`] runs tests on this machine and on hosts, [`kernel`] builds
+//! host kernels and checks the series of kernel-patches, [`compare`] measures two kernels, and
+//! [`release`] makes the package. They share the modules beside them: [`debian`] fetches packages
+//! without installing them, [`artifacts`] builds with cargo, [`cache`] keeps fetched and built
+//! files, [`tool`] runs other programs. `README.md` says where a change belongs.
 //!
-//! The laboratory depends on `vellum`, never the reverse, and nothing here runs under plain
-//! `cargo test` except unit tests: no network, no emulator, no installation.
+//! The laboratory depends on `vellum`, never the reverse. Plain `cargo test` runs only its unit
+//! tests: no network, no emulator, no installation.
 
 pub mod architecture;
 pub mod artifacts;

@@ -39,18 +39,18 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum LabCommand {
-    /// Say which beds this machine has, and how to get the others
+    /// List this machine's beds, and how to get the missing ones
     Doctor,
-    /// Run a command inside an emulated host; its exit code is passed on, and what it writes into
-    /// its working directory comes back
+    /// Run a command in an emulated host. Passes its exit code on and returns the files that it
+    /// writes into its working directory
     Run {
         bed: Emulated,
         #[command(flatten)]
         host: Host,
-        /// Where the files that come back go
+        /// Where the returned files go
         #[arg(long, value_name = "DIR", default_value = ".")]
         out: PathBuf,
-        /// The command: `vellum run …`, or any of busybox's
+        /// The command: `vellum run …`, or a program of busybox
         #[arg(last = true, required = true)]
         command: Vec<String>,
     },
@@ -60,29 +60,29 @@ enum LabCommand {
         #[command(flatten)]
         host: Host,
     },
-    /// Run every test that this machine can run, and say in one list what was skipped, why, and
-    /// what to do about it
+    /// Run every test that this machine can run, and list those skipped with the reason and the
+    /// remedy
     Test {
         /// One bed instead of all
         bed: Option<test::TestHost>,
-        /// Consent to install Debian's packages (as root) and to reserve huge pages while the tests
-        /// run
+        /// Install Debian packages (as root), and reserve huge pages during the tests
         #[arg(long)]
         setup: bool,
-        /// Without a bed: also what takes long, the series of kernel-patches and each test with
-        /// nested paging and without
+        /// Without a bed: also the slow tests, the series of kernel-patches, and each test with and
+        /// without nested paging
         #[arg(long)]
         full: bool,
-        /// Each program of this machine so many times, beside four processes that spin and a build
+        /// Run each local test program this many times under load: four spinning processes and a
+        /// build
         #[arg(long, value_name = "TIMES", value_parser = clap::value_parser!(u32).range(1..))]
         loaded: Option<u32>,
-        /// With `metal`: a directory of test programs that were built elsewhere
+        /// With `metal`: a directory of prebuilt test programs
         #[arg(long, value_name = "DIR")]
         prebuilt: Option<PathBuf>,
-        /// On emulated hosts: only with nested paging (1), or only without (0)
+        /// With emulated hosts: only with nested paging (1), or only without (0)
         #[arg(long, value_name = "0|1", value_parser = switch)]
         npt: Option<bool>,
-        /// With `linux`: the hosts that the guests run on [default: svm]
+        /// With `linux`: the guests' hosts [default: svm]
         #[arg(long = "bed", value_name = "BED")]
         hosts: Option<Emulated>,
         /// With `fuzz`: how long all targets take together, as in 90s, 10m or 1h [default: 10m]
@@ -90,8 +90,8 @@ enum LabCommand {
         time: Option<Duration>,
         #[command(flatten)]
         form: Formed,
-        /// Arguments for the test programs, as `cargo test` hands them on: part of a name,
-        /// `--exact`, `--skip NAME`
+        /// Arguments for the test programs as for `cargo test`: part of a name, `--exact`, `--skip
+        /// NAME`
         #[arg(last = true, value_name = "ARGS")]
         arguments: Vec<String>,
     },
@@ -100,130 +100,126 @@ enum LabCommand {
         #[command(subcommand)]
         command: KernelCommand,
     },
-    /// List every series: its base, its patches, what it claims; and when `cargo lab test --full`
-    /// last passed here
+    /// List every series with its base, patches and claim, and when `cargo lab test --full` last
+    /// passed here
     List,
-    /// Measure a series: the pristine and the patched kernel in turn, A B A B; or two kernels of
-    /// your own
+    /// Measure a series on the pristine and the patched kernel, alternating A B A B, or compare two
+    /// kernels of your own
     Compare {
-        /// The series, as `cargo lab list` calls it
+        /// The series, as in `cargo lab list`
         #[arg(required_unless_present = "kernel")]
         series: Option<String>,
-        /// Instead of a series: a bzImage (for arm64 an Image), or a tree in which it was built;
-        /// given twice, before and after. KVM and the serial console are to be built in
+        /// Instead of a series: a bzImage (on arm64 an Image) or its build tree. Give it twice:
+        /// before and after. KVM and the serial console must be built in
         #[arg(long, value_name = "IMAGE", conflicts_with_all = ["series", "on"])]
         kernel: Vec<PathBuf>,
-        /// With --kernel: what is measured, as in 'vellum bench dirty-log -b 64M --json {json}';
-        /// may be repeated [default: a dirty log, and faults on mapped memory]
+        /// With --kernel: a command to measure, such as 'vellum bench dirty-log -b 64M --json
+        /// {json}'; may be repeated [default: a dirty log, and faults on mapped memory]
         #[arg(long, value_name = "COMMAND", requires = "kernel")]
         run: Vec<String>,
-        /// The hosts that it is measured on [default: svm, or arm64 for a series of arm64's]
+        /// The hosts to measure on [default: svm, or arm64 for an arm64 series]
         #[arg(long)]
         bed: Option<Hosts>,
         /// On vmx: a processor with page-modification logging
         #[arg(long)]
         pml: bool,
-        /// Instead of the patched kernel: Debian's of another base, without patches, to see what
+        /// Instead of the patched kernel: Debian's unpatched kernel of another base, to see what
         /// mainline has of the idea
         #[arg(long, value_name = "BASE")]
         on: Option<String>,
-        /// Where the table and the results are kept; by default in the cache, for `cargo lab list`
+        /// Where the table and the results go [default: the cache, for `cargo lab list`]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
         #[command(flatten)]
         form: Formed,
     },
-    /// Say what a command in a guest of a kernel in its tree costs, and what its directories of the
-    /// host's do, in instructions on an emulated host, beside the bare boot of that kernel and the
-    /// host's own files
+    /// Measure a command in a guest, and its shared directories, in instructions on an emulated
+    /// host, compared with a bare boot of the kernel and with the host's own files
     Speed,
-    /// Hold a series to its promises: applies, checkpatch, warnings, other configurations, boots,
-    /// the oracle, selftests; and its base's stack as modules, and with lockdep and KASAN
+    /// Check a series: it applies, checkpatch, warnings, other configurations, boots, the oracle,
+    /// selftests; and its base's stack as modules, and with lockdep and KASAN
     Check {
         series: Vec<String>,
-        /// This step alone, or these
+        /// Only these steps
         #[arg(long, value_name = "STEP")]
         only: Vec<Step>,
         #[command(flatten)]
         form: Formed,
     },
-    /// Run the kernel's own KVM selftests on a base's kernel as Debian has it and with its whole
-    /// stack, which must end alike; those that a series adds must fail on the one and pass on the
-    /// other
+    /// Run the kernel's KVM selftests on a base's pristine kernel and with its whole stack. The
+    /// results must be the same; selftests that a series adds must fail on the first and pass on
+    /// the second
     Selftests {
         /// 5.10, 6.12, 7.2 or 7.3
         base: String,
     },
-    /// Run KVM's memory code of x86 in user space under a scheduler that takes turns between vCPUs
-    /// and user space: no page that the guest writes may be missing from the dirty log, and no TLB
-    /// may lead to a page that the host took away. Prints KTAP
+    /// Run KVM's x86 memory code in user space under a scheduler that alternates between vCPUs and
+    /// user space. The dirty log must have every page that the guest writes, and no TLB may map a
+    /// page that the host has taken away. Prints KTAP
     Explore {
         /// 6.12, 7.2 or 7.3
         base: String,
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A mistake of planted/ on top of its only series
+        /// A planted fault on top of its only series
         #[arg(long, value_name = "NAME", requires = "with")]
         planted: Option<String>,
-        /// How long all setups take together, as in 90s, 10m or 1h
+        /// The time for all setups together: 90s, 10m or 1h
         #[arg(long, value_name = "TIME", value_parser = vellum_sys::keyvalue::duration)]
         time: Option<Duration>,
-        /// How many runs of each setup [default: 1000, with --time as many as it allows]
+        /// The number of runs of each setup [default: 1000, with --time as many as it allows]
         #[arg(long, value_name = "N")]
         runs: Option<u64>,
-        /// The seed of the first run; each run after it has the next one
+        /// The seed of the first run; each later run has the next one
         #[arg(long, value_name = "N")]
         seed: Option<u64>,
-        /// One setup alone, by the name that it has in the output
+        /// Only this setup, by its name in the output
         #[arg(long, value_name = "NAME")]
         setup: Option<String>,
     },
-    /// Write a series as mails, for `git send-email`: addressed by get_maintainer, with a cover
-    /// letter and, given a clone, the base-commit; checkpatch has to find nothing
+    /// Write a series as mails for `git send-email`: addressed by get_maintainer, with a cover
+    /// letter and, given a clone, the base-commit. checkpatch must find nothing
     Post {
-        /// The series, as `cargo lab list` calls it
+        /// The series, as in `cargo lab list`
         series: String,
-        /// Who posts it: the patches here have no author
+        /// Who posts the series: the patches here have no author
         #[arg(long, value_name = "NAME <ADDRESS>")]
         from: String,
-        /// Add their Signed-off-by, by which they certify the kernel's Developer's Certificate of
-        /// Origin
+        /// Add their Signed-off-by, which certifies the kernel's Developer's Certificate of Origin
         #[arg(long)]
         sign_off: bool,
         /// Ask for comments: RFC PATCH in the subjects
         #[arg(long)]
         rfc: bool,
-        /// Which version of the series it is
+        /// The version of the series
         #[arg(short = 'v', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
         reroll: u32,
-        /// A clone of the kernel's repository with the tag that the base is of: the patches must
-        /// apply there by `git am`
+        /// A kernel clone with the base's tag. The patches must apply there by `git am`
         #[arg(long, value_name = "DIR")]
         linux: Option<PathBuf>,
-        /// Where the mails go, a directory that is empty or not there
+        /// Where the mails go: an empty or new directory
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
     },
     /// Make a Linux guest for `vellum run`: Debian's kernel, and an initramfs with the guest agent
     Guest {
-        /// Which kernel: 6.1 or 6.12
+        /// The kernel: 6.1 or 6.12
         #[arg(long, default_value = "6.1")]
         kernel: String,
-        /// Whose: x86, or arm64 for hosts of 64-bit Arm
+        /// The architecture: x86, or arm64 for 64-bit Arm hosts
         #[arg(long, value_name = "ARCH", default_value = "x86")]
         arch: Architecture,
-        /// The ELF image too, which the other two ways of booting x86 need
+        /// Also write the ELF image, which the other two x86 boot methods need
         #[arg(long)]
         vmlinux: bool,
-        /// Where it goes, as `vmlinuz`, `initrd` and `vmlinux`
+        /// Where the guest goes, as `vmlinuz`, `initrd` and `vmlinux`
         dir: PathBuf,
     },
-    /// Run kvm-unit-tests' x86 images, built elsewhere, under Vellum on an emulated host, which has
-    /// 4096 MiB and an hour at least
+    /// Run prebuilt x86 images of kvm-unit-tests under Vellum on an emulated host, with at least
+    /// 4096 MiB and an hour
     KvmUnitTests {
-        /// The directory that holds unittests.cfg and the .flat images: x86 of a built
-        /// kvm-unit-tests
+        /// The directory with unittests.cfg and the .flat images: x86 of a built kvm-unit-tests
         dir: PathBuf,
         /// Only tests whose names contain one of these
         only: Vec<String>,
@@ -233,15 +229,14 @@ enum LabCommand {
         #[command(flatten)]
         host: Host,
     },
-    /// Make and try what is given away, of the commit that is checked out: two builds compared,
-    /// licences, a list of what is in it, and a Debian package that is installed into a fresh
-    /// Debian and removed again. LabCommand needs a tool that is not there is skipped
+    /// Make and test a release of the checked-out commit: two builds compared, licences, a list of
+    /// its parts, and a Debian package that is installed in a fresh Debian and removed again. A
+    /// step whose tool is missing is skipped
     Release {
-        /// Consent to install Debian's packages (as root), and cargo-deb into the laboratory's
-        /// cache
+        /// Install Debian packages (as root), and cargo-deb into the laboratory's cache
         #[arg(long)]
         setup: bool,
-        /// A static program that was built elsewhere, to be packed as it is: nothing is built here
+        /// A prebuilt static program to pack; nothing is built here
         #[arg(long, value_name = "FILE")]
         prebuilt: Option<PathBuf>,
         /// Where the package and the list go [default: target/package]
@@ -251,41 +246,41 @@ enum LabCommand {
     /// Build the book as HTML, with a page for each command, and check its links and spelling.
     /// Installs mdBook into the lab's cache
     Docs {
-        /// Consent to install Debian's packages (as root)
+        /// Install Debian packages (as root)
         #[arg(long)]
         setup: bool,
         /// Where the book goes [default: target/book]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Run the README's two commands, of the commit that is checked out, on a machine that has
-    /// nothing: a Debian 12 in a directory, with an empty rustup. Takes root, and over an hour
+    /// Run the README's two commands, of the checked-out commit, on a fresh machine: a Debian 12 in
+    /// a directory, with an empty rustup. Needs root and takes over an hour
     Fresh {
-        /// The value of RUSTUP_AUTO_INSTALL [default: a machine with each]
+        /// The value of RUSTUP_AUTO_INSTALL [default: one machine with each]
         #[arg(long, value_name = "0|1", value_parser = switch)]
         auto_install: Option<bool>,
         /// The last command
         #[arg(long, value_enum, default_value_t)]
         until: Until,
     },
-    /// Forget which versions Debian's packages had: the next use asks again
+    /// Forget the recorded versions of Debian's packages; the next use asks again
     Update,
 }
 
-/// The form in which other programs want to read how each part ended.
+/// A report for other programs.
 #[derive(Args)]
 struct Formed {
-    /// Print how each part ended in a form that other programs read; all else goes to standard
+    /// Print how each part ended in a format for other programs; everything else goes to standard
     /// error
     #[arg(long, value_name = "FORM", value_enum)]
     format: Option<Form>,
-    /// Who submits to KCIDB, as agreed with its operators: a-z, 0-9 and _
+    /// The submitter's name in KCIDB, as agreed with its operators: a-z, 0-9 and _
     #[arg(long, value_name = "NAME", value_parser = origin, required_if_eq("format", "kcidb"))]
     origin: Option<String>,
 }
 
 impl Formed {
-    /// Standard output, where a form is wanted there.
+    /// Claims standard output if a format is wanted.
     fn output(&self) -> Result<Option<Output>> {
         self.format.map(|format| Output::claim(format.view(self.origin.as_deref()))).transpose()
     }
@@ -318,7 +313,7 @@ impl ValueEnum for Hosts {
 
 #[derive(Subcommand)]
 enum KernelCommand {
-    /// Make a base's source tree carry series, and print where it is
+    /// Apply series to a base's source tree, and print its path
     Source {
         /// 5.10, 6.12, 7.2 or 7.3
         base: String,
@@ -326,32 +321,31 @@ enum KernelCommand {
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
     },
-    /// Build an image and print where it is
+    /// Build an image, and print its path
     Build {
         /// 5.10, 6.12, 7.2 or 7.3
         base: String,
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A configuration on top: debug, lock-stat, modules, preempt, of Arm's pages-16k,
+        /// A configuration on top: debug, lock-stat, modules, preempt, on Arm pages-16k or
         /// pages-64k
         #[arg(long)]
         variant: Option<String>,
-        /// LabCommand it is for [default: x86, or arm64 where all its series change files of arm64
-        /// alone]
+        /// The architecture [default: x86, or arm64 if all series change only files of arm64]
         #[arg(long, value_enum)]
         arch: Option<Architecture>,
-        /// A mistake of planted/ on top of its only series
+        /// A planted fault on top of its only series
         #[arg(long, value_name = "NAME", requires = "with")]
         planted: Option<String>,
     },
 }
 
-/// How an emulated host is made.
+/// The flags of an emulated host.
 #[derive(Args)]
 struct Host {
-    /// The host's kernel: 6.1, 6.12, 7.2 or 7.3 of Debian's, or the file of a bzImage (on Arm: an
-    /// Image) with KVM built in, or with KVM's modules in the directory `modules` beside it
+    /// The host's kernel: Debian's 6.1, 6.12, 7.2 or 7.3, or a bzImage (on Arm: an Image) with KVM
+    /// built in, or with KVM's modules in the directory `modules` beside it
     #[arg(long, default_value = "6.1")]
     kernel: String,
     /// Nested paging: 1 uses it, 0 makes KVM shadow the guest's page tables
@@ -360,17 +354,17 @@ struct Host {
     /// On vmx: a processor with page-modification logging
     #[arg(long)]
     pml: bool,
-    /// On svm and arm64: the processor's model, by QEMU's name for it: on Arm max,pauth=off
+    /// On svm and arm64: the processor's model by QEMU's name, such as max,pauth=off on Arm
     /// [default: EPYC, cortex-a76 or cortex-a72]
     #[arg(long, value_name = "MODEL")]
     cpu: Option<String>,
-    /// On arm64: a board with a GICv2, which its guests have too then
+    /// On arm64: a board with a GICv2, which its guests then have too
     #[arg(long)]
     gicv2: bool,
-    /// One CPU in real time, for Linux guests, instead of one whose clock counts instructions
+    /// One CPU in real time, for Linux guests, instead of a CPU whose clock counts instructions
     #[arg(long, conflicts_with = "multi")]
     real_time: bool,
-    /// Two CPUs at once, for races; on vmx they take turns of 16 instructions
+    /// Two CPUs in parallel, for races; on vmx they take turns of 16 instructions
     #[arg(long)]
     multi: bool,
     /// The host's memory in MiB
@@ -379,13 +373,14 @@ struct Host {
     /// Huge pages that the host reserves at boot
     #[arg(long, value_name = "N", default_value_t = 0)]
     hugepages: u32,
-    /// Their size: 2M, 1G, on Arm 32M or 512M where the host's own pages have 16 or 64 KiB
+    /// Their size: 2M, 1G, on Arm 32M or 512M with host pages of 16 or 64 KiB
     #[arg(long, value_name = "SIZE", default_value = "2M")]
     hugepage_size: String,
-    /// A module parameter, as kvm.eager_page_split=N, or nopcid: a processor of x86 without PCIDs
+    /// A module parameter such as kvm.eager_page_split=N, or nopcid for an x86 processor without
+    /// PCIDs
     #[arg(long, value_name = "MODULE.NAME=VALUE")]
     param: Vec<String>,
-    /// A file of this machine and where it is to be in the host
+    /// A file of this machine and its path in the host
     #[arg(long, value_name = "FILE:PATH", value_parser = shipped)]
     file: Vec<(PathBuf, String)>,
     /// Wall-clock seconds until the host is ended with exit code 124
@@ -591,7 +586,7 @@ fn build_kernel(
     Ok(())
 }
 
-/// The series, or the only one of them with its mistake on top.
+/// The series, or its only one with the planted fault on top.
 fn with_planted(series: Vec<Series>, planted: Option<&str>) -> Result<Vec<Series>> {
     match (planted, series.as_slice()) {
         (None, _) => Ok(series),
@@ -612,12 +607,12 @@ fn make_source(base: &str, with: &[String]) -> Result<()> {
 fn list() -> Result<()> {
     let cache = Cache::open()?;
     let list = compare::list(&cache)? + &test::last_full(&cache);
-    // A reader that went away has read what it wanted.
+    // If the reader has gone away, it needs no more output.
     let _ = std::io::stdout().write_all(list.as_bytes());
     Ok(())
 }
 
-/// Compares, and says where what came of it is kept.
+/// Compares, and returns where the results are kept.
 fn compare(
     series: &str,
     hosts: Option<Hosts>,
@@ -661,7 +656,7 @@ fn compare(
     }
 }
 
-/// Two kernels that were built elsewhere.
+/// Compares two kernels that were built elsewhere.
 fn compare_own(
     kernels: Vec<PathBuf>,
     commands: &[String],
@@ -698,7 +693,7 @@ fn check_series(names: &[String], only: &[Step], output: Option<Output>) -> Resu
         Emulated::of(series.architecture()?).ready()?;
     }
     let done = all.iter().try_for_each(|series| check::check(&cache, series, only, &mut report));
-    // A form is of what was tried, whatever came of it.
+    // The report covers what was tried, even after an error.
     output.map_or(Ok(()), |output| output.deliver(&report))?;
     done
 }
@@ -709,7 +704,7 @@ fn unit_tests_of_kvm(
     irqchip: kvm_unit_tests::Irqchip,
     host: Host,
 ) -> Result<u8> {
-    // LabCommand passes and what does not is known of this bed alone.
+    // The known results are for this bed only.
     let bed = svm::HOST;
     let cache = Cache::open()?;
     bed.ready()?;
@@ -717,7 +712,7 @@ fn unit_tests_of_kvm(
     kvm_unit_tests::run(&cache, &host, dir, only, irqchip)
 }
 
-/// A time limit that is over, with the flag that set it.
+/// Adds the flag that set it to the error of a time limit.
 fn named(error: Error) -> Error {
     match error {
         Error::Host { what, log, tail, timed_out: true } => {
@@ -727,9 +722,9 @@ fn named(error: Error) -> Error {
     }
 }
 
-/// Prints what the host's command prints.
+/// Prints the output of the host's command.
 fn pass_on(frame: &Frame) {
-    // A reader that went away is no reason to end the host: its exit code still counts.
+    // If the reader has gone away, the host still runs: its exit code counts.
     let _ = match frame {
         Frame::Stdout(bytes) => std::io::stdout().write_all(bytes).and_then(|()| std::io::stdout().flush()),
         Frame::Stderr(bytes) => std::io::stderr().write_all(bytes),

@@ -1,5 +1,4 @@
-//! QEMU as an emulator. What differs between its hosts is a [`Qemu`] each: [`super::svm`] and
-//! [`super::arm64`].
+//! QEMU as an emulator. Each of its hosts is a [`Qemu`]: [`super::svm`] and [`super::arm64`].
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +7,7 @@ use super::{Emulator, Pace, Ports, Request, Results, Start, image};
 use crate::architecture::Architecture;
 use crate::{Error, Result, tool};
 
-/// An instruction takes two to the power of this in nanoseconds.
+/// log2 of the nanoseconds per instruction.
 const ICOUNT_SHIFT: u32 = 1;
 
 /// An emulated host.
@@ -19,27 +18,27 @@ pub struct Qemu {
     pub architecture: Architecture,
     /// The emulator's program.
     pub program: &'static str,
-    /// All programs of this machine that the bed calls.
+    /// The programs on this machine that the bed needs.
     pub programs: &'static [&'static str],
-    /// The oldest QEMU that the bed was seen to work with, and the package that has a later one.
+    /// The oldest QEMU known to work, and the package that has it or a later one.
     pub oldest: Option<((u32, u32), &'static str)>,
-    /// KVM's modules. Each has the mode as a parameter.
+    /// KVM's modules. Each takes the mode as a parameter.
     pub modules: &'static [&'static str],
-    /// The modes without the second stage and with it.
+    /// The modes without and with the second stage.
     pub modes: [&'static str; 2],
     pub ports: Ports,
-    /// Why no processor has page-modification logging, and what to do instead.
+    /// Why no processor has page-modification logging, and an alternative.
     pub no_pml: &'static str,
-    /// Adds the board, the processor, and what the request has beside them.
+    /// Adds the board, the processor, and the request's devices.
     pub add_board: fn(&mut Command, &Request) -> Result<()>,
-    /// Adds serial ports: the console writes to the file, and results come out at standard output.
+    /// Adds serial ports: the console writes to the file, the results line to standard output.
     pub add_ports: fn(&mut Command, &Path),
-    /// What a line of QEMU's standard error contains that says nothing about a failure.
+    /// Lines of QEMU's standard error that contain this say nothing about a failure.
     pub noise: Option<&'static str>,
 }
 
 impl Qemu {
-    /// QEMU, or how to get it.
+    /// The path of QEMU. An error says how to get it.
     fn emulator(&self) -> Result<PathBuf> {
         let path = tool::need(self.program)?;
         let Some((oldest, package)) = self.oldest else { return Ok(path) };
@@ -55,7 +54,7 @@ impl Qemu {
         }
     }
 
-    /// The command line but for the serial ports.
+    /// The command line without the serial ports.
     fn start(&self, start: &Start, idle: Idle) -> Result<Command> {
         let mut command = command(&self.emulator()?, start, idle);
         (self.add_board)(&mut command, start.request)?;
@@ -116,7 +115,7 @@ impl Emulator for Qemu {
         self.emulator().and_then(|_| image::busybox()).map(drop)
     }
 
-    /// `QEMU emulator version 7.2.22 (…)`.
+    /// The version line: `QEMU emulator version 7.2.22 (…)`.
     fn version(&self) -> Result<String> {
         let said = tool::text(Command::new(tool::need(self.program)?).arg("--version"))?;
         Ok(said.lines().next().unwrap_or_default().to_owned())
@@ -144,21 +143,21 @@ fn number(said: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// Whether a counting clock waits while its host idles.
+/// Whether a clock that counts instructions waits while its host idles.
 #[derive(Clone, Copy)]
 enum Idle {
-    /// It does not: idle time is skipped.
+    /// Idle time is skipped.
     Skipped,
-    /// It does: a person would see the clock run away.
+    /// Idle time passes in real time, as a person at a shell expects.
     Waited,
 }
 
-/// The command line but for the board, the processor and the serial ports.
+/// The command line without the board, the processor and the serial ports.
 fn command(program: &Path, start: &Start, idle: Idle) -> Command {
     let Start { request, initrd, .. } = start;
     let mut command = Command::new(program);
-    // 512 MiB of translated code: the default is flushed again and again by a kernel that runs a
-    // kernel.
+    // 512 MiB for translated code. A kernel that runs another kernel would flush the default size
+    // again and again.
     let in_real_time = ["-accel", "tcg,tb-size=512,thread=multi"];
     let sleep = match idle {
         Idle::Skipped => "off",

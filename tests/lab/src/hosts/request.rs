@@ -1,4 +1,4 @@
-//! What is asked of an emulated host.
+//! A request for an emulated host.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,14 +9,14 @@ use crate::artifacts::Kernel;
 /// The kernel of an emulated host.
 #[derive(Clone, Debug)]
 pub enum HostKernel {
-    /// One of Debian's, with KVM as modules.
+    /// A Debian kernel, with KVM as modules.
     Debian(Kernel),
     /// A bzImage (on Arm: an Image) with KVM built in, or with KVM's modules beside it.
     Image(PathBuf),
 }
 
 impl HostKernel {
-    /// What boots of it.
+    /// The kernel's bootable image.
     pub fn image(&self) -> &Path {
         match self {
             HostKernel::Debian(kernel) => &kernel.image,
@@ -25,29 +25,30 @@ impl HostKernel {
     }
 }
 
-/// How many CPUs an emulated host has, and what its clock goes by.
+/// The number of CPUs of an emulated host, and what drives its clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
-    /// One CPU, whose clock counts instructions: for figures, and for tests with limits of their
-    /// own.
+    /// One CPU with a clock that counts instructions: for figures, and for tests with their own
+    /// time limits.
     Counted,
     /// One CPU in real time: for Linux guests.
     Real,
-    /// Two CPUs at once in real time, or in turn where the emulator knows nothing else: for races.
+    /// Two CPUs, for races. They run in parallel in real time, or take turns if the emulator cannot
+    /// do that.
     Races,
 }
 
-/// How labels name a host of [`Pace::Races`], and one whose CPUs take turns.
+/// In labels: a host of [`Pace::Races`], and one whose CPUs take turns.
 pub const AT_ONCE: &str = "two CPUs at once";
 const IN_TURN: &str = "two CPUs in turn";
 
-/// A network of two emulated hosts: each sends its frames to the other's socket. Frames to a host
-/// that is not up yet are lost, as on any network.
+/// A network of two emulated hosts. Each sends its frames to the other's socket. Frames to a host
+/// that is not up yet are lost, as on a real network.
 #[derive(Clone, Debug)]
 pub struct Wire {
-    /// The two ends: unix datagram sockets, which the emulators make.
+    /// The two ends: unix datagram sockets, created by the emulators.
     pub ends: [PathBuf; 2],
-    /// Which of them is this host's.
+    /// The index of this host's end.
     pub end: usize,
 }
 
@@ -58,44 +59,44 @@ impl Wire {
     }
 }
 
-/// The size of huge pages where none is named.
+/// The default size of huge pages.
 pub const HUGEPAGE: &str = "2M";
 
-/// What is asked of an emulated host.
+/// A request for an emulated host.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// The processor that is emulated.
+    /// The emulated host.
     pub host: Emulated,
-    /// Its model, by the emulator's name; the bed's own, where none is given.
+    /// The processor's model by the emulator's name. None: the bed's own.
     pub cpu: Option<String>,
-    /// A processor with page-modification logging.
+    /// Whether the processor has page-modification logging.
     pub pml: bool,
-    /// A board with a GICv2, of which Arm's are.
+    /// Whether an Arm board has a GICv2.
     pub gicv2: bool,
     /// Its kernel.
     pub kernel: HostKernel,
-    /// KVM uses the second stage (NPT, EPT), or shadows the guest's tables.
+    /// Whether KVM uses the second stage (NPT, EPT). Otherwise it shadows the guest's page tables.
     pub second_stage: bool,
-    /// Its CPUs and their clock.
+    /// The CPUs and their clock.
     pub pace: Pace,
-    /// Its memory in MiB.
+    /// The memory in MiB.
     pub memory_mib: u32,
-    /// Huge pages reserved at boot.
+    /// The number of huge pages reserved at boot.
     pub hugepages: u32,
-    /// Their size, as the kernel's command line has it: 2M, 1G, of Arm's 32M and 512M.
+    /// Their size, as on the kernel's command line: 2M, 1G, on Arm also 32M and 512M.
     pub hugepage_size: String,
-    /// Module parameters beyond the second stage's: `kvm.eager_page_split=N`.
+    /// Module parameters besides the second stage's: `kvm.eager_page_split=N`.
     pub parameters: Vec<String>,
-    /// A network to another host, as its eth0.
+    /// A network to another host, on eth0.
     pub wire: Option<Wire>,
-    /// A disk with the root that it has, an ext4 image which it leaves as it is; without one, what
-    /// it boots into is its root. Hosts of `svm` have one.
+    /// A disk with the host's root, an ext4 image, which stays unchanged. None: the initramfs is
+    /// the root. Only hosts of `svm` can have one.
     pub root: Option<PathBuf>,
-    /// Other disks, raw images that it leaves as they are. Hosts of `svm` have them.
+    /// Other disks: raw images, which stay unchanged. Only hosts of `svm` can have them.
     pub disks: Vec<PathBuf>,
-    /// Files from this machine, and where they are to be in the host.
+    /// Files of this machine and their paths in the host.
     pub files: Vec<(PathBuf, String)>,
-    /// Directories that are to be in the host.
+    /// Directories to create in the host.
     pub directories: Vec<String>,
     /// Environment for the commands.
     pub env: Vec<(String, String)>,
@@ -106,7 +107,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// A host with nothing to do yet.
+    /// A request without commands.
     pub fn new(kernel: HostKernel) -> Self {
         Self {
             host: HOSTS[0],
@@ -131,7 +132,7 @@ impl Request {
         }
     }
 
-    /// The host, as messages name it.
+    /// The host's name in messages.
     pub fn label(&self) -> String {
         let mut words = vec![self.host.label(self.second_stage, self.pml)];
         words.extend(self.cpu.as_ref().map(|cpu| format!("-cpu {cpu}")));
@@ -150,12 +151,11 @@ impl Request {
 
     /// The kernel's command line.
     pub fn command_line(&self) -> String {
-        // nokaslr and mitigations=off make two runs the same run.
+        // nokaslr and mitigations=off make two runs alike.
         let console = self.host.ports().console;
         let mut line = format!("console={console},115200 panic=-1 quiet nokaslr mitigations=off");
         if self.pace != Pace::Counted {
-            // Real time on a busy machine: a check that wants timer ticks within a moment would
-            // panic.
+            // On a busy machine in real time, the kernel's check for timer ticks would panic.
             line.push_str(" no_timer_check nowatchdog");
         }
         for parameter in self.all_parameters() {

@@ -1,5 +1,5 @@
-//! One run of an emulated host: it is started, heard until it is done or its time is over, and
-//! ended.
+//! One run of an emulated host: starts it, reads its frames until it is done or its time is over,
+//! and ends it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,25 +17,25 @@ use crate::hosts::wire::{Boot, Exit, Frame};
 use crate::tool::{self, Tail};
 use crate::{Error, Result};
 
-/// What one command did.
+/// One command's output and exit.
 #[derive(Clone, Debug, Default)]
 pub struct Ran {
-    /// What it printed.
+    /// Its standard output.
     pub stdout: Vec<u8>,
-    /// What it complained about.
+    /// Its standard error.
     pub stderr: Vec<u8>,
-    /// How it ended; `None` only while it runs.
+    /// Its exit. `None` only while it runs.
     pub exit: Option<Exit>,
 }
 
-/// What came back.
+/// The result of a run.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// The host, seen from inside.
+    /// The host's description of itself.
     pub boot: Boot,
     /// The commands, in order.
     pub ran: Vec<Ran>,
-    /// What they wrote into their working directory, by relative path.
+    /// The files that they wrote into their working directory, by relative path.
     pub files: BTreeMap<String, Vec<u8>>,
 }
 
@@ -45,7 +45,7 @@ impl Outcome {
         self.ran.iter().filter_map(|ran| Some(ran.exit.as_ref()?.code)).find(|&code| code != 0).unwrap_or(0)
     }
 
-    /// Writes the files below `dir`. A name from the host is not trusted to stay there.
+    /// Writes the files below `dir`. Refuses names from the host that would leave `dir`.
     pub fn write_files(&self, dir: &Path) -> Result<()> {
         for (name, content) in &self.files {
             let plain = |part| matches!(part, std::path::Component::Normal(_));
@@ -64,7 +64,7 @@ impl Outcome {
     }
 }
 
-/// A directory for one run, removed with it.
+/// A directory for one run, removed at its end.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -81,16 +81,16 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Nothing depends on it: a leftover costs disk space only.
+        // A directory that stays costs only disk space.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// How often a host with two CPUs at once may be started: some die while they boot ([`super::svm`]
-/// says of what), be the kernel what it may. One that always does is its kernel's fault.
+/// How often a host with two CPUs is started. Some die while they boot, whatever their kernel
+/// ([`super::svm`] has the reason). If every start fails, the kernel is at fault.
 const STARTS: u32 = 3;
 
-/// Boots the host, runs the request's commands, and hands every frame to `watch` as it comes.
+/// Boots the host, runs the request's commands, and passes every frame to `watch`.
 pub fn run(
     cache: &Cache,
     programs: &Programs,
@@ -116,7 +116,7 @@ pub fn run(
     }
 }
 
-/// Boots the host once and hears it to its end.
+/// Boots the host once and reads its frames to the end.
 fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut(&Frame)) -> Result<Outcome> {
     let scratch = Scratch::new(cache)?;
     let initrd = image::pack(cache, &scratch.0, programs, request, false)?;
@@ -138,18 +138,18 @@ pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()
     Err(Error::Failed { line: tool::line(&command), status: status.to_string(), output: String::new() })
 }
 
-/// The emulator's process, ended with the run.
+/// The emulator's process. It is killed at the end of the run.
 struct Process(Child);
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself, and then there is nothing to do.
+        // It may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Why a host gave no outcome.
+/// Why a host has no result.
 struct End {
     what: String,
     timed_out: bool,
@@ -161,7 +161,7 @@ impl From<String> for End {
     }
 }
 
-/// A host that runs.
+/// A running host.
 struct Host<'a> {
     request: &'a Request,
     emulator: Process,
@@ -176,21 +176,21 @@ impl<'a> Host<'a> {
         let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
         let now = Instant::now();
-        // A limit beyond all time is none that anybody lives to see.
+        // A limit that overflows Instant becomes one year.
         let deadline =
             now.checked_add(start.request.time_limit).unwrap_or(now + Duration::from_secs(365 * 24 * 3600));
         let mut emulator = Process(spawn(&mut command)?);
         let stdout = emulator.0.stdout.take().expect("stdout is piped");
         let frames = match results {
             Results::Stdout => frames(move || Ok(stdout)),
-            // Opening waits until the emulator opens the other end. Should it end before, so does
-            // the run.
+            // Opening waits for the emulator to open the other end. If the emulator ends first, the
+            // run ends too.
             Results::Fifo(path) => frames(move || File::open(path)),
         };
         Ok(Self { request: start.request, emulator, frames, deadline })
     }
 
-    /// Hands every frame to `watch` until the host is done.
+    /// Passes every frame to `watch` until the host is done.
     fn hear(&mut self, mut watch: impl FnMut(&Frame)) -> std::result::Result<Outcome, End> {
         let mut heard = Heard::default();
         loop {
@@ -218,7 +218,7 @@ impl<'a> Host<'a> {
                     return Err(End { what, timed_out: true });
                 }
                 Err(RecvTimeoutError::Timeout) if up => (),
-                // One that ended without opening its FIFO closes no line.
+                // An emulator that ends before it opens its FIFO never closes the line.
                 Err(RecvTimeoutError::Timeout) => {
                     if let Ok(Some(status)) = self.emulator.0.try_wait() {
                         return Err(format!("the emulator ended at once ({status})").into());
@@ -229,8 +229,7 @@ impl<'a> Host<'a> {
     }
 }
 
-/// The frames of the line that `open` gives, read by a thread of their own; the last is `None` or
-/// an error.
+/// Reads frames from `open`'s line in a thread of its own. The last item is `None` or an error.
 fn frames<R: Read>(
     open: impl FnOnce() -> io::Result<R> + Send + 'static,
 ) -> Receiver<io::Result<Option<Frame>>> {
@@ -251,24 +250,24 @@ fn frames<R: Read>(
     from
 }
 
-/// What a host has said so far.
+/// What a host has reported so far.
 #[derive(Default)]
 struct Heard {
     boot: Option<Boot>,
     ran: Vec<Ran>,
-    /// Of the command that runs.
+    /// The output of the running command.
     current: Ran,
     files: BTreeMap<String, Vec<u8>>,
 }
 
 impl Heard {
-    /// Takes in a frame; true where it was the last. An error ends the run.
+    /// Processes a frame. Returns true if it was the last one. An error ends the run.
     fn take(&mut self, frame: Frame) -> std::result::Result<bool, String> {
         match frame {
             Frame::Boot(boot) if !boot.kvm => {
                 return Err(format!("the emulated host has no /dev/kvm ({})", boot.complaints.join("; ")));
             }
-            // What is measured or seen there would be said of another host.
+            // Results from a host with other parameters would be attributed to the wrong host.
             Frame::Boot(boot) if !boot.refused.is_empty() => {
                 return Err(format!("module parameters: {}", boot.refused.join("; ")));
             }
@@ -284,7 +283,7 @@ impl Heard {
         Ok(false)
     }
 
-    /// What came back of `commands` commands.
+    /// The result of `commands` commands.
     fn outcome(self, commands: usize) -> std::result::Result<Outcome, String> {
         if self.ran.len() != commands {
             return Err(format!("{commands} commands ran, and {} ends were heard of", self.ran.len()));
@@ -294,16 +293,16 @@ impl Heard {
     }
 }
 
-/// The file for what the emulator itself says.
+/// The file for the emulator's own messages.
 fn errors(start: &Start) -> PathBuf {
     start.dir.join("emulator.log")
 }
 
-/// The error of a run that ended early: with the end of the console, whose whole is kept.
+/// The error of a run that ended early, with the end of its console. The whole console log is kept.
 fn last_words(start: &Start, end: End) -> Error {
     let host = start.request.host;
     let log = start.cache.path(&format!("{}-console.log", host.name()));
-    // The log outlives the run only where somebody will want to read it.
+    // The log outlives only a failed run. Without it, the tail in the error remains.
     let _ = fs::copy(start.console(), &log);
     let mut tail = Tail::of_file(&start.console());
     let said = Tail::of_file(&errors(start));
@@ -315,11 +314,11 @@ fn last_words(start: &Start, end: End) -> Error {
 }
 
 fn spawn(command: &mut Command) -> Result<Child> {
-    // An emulator without its laboratory would burn a CPU for ever.
+    // If the laboratory dies, its emulator must not use a CPU for ever.
     tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", command.get_program()))
 }
 
-/// Removes what killed laboratories left: directories named after a process that is gone.
+/// Removes directories of killed laboratories: those named after a process that no longer exists.
 fn sweep(runs: &Path) {
     let Ok(entries) = fs::read_dir(runs) else { return };
     for entry in entries.flatten() {

@@ -1,23 +1,23 @@
-//! `svm`: QEMU emulates an AMD processor with SVM, so kvm-amd runs in there, with nested paging or
-//! without.
+//! `svm`: QEMU emulates an AMD processor with SVM, so kvm-amd runs in it, with or without nested
+//! paging.
 //!
-//! What it emulates wrongly, in 7.2 and in 10.0: VMRUN with an injected interrupt leaves that
-//! vector in QEMU's own `exception_index` (target/i386/tcg/sysemu/svm_helper.c), and when the
-//! emulation of that CPU is interrupted before the guest's next exit, it delivers it again,
-//! interrupt flag or no. In the first instructions of a handler, before the kernel has its own GS
-//! base, that is the end of the guest. Time slices interrupt at any place: those of a clock that
-//! counts instructions, and those of two CPUs that take turns. Without PV EOI the next exit comes
-//! with the interrupt's acknowledgement, and it happens seldom. One CPU in real time has no slices,
-//! and Linux guests belong there.
+//! QEMU 7.2 and 10.0 emulate this wrongly: VMRUN with an injected interrupt leaves the vector in
+//! QEMU's own `exception_index` (target/i386/tcg/sysemu/svm_helper.c). If the emulation of that CPU
+//! is interrupted before the guest's next exit, QEMU delivers the vector again, even with
+//! interrupts disabled. In the first instructions of a handler, before the kernel has its own GS
+//! base, this crashes the guest. Time slices interrupt at any instruction: those of a clock that
+//! counts instructions, and those of two CPUs that take turns. Without PV EOI, acknowledging the
+//! interrupt causes the next exit, so this is rare. One CPU in real time has no time slices, so
+//! Linux guests run there.
 //!
-//! Two CPUs at once have no slices either, yet do not live long under load: while a guest's balloon
-//! was filled and emptied without end it ended by a triple fault after 2 to 20 minutes, and once
-//! the host did so itself. And code that one CPU patches while the other runs it: a host was seen
-//! to take breakpoints for ever, on both CPUs, at a static key in its scheduler where the kernel
-//! had long put the instruction back (`text_poke_bp`; the translation that QEMU kept was of the
-//! breakpoint). KVM switches that key with the first machine and with the last one, so `bed-init`
-//! holds machines of its own on such hosts; once in a while it dies by that very switch (an opcode
-//! that is none, in `__schedule`), and is started again. They are for races, and for short.
+//! Two CPUs in parallel have no time slices either, but do not live long under load. While a
+//! guest's balloon was filled and emptied in a loop, the guest ended by a triple fault after 2 to
+//! 20 minutes, and once the host did. Code patching also fails while the other CPU runs the code: a
+//! host took breakpoints for ever, on both CPUs, at a static key in its scheduler, although the
+//! kernel had long restored the instruction (`text_poke_bp`; QEMU kept the translation of the
+//! breakpoint). KVM switches that key with the first VM and with the last one, so `bed-init` holds
+//! VMs on such hosts. Occasionally the host dies by that very switch (an invalid opcode in
+//! `__schedule`) and is started again. Use these hosts for races only, and for short runs.
 
 use std::path::Path;
 use std::process::Command;

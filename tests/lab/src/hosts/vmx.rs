@@ -1,10 +1,10 @@
-//! `vmx`: Bochs emulates an Intel processor with VMX, so kvm-intel runs in there, with EPT or
-//! without, with PML or not.
+//! `vmx`: Bochs emulates an Intel processor with VMX, so kvm-intel runs in it, with or without EPT
+//! and PML.
 //!
-//! Bochs comes from Debian's source package of a later suite, built here without its debugger,
-//! which makes it twice as fast; its BIOS and a boot loader are Debian's, unpacked and not
-//! installed. It loads no kernel by itself: the host boots from a disk, and its second serial port
-//! is written to a FIFO.
+//! Bochs comes from the Debian source package of a later suite. It is built here without its
+//! debugger, which makes it twice as fast. Its BIOS and a boot loader are Debian's, unpacked but
+//! not installed. Bochs cannot load a kernel directly, so the host boots from a disk. Its second
+//! serial port writes to a FIFO.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -38,7 +38,7 @@ impl Emulator for Vmx {
         "emulated Intel host: EPT, PML and shadow paging (Bochs, built from Debian's source)"
     }
 
-    /// What building Bochs and its disks calls.
+    /// The programs that build Bochs and its disks.
     fn programs(&self) -> &'static [&'static str] {
         &["apt-get", "dpkg-deb", "tar", "xz", "make", "g++", "busybox", "syslinux", "mcopy", "mkfs.fat"]
     }
@@ -52,7 +52,7 @@ impl Emulator for Vmx {
     }
 
     fn parameters(&self, second_stage: bool) -> Vec<String> {
-        // Bochs 3.0's skylake_x announces APIC virtualization that kvm-intel cannot use.
+        // Bochs 3.0's skylake_x advertises APIC virtualization that kvm-intel cannot use.
         vec![format!("kvm_intel.{}", self.mode(second_stage)), "kvm_intel.enable_apicv=0".into()]
     }
 
@@ -86,7 +86,7 @@ impl Emulator for Vmx {
         }
     }
 
-    /// This laboratory builds it, always in the same way.
+    /// A constant, because this laboratory always builds Bochs in the same way.
     fn version(&self) -> Result<String> {
         Ok("Bochs, built by this laboratory".into())
     }
@@ -102,7 +102,7 @@ impl Emulator for Vmx {
 }
 
 const SUITE: &[&str] = &["trixie"];
-/// Packages whose files are read where they are unpacked.
+/// Packages whose files are used from where they are unpacked.
 const DATA: [&str; 3] = ["bochsbios", "vgabios", "syslinux-common"];
 const CONFIGURE: [&str; 15] = [
     "--enable-cpu-level=6",
@@ -122,21 +122,21 @@ const CONFIGURE: [&str; 15] = [
     "--disable-docbook",
 ];
 
-/// Instructions that take a second of the emulated clock.
+/// Instructions per second of the emulated clock.
 const IPS: u64 = 50_000_000;
 
-/// Where the disk's only partition begins: 1 MiB, as everywhere.
+/// The offset of the disk's only partition: 1 MiB, as is common.
 const PARTITION: u64 = 1 << 20;
 const SECTOR: u64 = 512;
 
-/// Bochs and what it boots with.
+/// Bochs and its data files.
 struct Bochs {
     program: PathBuf,
     data: PathBuf,
 }
 
 impl Bochs {
-    /// Fetched and built if need be.
+    /// Fetches and builds it if need be.
     fn get(cache: &Cache) -> Result<Self> {
         Vmx.ready()?;
         let package = debian::recorded(cache, "bochs", || {
@@ -173,8 +173,8 @@ impl Bochs {
         Ok(Self { program: built.join("bochs"), data })
     }
 
-    /// The command line for a host with its disk and configuration made in the start's directory;
-    /// results go to `results`.
+    /// The command line for a host. Creates its disk and configuration in the start's directory.
+    /// The results line is written to `results`.
     fn command(&self, start: &Start, results: &Path) -> Result<Command> {
         let disk = start.dir.join("disk.img");
         self.make_disk(&disk, start.request, start.initrd)?;
@@ -188,14 +188,14 @@ impl Bochs {
     }
 
     fn config(&self, request: &Request, disk: &Path, console: &Path, results: &Path) -> String {
-        // The first has PML, the second has not.
+        // Of these two models only the first has PML.
         let model = if request.pml { "corei7_skylake_x" } else { "broadwell_ult" };
         let (data, disk) = (self.data.display(), disk.display());
         let (console, results) = (console.display(), results.display());
         let memory = request.memory_mib;
         let cpus = if request.pace == Pace::Races { 2 } else { 1 };
-        // Bochs keeps no more than that in its own memory, and the rest, once it is touched, in a
-        // file.
+        // Bochs keeps at most this much guest memory in its own memory, and the rest in a file once
+        // it is touched.
         let kept = memory.min(2048);
         format!(
             "display_library: nogui\n\
@@ -214,10 +214,10 @@ impl Bochs {
         )
     }
 
-    /// A disk that boots `request`'s kernel: one FAT partition with syslinux.
+    /// Makes a disk that boots `request`'s kernel: one FAT partition with syslinux.
     fn make_disk(&self, disk: &Path, request: &Request, initrd: &Path) -> Result<()> {
         let size = |path: &Path| fs::metadata(path).map(|meta| meta.len()).map_err(Error::file("read", path));
-        // FAT16 is what syslinux and every BIOS agree on; it wants 4,085 clusters at least.
+        // syslinux and every BIOS support FAT16, which needs at least 4,085 clusters.
         let bytes = (size(request.kernel.image())? + size(initrd)? + (8 << 20))
             .max(32 << 20)
             .next_multiple_of(1 << 20);
@@ -228,7 +228,7 @@ impl Bochs {
         table.push("usr/lib/syslinux/mbr/mbr.bin");
         let mut boot = fs::read(&table).map_err(Error::file("read", &table))?;
         boot.resize(446, 0);
-        // One active partition of type 0x0e (FAT16 by LBA); the CHS fields say "too large for CHS".
+        // One active partition of type 0x0e (FAT16, LBA). The CHS fields mean "too large for CHS".
         boot.extend([0x80, 0xfe, 0xff, 0xff, 0x0e, 0xfe, 0xff, 0xff]);
         boot.extend(((PARTITION / SECTOR) as u32).to_le_bytes());
         boot.extend((sectors as u32).to_le_bytes());
@@ -246,8 +246,8 @@ impl Bochs {
             Command::new("syslinux").args(["--install", "--offset", &PARTITION.to_string()]).arg(disk),
         )?;
         let config = disk.with_file_name("syslinux.cfg");
-        // Bochs's TSC counts instructions. One of the two models claims another rate for it in
-        // CPUID.16H, which would make a second of the host so many of the timers' seconds.
+        // Bochs's TSC counts instructions. One of the two models advertises another TSC rate in
+        // CPUID.16H, with which the timers' seconds would differ from the host's.
         let line = format!(
             "DEFAULT linux\nLABEL linux\n  KERNEL vmlinuz\n  APPEND initrd=initrd {} tsc=reliable tsc_early_khz={}\n",
             request.command_line(),

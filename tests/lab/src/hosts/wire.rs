@@ -1,70 +1,70 @@
-//! What an emulated host says to the laboratory: frames on a serial port of their own.
+//! The protocol from an emulated host to the laboratory: frames on a serial port of their own.
 //!
-//! The console is another port, where the kernel may print at any time. This one carries nothing
-//! but frames: magic, kind, length, payload, checksum. A serial line is all that QEMU, Bochs and
-//! every kernel have in common. What goes the other way is a file: the [`Job`] in the initramfs.
+//! The kernel may print to the console, which is another port, at any time. This port carries only
+//! frames: magic, kind, length, checksum, payload. A serial line is what QEMU, Bochs and every
+//! kernel have in common. The other direction is a file: the [`Job`] in the initramfs.
 
 use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-/// Where the job is in the initramfs.
+/// The job's path in the initramfs.
 pub const JOB_PATH: &str = "/job.json";
 
-/// The job's working directory in the host: what is written here comes back.
+/// The job's working directory in the host. Files in it are returned.
 pub const OUT_DIR: &str = "/out";
 
-/// What the host is to do.
+/// The host's job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Job {
     /// The bed's name, for `VELLUM_BED`.
     pub bed: String,
     /// The console's port, by its name below /dev.
     pub console: String,
-    /// The results line's port, likewise.
+    /// The results line's port, by its name below /dev.
     pub results: String,
-    /// Modules to load, by their paths in the initramfs, in this order.
+    /// Modules to load in this order, by their paths in the initramfs.
     pub modules: Vec<String>,
     /// Module parameters as on the kernel's command line: `kvm_amd.npt=0`.
     pub parameters: Vec<String>,
-    /// What to run, one after the other, whatever the exit codes.
+    /// Commands to run in sequence, whatever their exit codes.
     pub commands: Vec<Vec<String>>,
-    /// Environment for all of them.
+    /// Environment of all commands.
     pub env: Vec<(String, String)>,
-    /// Two CPUs at once.
+    /// Whether two CPUs race ([`Pace::Races`](super::Pace::Races)).
     pub races: bool,
-    /// Its root is on its disk; there are the directories and files of what it booted into that it
-    /// has there too, by their paths here and there.
+    /// Set if the root is on a disk: the directories and files of the initramfs to show there, by
+    /// their old and new paths.
     pub root: Option<Vec<(String, String)>>,
     /// An interactive shell on the console instead of commands.
     pub shell: bool,
 }
 
-/// How a command ended.
+/// A command's exit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Exit {
-    /// Its exit code, 128+n where signal n ended it, 127 where it could not be started.
+    /// The exit code: 128+n if signal n killed it, 127 if it could not be started.
     pub code: i32,
-    /// The host's time from start to end, in seconds: instructions under icount.
+    /// Seconds from start to end on the host's clock, which counts instructions under icount.
     pub seconds: f64,
-    /// The part of it in which the host's CPUs were idle, 0 to 1.
+    /// The fraction of that time in which the host's CPUs were idle, 0 to 1.
     pub idle: f64,
 }
 
-/// What the host is, seen from inside.
+/// The host's description of itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Boot {
     /// `uname -r`.
     pub kernel: String,
-    /// Whether /dev/kvm is there.
+    /// Whether /dev/kvm exists.
     pub kvm: bool,
-    /// What could not be loaded or mounted, if anything.
+    /// Failed loads and mounts.
     pub complaints: Vec<String>,
     /// Module parameters that are not in force, and why.
     pub refused: Vec<String>,
 }
 
-/// One message.
+/// A message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Frame {
     /// The host is up.
@@ -77,16 +77,16 @@ pub enum Frame {
     Exit(Exit),
     /// A file from [`OUT_DIR`], by its path relative to it. Large files come in parts, in order.
     File(String, Vec<u8>),
-    /// Everything was said.
+    /// The job is done.
     Done,
 }
 
 const MAGIC: [u8; 4] = *b"VLB\x01";
-/// No frame is larger: a length beyond it is noise.
+/// The largest payload. A larger length is noise.
 const MAX: usize = 1 << 20;
 
 impl Frame {
-    /// Sends it, as one write.
+    /// Writes the frame with one write.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let json = |value: Result<Vec<u8>, serde_json::Error>| value.map_err(io::Error::other);
         let (kind, payload) = match self {
@@ -109,8 +109,8 @@ impl Frame {
         to.write_all(&frame)
     }
 
-    /// Receives the next one, skipping what stands before its magic (a BIOS may speak first).
-    /// `None` at the end.
+    /// Reads the next frame. Skips bytes before its magic, because a BIOS may write first. `None`
+    /// at the end.
     pub fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut window = [0; 4];
         while window != MAGIC {
@@ -154,7 +154,7 @@ fn bad(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the results line carried {}", what.into()))
 }
 
-/// FNV-1a, 32 bits: enough against a dropped or doubled byte, which is all that a serial line does.
+/// FNV-1a, 32 bits. It detects a dropped or repeated byte, which is all that a serial line does.
 fn checksum(kind: u8, payload: &[u8]) -> u32 {
     let bytes = std::iter::once(&kind).chain(payload);
     bytes.fold(0x811c_9dc5, |hash, &byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))

@@ -1,6 +1,5 @@
-//! What shows a series: commands inside emulated hosts, which are measured
-//! ([`super::series::About::bench`]) or have to end well ([`super::series::About::test`]), and what
-//! their hosts are to have for them.
+//! A series' commands inside emulated hosts: benchmarks ([`super::series::About::bench`]) and tests
+//! that must pass ([`super::series::About::test`]), with the hosts that they need.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,17 +14,17 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Bench {
-    /// The command, split at blanks. `{json}` in it is where it is to write its result.
+    /// The command, split at blanks. `{json}` stands for the file for its result.
     pub run: String,
     /// The host's second stage: `npt` of kvm-amd, `ept` of kvm-intel.
     #[serde(default = "on")]
     pub npt: bool,
-    /// The beds that it is for, `metal` among them, where not for all: what takes minutes on QEMU
-    /// takes hours on Bochs.
+    /// The beds that it is for, possibly `metal`. Empty: all of them. Minutes on QEMU are hours on
+    /// Bochs.
     #[serde(default)]
     pub beds: Vec<String>,
-    /// The processor's model, by the emulator's name for it, where it is not the bed's own: for one
-    /// bed, then.
+    /// The processor's model by the emulator's name, if not the bed's own. It must then name one
+    /// bed.
     #[serde(default)]
     pub cpu: Option<String>,
     /// Module parameters of the host's kernel.
@@ -37,57 +36,57 @@ pub struct Bench {
     /// Huge pages that the host reserves.
     #[serde(default)]
     pub hugepages: u32,
-    /// Their size, as the kernel's command line has it.
+    /// Their size, as on the kernel's command line.
     #[serde(default = "two_mebibytes")]
     pub hugepage_size: String,
-    /// Two CPUs that run at once, for races: such a host's clock counts no instructions, so a
-    /// benchmark on it has to name `locks` or `calls`.
+    /// Two CPUs in parallel, for races. Such a host's clock does not count instructions, so a
+    /// benchmark must name `locks` or `calls`.
     #[serde(default)]
     pub multi: bool,
-    /// Locks that are watched: parts of their names in /proc/lock_stat. The kernels are then built
-    /// with `--variant lock-stat`.
+    /// Locks to watch: parts of their names in /proc/lock_stat. The kernels are then built with
+    /// `--variant lock-stat`.
     #[serde(default)]
     pub locks: Vec<String>,
-    /// Functions of the host's kernel whose calls are counted, and with `NAME:N` the sum of their
-    /// N-th argument: nothing is timed then.
+    /// Functions of the host's kernel whose calls are counted. `NAME:N` also sums their N-th
+    /// argument. Nothing is timed then.
     #[serde(default)]
     pub calls: Vec<String>,
-    /// On the series' own base alone: a kernel of another does so little of this work that its host
-    /// idles.
+    /// Only for the series' own base. The host would idle with another base's kernel, which does
+    /// too little of this work.
     #[serde(default)]
     pub own_base: bool,
-    /// The series whose kernel a Linux guest in there has, `BASE/NAME`; `{guest}` in the command is
-    /// where that is and its initramfs.
+    /// The series of a Linux guest's kernel in the host, `BASE/NAME`. `{guest}` in the command
+    /// stands for the flags that name the kernel and the initramfs.
     #[serde(default)]
     pub guest: Option<String>,
-    /// What that kernel is configured for besides, one of [`VARIANTS`](super::variants::VARIANTS).
+    /// The guest kernel's variant, one of [`VARIANTS`](super::variants::VARIANTS).
     #[serde(default)]
     pub guest_variant: Option<String>,
-    /// A mistake of that series' `planted/` that the guest's kernel has: the command must fail, and
-    /// it or the host's kernel say `says`.
+    /// A planted fault of the guest's series, from its `planted/`. The command must fail, and its
+    /// output or the host's log must contain `says`.
     #[serde(default)]
     pub guest_planted: Option<String>,
-    /// What the command has besides on the patched kernel, which the pristine one would refuse.
+    /// Additional arguments on the patched kernel, which the pristine one would refuse.
     #[serde(default)]
     pub after: Option<String>,
-    /// The command times parts of what it does, and looks how long the host idled in these: what
-    /// else it ran is not measured.
+    /// The command times parts of its run and measures the host's idle time in them. The rest of
+    /// its run is not measured.
     #[serde(default)]
     pub timed: bool,
-    /// The emulated host of a test, where it is not that of the series' architecture.
+    /// The emulated host of a test, if not that of the series' architecture.
     #[serde(default)]
     pub bed: Option<String>,
-    /// A mistake of `planted/` that the kernel has on top of the series: the command must fail, and
-    /// it or the kernel say `says`.
+    /// A planted fault of the series, from its `planted/`, on top of the patches. The command must
+    /// fail, and its output or the kernel's log must contain `says`.
     #[serde(default)]
     pub planted: Option<String>,
-    /// What is then said.
+    /// The text that then must appear.
     #[serde(default)]
     pub says: Option<String>,
 }
 
 impl Bench {
-    /// `run` on a host without more to it.
+    /// `run` on a default host.
     pub fn plain(run: &str, npt: bool) -> Self {
         Self {
             run: run.to_owned(),
@@ -113,7 +112,7 @@ impl Bench {
         }
     }
 
-    /// Its words, with `{json}` as `result`.
+    /// The command's words, with `result` for `{json}`.
     pub fn command(&self, result: &str) -> Vec<String> {
         let guest = self.guest_name().map_or(String::new(), |guest| {
             let [kernel, initrd] = guest_files(&guest);
@@ -123,7 +122,7 @@ impl Bench {
         run.split_whitespace().map(|word| word.replace("{json}", result)).collect()
     }
 
-    /// What its guest is called: the series of its kernel, that one's mistake, and its variant.
+    /// The name of its guest: the series of its kernel, the planted fault, and the variant.
     pub fn guest_name(&self) -> Option<String> {
         let more =
             [&self.guest_planted, &self.guest_variant].map(|name| name.as_ref().map(|it| format!("+{it}")));
@@ -131,13 +130,13 @@ impl Bench {
         self.guest.as_ref().map(|series| format!("{series}{planted}{variant}"))
     }
 
-    /// The same on the patched kernel.
+    /// The command for the patched kernel.
     pub fn on_the_patched(&self) -> Self {
         let after = self.after.as_ref().map_or(String::new(), |after| format!(" {after}"));
         Self { run: format!("{}{after}", self.run), ..self.clone() }
     }
 
-    /// Whether it is for hosts of this kind.
+    /// Whether it runs on hosts of `bed`.
     pub fn runs_on(&self, bed: Emulated) -> bool {
         let as_meant = !self.multi || !bed.takes_turns();
         as_meant && bed.has_pace(self.pace()).is_ok() && self.is_for(bed.name())
@@ -147,35 +146,35 @@ impl Bench {
         if self.multi { Pace::Races } else { Pace::Counted }
     }
 
-    /// The program of kernel-patches/tools that it runs, where it runs one that is built.
+    /// The compiled program of kernel-patches/tools that it runs, if any.
     pub fn tool(&self) -> Option<&str> {
         let name = self.run.split_whitespace().next()?.strip_prefix(TOOLS)?;
         (!name.ends_with(".sh")).then_some(name)
     }
 
-    /// Whether it is to see a mistake.
+    /// Whether its kernel or its guest's has a planted fault.
     pub fn sees_a_mistake(&self) -> bool {
         self.planted.is_some() || self.guest_planted.is_some()
     }
 
-    /// Whether it is to see the mistake of this file in its host's kernel.
+    /// Whether its host's kernel has the planted fault in this file.
     pub fn is_of(&self, planted: &Path) -> bool {
         self.planted.is_some() && self.planted.as_deref() == stem(planted)
     }
 
-    /// The same in its guest's, which has that series.
+    /// Whether its guest has `series` and the planted fault in this file.
     pub fn is_of_its_guest(&self, series: &str, planted: &Path) -> bool {
         self.guest.as_deref() == Some(series)
             && self.guest_planted.is_some()
             && self.guest_planted.as_deref() == stem(planted)
     }
 
-    /// Whether its `beds` have this one.
+    /// Whether its `beds` include `bed`.
     pub fn is_for(&self, bed: &str) -> bool {
         self.beds.is_empty() || self.beds.iter().any(|name| name == bed)
     }
 
-    /// Whether one boot can serve both.
+    /// Whether one boot can run both.
     pub fn same_host(&self, other: &Self) -> bool {
         let host = |b: &Self| {
             let parts = (b.npt, b.memory, b.hugepages, b.multi, b.locks.is_empty());
@@ -184,24 +183,24 @@ impl Bench {
         host(self) == host(other)
     }
 
-    /// Whether the whole stack of a base can be tried with it in a run that is to be short: it is
-    /// neither for other hosts than those of its architecture, nor for another kernel.
+    /// Whether a short run of a base's whole stack can include it: it needs neither another host
+    /// than its architecture's nor a kernel with a fault.
     pub fn is_plain(&self) -> bool {
         self.bed.is_none() && !self.sees_a_mistake()
     }
 
-    /// The test program of this workspace that it runs, where it runs one.
+    /// The test program of this workspace that it runs, if any.
     pub fn program(&self) -> Option<&str> {
         self.run.split_whitespace().next()?.strip_prefix(PROGRAMS)
     }
 
-    /// `host`, made the one that this needs.
+    /// `host`, changed to what this command needs.
     pub fn host(&self, mut host: Request) -> Request {
         self.describe_host(&mut host);
         host
     }
 
-    /// Makes `request`'s host the one that this needs.
+    /// Changes `request` to what this command needs.
     pub fn describe_host(&self, request: &mut Request) {
         request.second_stage = self.npt;
         request.cpu.clone_from(&self.cpu);
@@ -216,19 +215,18 @@ impl Bench {
     }
 }
 
-/// Where in a host the test programs of this workspace are that a series' tests name.
+/// The directory in a host of this workspace's test programs.
 pub const PROGRAMS: &str = "/tests/";
 
-/// Where in a host what is in kernel-patches/tools is.
+/// The directory in a host of kernel-patches/tools.
 pub const TOOLS: &str = "/tools/";
 
-/// Where in a host the kernel and the initramfs of the guests called `name` ([`Bench::guest_name`])
-/// are.
+/// The paths in a host of the kernel and the initramfs of the guest `name` ([`Bench::guest_name`]).
 pub fn guest_files(name: &str) -> [String; 2] {
     ["bzImage", "initrd"].map(|file| format!("/guests/{name}/{file}"))
 }
 
-/// Commands that one boot can serve, together.
+/// Groups commands that one boot can run.
 pub fn by_host<'a>(benches: &[&'a Bench]) -> Vec<Vec<&'a Bench>> {
     let mut groups: Vec<Vec<&Bench>> = Vec::new();
     for &bench in benches {
@@ -252,7 +250,7 @@ fn two_gibibytes() -> u32 {
     2048
 }
 
-/// The scripts that tests run inside a host, and where they are there: `tools/NAME.sh` is
+/// The scripts of kernel-patches/tools and their paths in a host: `tools/NAME.sh` is
 /// `/tools/NAME.sh`.
 pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
     let dir = series_directory().join("tools");
@@ -270,7 +268,7 @@ pub fn scripts() -> Result<Vec<(PathBuf, String)>> {
         .collect())
 }
 
-/// A mistake's name.
+/// The name of a planted fault.
 fn stem(planted: &Path) -> Option<&str> {
     planted.file_stem()?.to_str()
 }

@@ -1,5 +1,5 @@
-//! A patched image boots, in both modes, and survives: the oracle everywhere, the series' own tests
-//! on the hosts that they name, and no complaint in the kernel's log.
+//! Boots a patched image in both paging modes: the oracle must pass everywhere, the series' own
+//! tests on the hosts that they name, and the kernel must log no complaint.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,7 +20,7 @@ use crate::lanes::side_by_side;
 use crate::test::programs;
 use crate::{Error, Result, compare, tool};
 
-/// What every patched host has to survive besides its series' own tests.
+/// Every patched host runs this besides its series' own tests.
 const ORACLE: &str = "vellum test dirty-log --memory 32m --events 20k --seed 1";
 
 /// Boots `image`, whose kernel has the series `stack`, with the oracle and `tests`.
@@ -30,12 +30,12 @@ pub fn every_time(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench
     each(&groups, |group| boot(cache, &programs, image, group, &brought(cache, &programs, stack, group)?))
 }
 
-/// The same, less what this `vellum` has passed on `image` before: one image with its base's whole
-/// stack serves the check of each series, and a kernel that checks itself takes minutes for the
-/// oracle.
+/// Like [`every_time`], without commands that this `vellum` has passed on `image` before. One image
+/// with its base's whole stack serves the check of each series, and a kernel that checks itself
+/// takes minutes for the oracle.
 pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]) -> Result<()> {
     let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
-    // What a command runs: vellum, and the series' scripts.
+    // A command runs vellum and the series' scripts.
     let mut ran = Vec::new();
     for path in bench::scripts()?.into_iter().map(|(path, _)| path).chain([programs.vellum.clone()]) {
         ran.push(fs::read(&path).map_err(Error::file("read", &path))?);
@@ -67,8 +67,8 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     Ok(())
 }
 
-/// The tests of `series` for mistakes, each on a kernel, or with a guest, that has it: they fail,
-/// and they or that kernel say what they are to.
+/// Runs the tests of `series` for planted faults, each with a kernel or a guest that has the fault.
+/// They must fail, and print or log the expected text.
 pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
     for test in &series.about.test {
         let Some(says) = &test.says else { continue };
@@ -91,8 +91,8 @@ pub fn with_mistakes(cache: &Cache, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// What the commands of `group` need besides: Linux guests and what is done in them, test programs,
-/// and the tools of the series of `stack`.
+/// The files that the commands of `group` need: Linux guests and their program, test programs, and
+/// the tools of the stack's series.
 fn brought(
     cache: &Cache,
     programs: &Programs,
@@ -128,7 +128,7 @@ fn brought(
     Ok(files)
 }
 
-/// Hosts that count instructions side by side; then, one after the other, those whose two CPUs race
+/// Boots hosts that count instructions in parallel, and then, one by one, those whose two CPUs race
 /// in real time.
 fn each(groups: &[Vec<&Bench>], boot: impl Fn(&[&Bench]) -> Result<()> + Sync) -> Result<()> {
     let (races, counted): (Vec<_>, Vec<_>) = groups.iter().partition(|group| group[0].multi);
@@ -140,7 +140,7 @@ fn oracles() -> [Bench; 2] {
     [Bench::plain(ORACLE, true), Bench::plain(ORACLE, false)]
 }
 
-/// One boot: the commands of `group`, all for the same host, and last its kernel's log.
+/// One boot: the commands of `group`, all for the same host, and then the kernel's log.
 fn ran(
     cache: &Cache,
     programs: &Programs,
@@ -149,18 +149,19 @@ fn ran(
     brought: &[(PathBuf, String)],
 ) -> Result<Vec<Ran>> {
     let mut request = group[0].host(image.host());
-    // Many commands share a boot, and a kernel that checks itself takes minutes for the oracle.
+    // The time limit is for one command, and the boot runs several. A kernel that checks itself
+    // takes minutes for the oracle.
     request.time_limit *= u32::try_from(group.len() + 1).unwrap_or(u32::MAX);
     let host = request.label();
     request.commands = group.iter().map(|bench| bench.command("result.json")).collect();
     request.files = bench::scripts()?;
     request.files.extend_from_slice(brought);
-    // Splats are looked for last, when everything has run.
+    // The log is read last, when everything has run.
     request.commands.push(["dmesg".to_owned()].to_vec());
     let mut done = 0;
     let mut said = Vec::new();
     let outcome = hosts::run(cache, programs, &request, |frame| match frame {
-        // Beside another host, only what is told at once is told as one.
+        // Other hosts print too, so a command's output is printed at once.
         Frame::Stderr(bytes) => said.extend(bytes),
         Frame::Exit(exit) => {
             if let Some(bench) = group.get(done) {
@@ -175,7 +176,7 @@ fn ran(
     Ok(outcome.ran)
 }
 
-/// One boot whose commands pass, and whose kernel does not complain.
+/// One boot whose commands must pass and whose kernel must not complain.
 fn boot(
     cache: &Cache,
     programs: &Programs,
@@ -204,7 +205,7 @@ fn boot(
     Ok(())
 }
 
-/// All that was printed, the kernel's log included.
+/// All output, including the kernel's log.
 fn said(ran: &[Ran]) -> String {
     let all = ran.iter().flat_map(|ran| [&ran.stdout, &ran.stderr]);
     all.map(|bytes| String::from_utf8_lossy(bytes)).collect()

@@ -1,4 +1,4 @@
-//! Building an image: sources, configuration, make; kept under a key of everything that went in.
+//! Builds an image: sources, configuration, make. The image is kept under a key of all its inputs.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -20,42 +20,41 @@ use crate::hosts::doctor;
 use crate::hosts::{Emulated, HostKernel, Request};
 use crate::{Error, Result, artifacts, tool};
 
-/// Two versions of gcc would be two experiments.
+/// One version of gcc for all kernels, because another version would change results.
 pub const COMPILER: &str = "gcc-12";
 
 /// A built kernel.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// `5.10.223-1+pte-list-desc`: what stands in reports.
+    /// `5.10.223-1+pte-list-desc`, as reports name it.
     pub label: String,
-    /// What it is for.
+    /// Its architecture.
     pub architecture: Architecture,
-    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config`, `label` and, of the variant
+    /// Holds `bzImage` (on Arm: `Image`), `vmlinux`, `config`, `label` and, with the variant
     /// [`MODULES`], `modules`.
     pub dir: PathBuf,
-    /// `5.10.223-1/pte-list-desc-KEY`: what is found out about it is kept under that name.
+    /// `5.10.223-1/pte-list-desc-KEY`: results about the image are cached under this name.
     pub name: String,
 }
 
 impl Image {
-    /// What boots.
+    /// The file that boots.
     pub fn file(&self) -> PathBuf {
         self.dir.join(target(self.architecture))
     }
 
-    /// What is left of the tree in which it was built that a guest's launcher looks for, where the
-    /// variant is [`GUEST`].
+    /// The parts of its build tree that a guest's launcher looks for, if the variant is [`GUEST`].
     pub fn tree(&self) -> PathBuf {
         self.dir.join("tree")
     }
 
-    /// A host that boots it, of the bed that emulates its architecture.
+    /// A host that boots it, of the bed for its architecture.
     pub fn host(&self) -> Request {
         Request { host: Emulated::of(self.architecture), ..Request::new(HostKernel::Image(self.file())) }
     }
 }
 
-/// What make is asked for, and what it makes below `arch/NAME/boot`.
+/// The target of make, and the file that it makes below `arch/NAME/boot`.
 pub fn target(architecture: Architecture) -> &'static str {
     match architecture {
         Architecture::X86 => "bzImage",
@@ -63,18 +62,18 @@ pub fn target(architecture: Architecture) -> &'static str {
     }
 }
 
-/// A configuration: which fragments are merged, and the object directory that belongs to them.
+/// A configuration: the fragments to merge, and their object directory.
 pub struct Config {
     architecture: Architecture,
     name: String,
     fragments: Vec<PathBuf>,
-    /// Those whose every line has to be in force.
+    /// The fragments of which every line must be in force.
     asked: Vec<PathBuf>,
 }
 
 impl Config {
-    /// That of `base` for x86, with `variant` (one of [`VARIANTS`]) on top; of both, and of what is
-    /// measured, also what this base needs for it.
+    /// The configuration of `base` for x86, with `variant` (one of [`VARIANTS`]) on top. It
+    /// includes this base's own fragments for the variant and for measurements.
     pub fn new(base: &Base, variant: Option<&str>) -> Result<Self> {
         Self::new_for(Architecture::X86, base, variant)
     }
@@ -94,14 +93,14 @@ impl Config {
                 known.join(", ")
             )));
         }
-        // Nothing is measured on a kernel that checks itself, nor in user space.
+        // Neither a kernel that checks itself nor one in user space is measured.
         let measured = (!matches!(variant, Some(DEBUG | EXPLORE))).then_some("measured");
         let mut fragments = Vec::new();
         let mut asked = Vec::new();
         let own = architecture.kernel();
         for part in [own].into_iter().chain(measured).chain(variant) {
             let of_part = fragments_of(&dir, part, base);
-            // That of an architecture names what only some bases have.
+            // Fragments of an architecture contain symbols that only some bases have.
             asked.extend((part != own).then(|| of_part.clone()).into_iter().flatten());
             fragments.extend(of_part);
         }
@@ -109,13 +108,13 @@ impl Config {
         Ok(Self { architecture, name, fragments, asked })
     }
 
-    /// Whether `variant` can be put on top of `base`: whether it has a fragment there.
+    /// Whether `base` has the variant: whether a fragment exists for it.
     pub fn known(base: &Base, variant: &str) -> bool {
         !fragments_of(&directory(), variant, base).is_empty()
     }
 
-    /// What the fragments of [`Self::asked`] say and a kernel's configuration does not have: a
-    /// debug kernel without its checks would find nothing.
+    /// Lines of [`Self::asked`] that a kernel's configuration lacks. A debug kernel without its
+    /// checks would find nothing.
     fn missing(&self, dotconfig: &str) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for path in &self.asked {
@@ -126,14 +125,14 @@ impl Config {
         Ok(missing)
     }
 
-    /// Where objects of this configuration are built; one that changed would rebuild them all, and
-    /// change them back.
+    /// The object directory of this configuration. A changed configuration gets another directory,
+    /// because a change would rebuild all objects, and changing it back would do so again.
     pub fn objects(&self, tree: &Tree) -> Result<PathBuf> {
         let text = self.text()?;
         Ok(tree.home.join(format!("build-{}-{}", self.name, digest([text.as_slice()]))))
     }
 
-    /// All that it is made of.
+    /// The fragments' text.
     pub fn text(&self) -> Result<Vec<u8>> {
         let read = |path: &PathBuf| fs::read(path).map_err(Error::file("read", path));
         Ok(self.fragments.iter().map(read).collect::<Result<Vec<_>>>()?.concat())
@@ -144,13 +143,13 @@ fn directory() -> PathBuf {
     artifacts::workspace().join("resources/kernel")
 }
 
-/// The fragments of `part` that `base` has: that of every base, then its own.
+/// The fragments of `part` for `base`: the one for every base, then the base's own.
 fn fragments_of(dir: &Path, part: &str, base: &Base) -> Vec<PathBuf> {
     let names = [format!("{part}.config"), format!("{part}-{}.config", base.name)];
     names.map(|name| dir.join(name)).into_iter().filter(|path| path.is_file()).collect()
 }
 
-/// Whether a configuration has a fragment's line; a symbol that it does not know is not set.
+/// Whether a configuration has a fragment's line. A symbol that it does not contain is not set.
 fn in_force(line: &str, dotconfig: &str) -> bool {
     match line.strip_prefix("# ").and_then(|line| line.strip_suffix(" is not set")) {
         Some(symbol) => {
@@ -161,7 +160,8 @@ fn in_force(line: &str, dotconfig: &str) -> bool {
     }
 }
 
-/// The image of `base` with `series`, built if need be: for Arm, if all of these are for Arm alone.
+/// The image of `base` with `series`, built if need be. It is for Arm if all series are for Arm
+/// only.
 pub fn build(cache: &Cache, base: &Base, series: &[Series], variant: Option<&str>) -> Result<Image> {
     build_for(cache, series::architecture(series)?, base, series, variant)
 }
@@ -191,7 +191,7 @@ pub fn build_for(
     let key = digest(parts.iter().map(Vec::as_slice));
     let name = format!("{}-{key}", if names.is_empty() { "pristine".into() } else { names.join("+") });
     let dir = cache.entry(&format!("kernel/{}/image/{name}", tree.package.version), |out| {
-        // One tree, one set of patches at a time.
+        // The tree can hold one set of patches at a time.
         let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
         cache.need_mib(2048)?;
         tree.carry(&patches)?;
@@ -225,19 +225,19 @@ pub fn toolchain_for(architecture: Architecture) -> Result<String> {
     Ok(format!("{}; {}", first(COMPILER)?, first("ld")?))
 }
 
-/// What a patch does to the tree; a message that is polished rebuilds nothing.
+/// The part of a patch that changes the tree. A new message alone rebuilds nothing.
 pub fn change(patch: &[u8]) -> &[u8] {
     const FIRST: &[u8] = b"\ndiff --git ";
     let first = patch.windows(FIRST.len()).position(|window| window == FIRST);
     &patch[first.unwrap_or(0)..]
 }
 
-/// Names every package that is missing, at once.
+/// Fails with the names of all missing packages.
 pub fn require_tools() -> Result<()> {
     require_tools_for(Architecture::X86)
 }
 
-/// The same where kernels are for `architecture`.
+/// The same for kernels of `architecture`.
 pub fn require_tools_for(architecture: Architecture) -> Result<()> {
     let programs = match architecture {
         Architecture::X86 => PROGRAMS.to_vec(),
@@ -249,7 +249,7 @@ pub fn require_tools_for(architecture: Architecture) -> Result<()> {
     }
 }
 
-/// Configures `objects` for `config`, unless it is so already.
+/// Configures `objects` for `config`, unless that has been done.
 pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
     let (stamp, wanted) = (objects.join(".fragments"), config.text()?);
     if fs::read(&stamp).is_ok_and(|present| present == wanted) {
@@ -288,7 +288,7 @@ pub fn configure(tree: &Tree, config: &Config, objects: &Path) -> Result<()> {
     fs::write(&stamp, wanted).map_err(Error::file("write", &stamp))
 }
 
-/// `make` in the tree for x86, with all that decides what it builds.
+/// `make` in the tree for x86, with everything that determines its output.
 pub fn command(tree: &Tree, objects: &Path) -> Command {
     command_for(tree, Architecture::X86, objects)
 }
@@ -306,7 +306,7 @@ pub fn command_for(tree: &Tree, architecture: Architecture, objects: &Path) -> C
             &format!("CC={prefix}{COMPILER}"),
             &format!("HOSTCC={COMPILER}"),
         ])
-        // Before and after must differ by the code alone.
+        // Only the code may differ between the kernels of a comparison.
         .env("KBUILD_BUILD_TIMESTAMP", "1970-01-01")
         .env("KBUILD_BUILD_USER", "vellum")
         .env("KBUILD_BUILD_HOST", "lab")
@@ -321,10 +321,9 @@ pub fn command_for(tree: &Tree, architecture: Architecture, objects: &Path) -> C
     command
 }
 
-/// The search path on which compilers are ccache's links to itself, where Debian's ccache is
-/// installed: a file that a series changed and the next one changes back is compiled once. make's
-/// own words stay the same, so nothing is built anew for ccache's sake; it tells compilers from
-/// each other by itself.
+/// A PATH on which compilers are links to ccache, if Debian's ccache is installed. A file that one
+/// series changes and the next one changes back is then compiled once. make's command lines do not
+/// change, so ccache causes no rebuilds. It tells compilers apart by itself.
 fn remembering(path: Option<&OsStr>) -> Option<OsString> {
     const LINKS: &str = "/usr/lib/ccache";
     Path::new(LINKS).join(COMPILER).exists().then(|| {
@@ -348,12 +347,11 @@ fn make(
     watched(make.arg(format!("-j{jobs}")).args(targets), label)
 }
 
-/// How often a build says that it lives where there is no terminal. Those who end what is silent
-/// wait for minutes.
+/// The interval of progress lines without a terminal. Watchdogs that end silent jobs wait for
+/// minutes.
 const BEAT: Duration = Duration::from_secs(30);
 
-/// Runs `make`, and shows that it lives: on a terminal as it goes, elsewhere by a line every
-/// [`BEAT`].
+/// Runs `make` and shows progress: continuously on a terminal, elsewhere a line every [`BEAT`].
 pub fn watched(make: &mut Command, label: &str) -> Result<()> {
     let stderr = std::io::stderr();
     watched_by(make, label, stderr.is_terminal(), BEAT, stderr)
@@ -366,8 +364,8 @@ fn watched_by(
     every: Duration,
     out: impl Write + Send + 'static,
 ) -> Result<()> {
-    // make's own word on how much there is to do would cost a pass of its own; the names that go by
-    // say that it lives.
+    // Counting make's steps in advance would take a pass of its own. Progress shows the current
+    // file instead.
     let progress = if is_terminal { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
     progress.set_style(
         ProgressStyle::with_template("{spinner} {prefix} {elapsed} {pos} steps: {msg}")
@@ -405,7 +403,7 @@ fn keep(objects: &Path, architecture: Architecture, out: &Path, label: &str) -> 
     fs::write(out.join("label"), label).map_err(Error::file("write", out.join("label")))
 }
 
-/// Keeps the modules that make lists in modules.order, as `kernel/…/NAME.ko` up to 6.1 and as
+/// Keeps the modules in make's modules.order, which lists `kernel/…/NAME.ko` up to 6.1 and
 /// `…/NAME.o` since.
 fn keep_modules(objects: &Path, to: &Path) -> Result<()> {
     let order = objects.join("modules.order");
@@ -419,7 +417,7 @@ fn keep_modules(objects: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Keeps the kernel with its configuration and modules where they are below the object directory.
+/// Keeps the kernel, its configuration and its modules at their paths below the object directory.
 fn keep_tree(objects: &Path, to: &Path) -> Result<()> {
     let order = objects.join("modules.order");
     let text = fs::read_to_string(&order).map_err(Error::file("read", &order))?;
@@ -439,7 +437,7 @@ fn keep_tree(objects: &Path, to: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// What is said, until a build has been named in it: then that may end.
+    /// Collects progress lines. It ends the build when a line names the build's step.
     struct Said {
         text: String,
         end: fs::File,
@@ -508,7 +506,7 @@ mod tests {
             [("a", "1"), ("b\nc", "1"), ("a", "2")].map(|(message, line)| patch(message, line));
         assert_eq!(change(one.as_bytes()), change(polished.as_bytes()));
         assert_ne!(change(one.as_bytes()), change(other.as_bytes()));
-        // What has no such line is taken whole.
+        // A text without such a line is taken whole.
         assert_eq!(change(b"--- a/f\n"), b"--- a/f\n");
     }
 }

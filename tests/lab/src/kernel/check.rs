@@ -1,4 +1,4 @@
-//! `cargo lab check`: what a maintainer would try before reading a series.
+//! `cargo lab check`: the checks that a maintainer would make before reading a series.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -28,24 +28,24 @@ use crate::hosts::{Emulated, HostKernel, Request};
 use crate::lanes::side_by_side;
 use crate::{Error, Result, tool};
 
-/// One of the things that a series is held to, as messages and `--only` call it.
+/// A check of a series, by its name in messages and `--only`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Without fuzz, alone and in its base's stack.
+    /// The series applies without fuzz, alone and in its base's stack.
     Applies,
     /// checkpatch.pl finds nothing.
     Checkpatch,
-    /// No new one, patch by patch, with W=1.
+    /// No patch adds a warning with W=1.
     Warnings,
-    /// What it touches compiles under [`objects::configurations`].
+    /// The files that it changes compile under [`objects::configurations`].
     Configurations,
-    /// KVM of other architectures that it touches compiles.
+    /// KVM compiles for the other architectures whose files it changes.
     Architectures,
-    /// Its tool passes, and catches what is planted.
+    /// Its tool passes, and catches the planted faults.
     UserSpace,
     /// Its image boots under the oracle and its tests.
     Boots,
-    /// The kernel's own end on its base's whole stack as they do on the base.
+    /// The kernel's selftests end on its base's whole stack as on the base.
     Selftests,
     /// Its base's whole stack as modules, which are loaded, unloaded and loaded again.
     Modules,
@@ -54,7 +54,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// The name that it has in messages.
+    /// The name in messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Applies => "applies",
@@ -93,10 +93,9 @@ impl ValueEnum for Step {
     }
 }
 
-/// Holds `series` to its promises, or to those of the steps `only`; each step says what it saw and
-/// how long it took. What was compiled, images, and what the selftests and the commands did on
-/// them, are kept: after a stop the next check goes on from there. Each step is a case of `report`,
-/// the one that ends it too.
+/// Runs the checks of `series`, or only those in `only`. Each prints its result and its time.
+/// Compiled files, images, and the results of selftests and commands are kept, so a stopped check
+/// continues from there. Each check is a case of `report`, including one that fails.
 pub fn check(cache: &Cache, series: &Series, only: &[Step], report: &mut Report) -> Result<()> {
     let tree = Tree::open(cache, series.base)?;
     for &step in Step::value_variants().iter().filter(|step| only.is_empty() || only.contains(step)) {
@@ -130,8 +129,8 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
             boots::with_mistakes(cache, series)?;
             boots::once_each(cache, &build(None)?, std::slice::from_ref(series), &sound(series))
         }
-        // Kernels of the whole stack serve each of its series: their selftests take minutes, and
-        // one that checks itself takes the longest to build and to run.
+        // One kernel with the whole stack serves all series of a base: its selftests take minutes,
+        // and a kernel that checks itself takes longest to build and run.
         Step::Selftests => selftests_of(cache, series.base, series.architecture()?),
         Step::Modules if series.architecture()? == Architecture::Arm => {
             report(&series.name, "KVM is no module on Arm");
@@ -155,14 +154,14 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     }
 }
 
-/// The tests of `series` that its kernel passes.
+/// The tests of `series` for the kernel without planted faults.
 fn sound(series: &Series) -> Vec<Bench> {
     series.about.test.iter().filter(|test| !test.sees_a_mistake()).cloned().collect()
 }
 
-/// Runs the KVM selftests of `base`, and those that its series add, on its kernel as Debian has it
-/// and with its whole stack: with nested paging, without it, and as its series' own commands ask
-/// for it. What was run before is kept.
+/// Runs the KVM selftests of `base`, and those that its series add, on its pristine kernel and on
+/// the kernel with its whole stack: with nested paging, without it, and with the settings that its
+/// series' commands ask for. Earlier results are kept.
 pub fn selftests_of(cache: &Cache, base: &Base, architecture: Architecture) -> Result<()> {
     let stack = stack_of(base)?;
     if stack.is_empty() {
@@ -184,11 +183,11 @@ fn of_architecture(stack: &[Series], architecture: Architecture) -> Result<Vec<&
     Ok(of_it)
 }
 
-/// A host, by whether it has nested paging and by its parameters.
+/// A host: whether it has nested paging, and its parameters.
 type Paging = (bool, Vec<String>);
 
-/// The hosts on which the series of `stack` matter: both modes, and those that their own commands
-/// ask for, where these are for hosts of the kind that their architecture has first.
+/// The hosts that matter for `stack`: both paging modes, and the settings of the series' own
+/// commands if these run on the first bed of an architecture.
 fn hosts<'a>(stack: impl IntoIterator<Item = &'a Series>) -> Vec<Paging> {
     let mut hosts: Vec<Paging> = vec![(true, Vec::new()), (false, Vec::new())];
     let is_for = |bench: &&Bench| {
@@ -211,8 +210,8 @@ fn boot_of(image: &Image, (npt, parameters): &Paging) -> Request {
     Request { second_stage: *npt, parameters: parameters.clone(), ..image.host() }
 }
 
-/// How often a selftest that ended otherwise is asked again, before and after: a race in the test
-/// itself ends one way or the other on either kernel.
+/// How often a selftest with a different result is repeated on both kernels. A race in the test
+/// itself ends either way on both.
 const AGAIN: usize = 6;
 
 fn selftests_alike(
@@ -240,7 +239,7 @@ fn selftests_alike(
                     differences.remove(&name);
                     report(&after.label, &format!("{host}: {name} fails on {} and passes", before.label));
                 }
-                // Some ask for what no host of the laboratory has.
+                // No host of the laboratory has what some tests need.
                 [Some(Skip), Some(Skip)] => {
                     report(&after.label, &format!("{host}: {name} skips on both: it shows nothing here"));
                 }
@@ -262,7 +261,7 @@ fn selftests_alike(
             differences.retain(|name, first| {
                 let mut both = [0, 1].map(|kernel| ends[kernel].get(name).cloned().unwrap_or_default());
                 both.iter_mut().zip(first).for_each(|(ends, first)| ends.extend(*first));
-                // Only what never happens without the series is the series' doing.
+                // A result that also occurs without the series is not the series' fault.
                 let same = both[1].iter().all(|new| both[0].iter().any(|old| old.is_like(*new)));
                 if same {
                     unsteady +=
@@ -295,8 +294,8 @@ fn selftests_alike(
     Ok(())
 }
 
-/// Which complaints of the kernel `before`, `known`, are also among those of the kernel with the
-/// series, `complained`, and which are its own alone; each with how often `before` made it.
+/// Describes the complaints of the kernel `before` (`known`): those that the kernel with the series
+/// also makes (`complained`), and those that only `before` makes. Each with its count on `before`.
 fn of_complaints(before: &str, known: &[String], complained: &[String]) -> String {
     let mut times = BTreeMap::new();
     known.iter().for_each(|splat| *times.entry(splat).or_insert(0) += 1);
@@ -322,7 +321,7 @@ fn selftests_without_splat(cache: &Cache, base: &Base, stack: &[Series], image: 
     let complain = |results: &Results| !complaints(&results.log).is_empty();
     let mut known = vec![Vec::new(); hosts.len()];
     let mut also = String::new();
-    // The pristine kernel takes long to build: it is asked only where there is something to ask.
+    // The pristine kernel takes long to build, so it runs only if there are complaints to compare.
     let doubtful: Vec<usize> = (0..hosts.len()).filter(|&index| complain(&results[index])).collect();
     if !doubtful.is_empty() {
         let before = build::build_for(cache, image.architecture, base, &[], Some(variants::DEBUG))?;
@@ -358,7 +357,8 @@ fn selftests_without_splat(cache: &Cache, base: &Base, stack: &[Series], image: 
     Ok(())
 }
 
-/// The series alone, then all of its base in their order; the tree is pristine afterwards.
+/// Applies the series alone, and then its base's whole stack in order. The tree is pristine
+/// afterwards.
 pub fn applies(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
     tree.carry(&series.patches)?;
@@ -380,9 +380,9 @@ fn stack_of(base: &Base) -> Result<Vec<Series>> {
     series::of_base(base, &["all".to_owned()])
 }
 
-/// Whether the checkpatch of `source` has nothing to say: that MAINTAINERS may want an entry for a
-/// new file, and that the history, where it is not there or shallow, does not have a commit, are
-/// not about the patches.
+/// Runs `source`'s checkpatch, which must find nothing. Two warnings that are not about the patches
+/// are ignored: that MAINTAINERS may need an entry for a new file, and that a missing or shallow
+/// history lacks a commit.
 pub fn checkpatch(source: &Path, series: &Series, more: &[&str]) -> Result<()> {
     let mut perl = Command::new("perl");
     perl.arg("scripts/checkpatch.pl").args(["--no-signoff", "--terse", "--show-types"]).args(more);
@@ -405,8 +405,8 @@ pub fn checkpatch(source: &Path, series: &Series, more: &[&str]) -> Result<()> {
     }
 }
 
-/// Runs the series' own tool on the patched sources, where it has one, then on each mistake that is
-/// planted there: it must pass the one, and fail the others with what they say.
+/// Runs the series' own tool, if any, on the patched sources and then with each planted fault. It
+/// must pass without a fault, and fail and print the expected text with one.
 pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let Some(line) = &series.about.tool else {
         report(&series.name, "has no tool");
@@ -423,7 +423,7 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
     let caught = || -> Result<()> {
         run(&series.patches).map_err(|error| Error::Series(format!("{}: {error}", series.name)))?;
         report(&series.name, &format!("`{line}` passes"));
-        // A guest's series is booted by that of its host.
+        // The host's series boots the guest's.
         let (all, name) = (series::all()?, format!("{}/{}", series.base.name, series.name));
         let booted = |planted: &&PathBuf| {
             series.about.test.iter().any(|test| test.is_of(planted))
@@ -433,7 +433,7 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
                     .any(|test| test.is_of_its_guest(&name, planted))
         };
         let in_here = |planted: &&PathBuf| -> bool {
-            // What no tool sees is for a kernel that has it.
+            // A fault that no tool can see is for a test that boots a kernel with it.
             !booted(planted) || says(planted).is_ok()
         };
         let here: Vec<&PathBuf> = series.planted.iter().filter(in_here).collect();
@@ -459,7 +459,7 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
     caught
 }
 
-/// What a tool prints of a planted mistake, by the first line of its patch.
+/// The text that a tool prints for a planted fault: the first line of the fault's patch.
 fn says(planted: &Path) -> Result<String> {
     let text = fs::read_to_string(planted).map_err(Error::file("read", planted))?;
     let first = text.lines().next().unwrap_or_default();

@@ -1,13 +1,13 @@
-//! What a kernel says when it finds a fault in itself: lockdep, KASAN, RCU, sleeping in atomic
-//! context, a WARN_ON or a BUG.
+//! The kernel's reports about faults in itself: lockdep, KASAN, RCU, sleeping in atomic context,
+//! WARN_ON, BUG.
 
-/// How the kernel begins a complaint.
+/// The texts that begin a complaint.
 const BEGINNINGS: [&str; 12] = [
     "WARNING: ",
     "BUG: ",
     "kernel BUG at",
     "Oops",
-    // Every other exception that ends a task: `general protection fault, …: 0000 [#1]`.
+    // Any other exception that ends a task: `general protection fault, …: 0000 [#1]`.
     ": 0000 [#",
     "possible recursive locking",
     "inconsistent lock state",
@@ -15,21 +15,20 @@ const BEGINNINGS: [&str; 12] = [
     "UBSAN: ",
     "INFO: task ",
     "INFO: rcu_",
-    // lockdep, which is off after it.
+    // lockdep disables itself after this one.
     "INFO: trying to register",
 ];
 
 fn is_first(line: &str) -> bool {
-    // SLUB's have no colon: `BUG kmalloc-64 (Not tainted): Poison overwritten`.
+    // SLUB's complaints have no colon: `BUG kmalloc-64 (Not tainted): Poison overwritten`.
     line.starts_with("BUG ") || BEGINNINGS.iter().any(|mark| line.contains(mark))
 }
 
-/// Functions of a complaint's backtrace that tell it from others.
+/// How many functions of its backtrace identify a complaint.
 const DEPTH: usize = 8;
 
-/// The complaints in a kernel's log: what is said and where it was called from, without what
-/// differs from boot to boot (the time, the CPU, the process) and from build to build (line
-/// numbers, offsets).
+/// The complaints in a kernel's log: the text and the callers, without parts that differ between
+/// boots (time, CPU, process) or builds (line numbers, offsets).
 pub fn complaints(log: &str) -> Vec<String> {
     let lines: Vec<&str> =
         log.lines().map(|line| line.split_once("] ").map_or(line, |(_, text)| text)).collect();
@@ -40,7 +39,7 @@ pub fn complaints(log: &str) -> Vec<String> {
             // `Call Trace` on x86, `Call trace` on Arm.
             let traces = |line: &&&str| ["Call Trace", "Call trace"].iter().any(|mark| line.contains(mark));
             let calls = rest.clone().skip_while(|line| !traces(line)).skip(1);
-            // Those with a question mark are what happened to be on the stack.
+            // Entries with a question mark are leftovers on the stack.
             let calls = calls.take_while(|line| line.starts_with(' ')).filter(|line| !line.contains('?'));
             let calls: Vec<String> = calls.take(DEPTH).map(|line| lasting(line)).collect();
             let said = rest.filter(|line| line.contains("suspicious ")).map(|line| lasting(line));
@@ -51,9 +50,9 @@ pub fn complaints(log: &str) -> Vec<String> {
         .collect()
 }
 
-/// The words of a line that two builds have in common.
+/// The words of a line that do not differ between builds.
 fn lasting(line: &str) -> String {
-    // As 7.2 has it: `WARNING: virt/kvm/kvm_main.c:431 at f+0x1/0x2, CPU#0: program/258`.
+    // 7.2 writes `WARNING: virt/kvm/kvm_main.c:431 at f+0x1/0x2, CPU#0: program/258`.
     let line = line.split_once(", CPU#").map_or(line, |(line, _)| line);
     let words = line.split_whitespace().filter(|word| !word.chars().all(|c| c.is_ascii_digit()));
     let lasting = words.map(|word| {
@@ -109,7 +108,7 @@ mod tests {
         ] {
             assert_eq!(complaints(&format!("[    1.0] quiet\n[    1.5] {line}\n")).len(), 1, "{line}");
         }
-        // A program's own end, and what only sounds so.
+        // A program's own end and similar text are not complaints.
         let log = "[    1.0] traps: a[12] general protection fault ip:401000 sp:7ffe error:0 in a[401000+1000]\n\
                    [    1.0] rcu: Hierarchical RCU implementation.\n";
         assert!(complaints(log).is_empty());

@@ -1,8 +1,8 @@
-//! A kernel for this machine, as a Debian package: the running kernel's configuration, less what it
-//! has not loaded.
+//! A kernel for this machine as a Debian package, with the running kernel's configuration minus the
+//! modules that it has not loaded.
 //!
-//! The package is made with dpkg-deb alone. Its scripts run what Debian runs for a kernel of its
-//! own (/etc/kernel), so the initramfs and the boot loader's menu follow.
+//! dpkg-deb alone makes the package. Its scripts run the hooks in /etc/kernel as Debian's kernels
+//! do, which update the initramfs and the boot loader's menu.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::cache::{Cache, digest};
 use crate::hosts::doctor;
 use crate::{Error, Result, artifacts, tool};
 
-/// The configuration of the running kernel.
+/// The running kernel's configuration.
 pub fn running_config() -> Result<Vec<u8>> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let boot = PathBuf::from(format!("/boot/config-{}", release.trim()));
@@ -32,10 +32,11 @@ pub fn running_config() -> Result<Vec<u8>> {
     })
 }
 
-/// The package of `base` with `series`, whose release ends with `suffix`.
+/// Builds the package of `base` with `series`. Its kernel release ends with `suffix`.
 pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config: &[u8]) -> Result<PathBuf> {
     build::require_tools()?;
-    // Distributions build in certificates, which a program of the kernel's own has to read.
+    // Distributions' configurations build certificates in, for which the kernel builds a program
+    // with OpenSSL.
     if let Some(line) = doctor::install_line(&doctor::missing(&["/usr/include/openssl/bio.h"])) {
         return Err(Error::Package(format!(
             "building a kernel for this machine lacks Debian's packages: {line}"
@@ -66,7 +67,7 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
         };
         let label = format!("{}{suffix}", tree.package.version);
         let jobs = format!("-j{}", std::thread::available_parallelism().map_or(1, usize::from));
-        // A kernel that is all of one piece has no such target.
+        // A kernel without modules has no such target.
         let dotconfig = objects.join(".config");
         let dotconfig = fs::read_to_string(&dotconfig).map_err(Error::file("read", &dotconfig))?;
         let modules = dotconfig.lines().any(|line| line == "CONFIG_MODULES=y").then_some("modules");
@@ -86,7 +87,7 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
             let target = format!("INSTALL_MOD_PATH={}", root.display());
             tool::output(&mut make(&["-s", &target, "INSTALL_MOD_STRIP=1", "modules_install"]))?;
             for link in ["build", "source"] {
-                // They would point into this cache.
+                // The links would point into this cache.
                 let _ = fs::remove_file(root.join(format!("lib/modules/{release}/{link}")));
             }
         }
@@ -99,14 +100,14 @@ pub fn build(cache: &Cache, base: &Base, series: &[Series], suffix: &str, config
         .ok_or_else(|| Error::Package(format!("{} holds no package: remove it and try again", dir.display())))
 }
 
-/// What dpkg calls the package in a file of ours.
+/// The package's name in dpkg, from the file's name.
 pub fn package_of(deb: &Path) -> String {
     let name = deb.file_name().unwrap_or_default().to_string_lossy();
     name.split('_').next().unwrap_or_default().to_owned()
 }
 
 fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Result<()> {
-    // Half a configuration would be taken for one: it is whole when this is written.
+    // The stamp is written last, so a partial configuration is not taken for a complete one.
     let stamp = objects.join(".configured");
     if stamp.is_file() {
         return Ok(());
@@ -133,8 +134,8 @@ fn configure(tree: &Tree, objects: &Path, config: &[u8], fragment: &Path) -> Res
     fs::write(&stamp, "").map_err(Error::file("write", &stamp))
 }
 
-/// Leaves out the modules that this machine has not loaded: a distribution's whole set would build
-/// for hours.
+/// Drops the modules that this machine has not loaded. A distribution's whole set takes hours to
+/// build.
 fn only_loaded_modules(tree: &Tree, objects: &Path) -> Result<()> {
     let modules = fs::read_to_string("/proc/modules").unwrap_or_default();
     if modules.is_empty() {
@@ -155,7 +156,7 @@ fn only_loaded_modules(tree: &Tree, objects: &Path) -> Result<()> {
 fn package(root: &Path, out: &Path, release: &str, version: &str) -> Result<()> {
     let debian = root.join("DEBIAN");
     fs::create_dir_all(&debian).map_err(Error::file("create", &debian))?;
-    // dpkg knows no underscores and no upper case in names.
+    // dpkg allows neither underscores nor upper case in names.
     let name = format!("linux-image-{}", release.to_lowercase().replace('_', "-"));
     let control = format!(
         "Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: Vellum's laboratory <root@localhost>\n\

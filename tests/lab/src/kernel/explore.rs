@@ -1,7 +1,7 @@
-//! `cargo lab explore`: KVM's memory code under a scheduler, in user space.
+//! `cargo lab explore`: runs KVM's memory code under a scheduler in user space.
 //!
-//! The harness is in `kernel-patches/tools/explore`. Here its program is built for a base with
-//! series, and run. The program prints KTAP, and its exit status says whether a rule was broken.
+//! The harness is in `kernel-patches/tools/explore`. This module builds its program for a base with
+//! series, and runs it. The program prints KTAP. Its exit status says whether a rule was broken.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,22 +17,22 @@ use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, tool};
 
-/// The object whose flags all others get; making it makes the generated headers, too.
+/// All objects get this object's flags. Making it also makes the generated headers.
 const FIRST: &str = "arch/x86/kvm/x86.o";
 
-/// How long the program explores, and from where.
+/// What the program explores.
 pub struct Options {
-    /// How long all setups take together.
+    /// The time for all setups together.
     pub time: Option<Duration>,
-    /// How many runs of each setup.
+    /// The number of runs of each setup.
     pub runs: Option<u64>,
-    /// The first run's seed.
+    /// The seed of the first run.
     pub seed: Option<u64>,
-    /// One setup alone.
+    /// The only setup to run.
     pub setup: Option<String>,
 }
 
-/// Explores `base` with `series`; the exit status of the harness.
+/// Explores `base` with `series`. Returns the harness's exit status.
 pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options) -> Result<u8> {
     if base.name == "5.10" {
         return Err(Error::Usage(
@@ -59,7 +59,7 @@ pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options)
     Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
-/// The harness for `base` with `series`, built if need be.
+/// The harness's program for `base` with `series`, built if need be.
 fn program(cache: &Cache, base: &Base, series: &[Series]) -> Result<PathBuf> {
     build::require_tools()?;
     let config = Config::new(base, Some(EXPLORE))?;
@@ -83,7 +83,7 @@ fn program(cache: &Cache, base: &Base, series: &[Series]) -> Result<PathBuf> {
         let objects = config.objects(&tree)?;
         build::configure(&tree, &config, &objects)?;
         tree.date_for(&objects)?;
-        // objtool checks what only a kernel that boots needs.
+        // objtool checks only what a booting kernel needs.
         tool::output(build::command(&tree, &objects).args(["CONFIG_OBJTOOL=", "KCFLAGS=-g", FIRST]))?;
         let mut build = Command::new(harness.join("build"));
         build.args([&tree.source, &objects]).arg(out).env("CC", build::COMPILER);
@@ -94,7 +94,7 @@ fn program(cache: &Cache, base: &Base, series: &[Series]) -> Result<PathBuf> {
     Ok(dir.join("explore"))
 }
 
-/// Every file of the harness, in a fixed order.
+/// The harness's files in a fixed order.
 fn sources(harness: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(harness).map_err(Error::file("read", harness))?;
     let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();

@@ -1,14 +1,13 @@
 //! Host kernels, built here: a base from Debian's source packages, pristine or with series from
 //! `kernel-patches/`.
 //!
-//! [`build`] makes an image and keeps it, keyed by everything that went into it. All images of a
-//! base come from one source tree and one object directory: a series is written into the tree in
-//! place ([`tree`]), touching only the files whose content changes, so that make rebuilds only what
-//! depends on them. [`series`] reads `kernel-patches/`, [`bench`](mod@bench) is what shows a
-//! series, and [`check`] holds a series to what its directory promises: that its [`objects`]
-//! compile, that the image [`boots`], and leaves the kernel's own [`selftests`] as they were, among
-//! other things. [`post`] makes mails of one. [`explore`](mod@explore) runs KVM's memory code in
-//! user space.
+//! [`build`] makes an image and keeps it under a key of all its inputs. All images of a base come
+//! from one source tree and one object directory. A series is written into the tree in place
+//! ([`tree`]). Only files whose content changes are touched, so make rebuilds only what depends on
+//! them. [`series`] reads `kernel-patches/`, and [`bench`](mod@bench) defines a series' commands.
+//! [`check`] runs a series' checks: among others that its [`objects`] compile, that its image
+//! [`boots`], and that the kernel's own [`selftests`] end as before. [`post`] makes mails of a
+//! series. [`explore`](mod@explore) runs KVM's memory code in user space.
 
 pub mod bench;
 pub mod boots;
@@ -28,16 +27,16 @@ use std::path::PathBuf;
 
 use crate::{Error, Result, artifacts};
 
-/// A kernel that series are written against.
+/// A kernel that series are for.
 #[derive(Debug, PartialEq)]
 pub struct Base {
-    /// Its name, which is also its directory in `kernel-patches/`.
+    /// The base's name and its directory in `kernel-patches/`.
     pub name: &'static str,
     /// Debian's source package.
     pub package: &'static str,
-    /// Where that is.
+    /// The suites that have the package.
     pub suites: &'static [&'static str],
-    /// The version, where the suite has stopped moving.
+    /// The fixed version, if the suite no longer changes.
     pub frozen: Option<&'static str>,
 }
 
@@ -55,7 +54,7 @@ pub const BASES: [Base; 4] = [
 ];
 
 impl Base {
-    /// By name.
+    /// The base `name`.
     pub fn named(name: &str) -> Result<&'static Self> {
         BASES.iter().find(|base| base.name == name).ok_or_else(|| {
             let known: Vec<&str> = BASES.iter().map(|base| base.name).collect();
@@ -64,12 +63,11 @@ impl Base {
     }
 }
 
-/// What the building of kernels for Arm calls beside that: the compiler, and a C library for the
-/// kernel's selftests.
+/// Additional needs of kernels for Arm: a compiler, and a C library for the kernel's selftests.
 pub const CROSS_PROGRAMS: &[&str] =
     &["aarch64-linux-gnu-gcc-12", "aarch64-linux-gnu-ld", "/usr/aarch64-linux-gnu/include/stdio.h"];
 
-/// What the building of kernels calls, beyond what the emulated hosts need.
+/// What building kernels needs besides the emulated hosts' programs.
 pub const PROGRAMS: &[&str] = &[
     "apt-get",
     "dpkg-deb",
@@ -86,12 +84,12 @@ pub const PROGRAMS: &[&str] = &[
     "/usr/include/libelf.h",
 ];
 
-/// Where the series are.
+/// The directory of the series.
 pub fn series_directory() -> PathBuf {
     artifacts::workspace().join("kernel-patches")
 }
 
-/// Says what one step has seen.
+/// Prints a check's result.
 fn report(what: &str, seen: &str) {
     println!("{what}: {seen}");
 }

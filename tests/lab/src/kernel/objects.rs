@@ -1,5 +1,6 @@
-//! What a series touches, compiled: patch by patch with more warnings ([`warnings`]), whole under
-//! other configurations ([`configurations`]), and for other architectures ([`elsewhere`]).
+//! Compiles the files that a series changes: patch by patch with more warnings ([`warnings`]), as a
+//! whole under other configurations ([`configurations`]), and for other architectures
+//! ([`elsewhere`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,22 +14,22 @@ use super::{report, variants};
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, tool};
 
-/// make's word for more warnings than the kernel has by default.
+/// make's argument for more warnings than the default.
 const W1: &[&str] = &["W=1"];
 
-/// The driver that is built as part of [`GVT`] alone.
+/// Drivers are built only under [`GVT`].
 const DRIVERS: &str = "drivers/";
 
-/// The configuration with i915's virtualisation, whose KVMGT takes KVM's locks.
+/// The configuration with i915's GVT, whose KVMGT takes KVM's locks.
 const GVT: &str = "gvt";
 
-/// What series are compiled under beside the configuration that is measured: what none of the
-/// others builds; 32 bits; a kernel that is preempted anywhere, where rwlock_needbreak() is more
-/// than 0; KVM as modules; warnings as errors; lockdep and KASAN.
+/// The configurations besides the measured one: i915's GVT; 32 bits; full preemption, where
+/// rwlock_needbreak() can return more than 0; KVM as modules; warnings as errors; lockdep and
+/// KASAN.
 const OTHERS: [&str; 6] = [GVT, "i386", "preempt", variants::MODULES, "werror", variants::DEBUG];
 
-/// Compiles what each patch touches with W=1, patch by patch, and compares its warnings with the
-/// pristine ones. The object directory is its own: W=1 changes every command line.
+/// Compiles the files of each patch with W=1, patch by patch, and compares the warnings with the
+/// pristine ones. It has an object directory of its own, because W=1 changes every command line.
 pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     build::require_tools()?;
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
@@ -44,8 +45,7 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     }
     tree.carry(&[])?;
     build::configure(tree, &config, &objects)?;
-    // An object that is not rebuilt repeats no warning, and would then seem to gain those that it
-    // always had.
+    // Without a rebuild, an object repeats no warning. Its old warnings would then look new later.
     for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
         tree::remove(&objects.join(target))?;
     }
@@ -53,15 +53,15 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     for (index, patch) in series.patches.iter().enumerate() {
         tree.carry(&series.patches[..=index])?;
         let now = compile(tree, &objects, build::command(tree, &objects), &targets, W1)?;
-        // An object that was not rebuilt repeats no warning: only what is new and is more than
-        // before counts.
+        // An object that was not rebuilt repeats no warning, so only a count above the old one is
+        // new.
         for (warning, count) in &now {
             if count > seen.get(warning).unwrap_or(&0) {
                 return Err(Error::Series(format!("{} adds a warning (W=1): {warning}", patch.display())));
             }
         }
         for (warning, count) in now {
-            // A part that was rebuilt alone repeats some of a header's warnings only.
+            // A partial rebuild repeats only some of a header's warnings.
             let most = seen.entry(warning).or_default();
             *most = count.max(*most);
         }
@@ -72,9 +72,9 @@ pub fn warnings(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     Ok(())
 }
 
-/// Compiles, with the whole series, what it touches under each of [`OTHERS`] that its base has: no
-/// file of x86 may be left that none of them builds, and none may warn of what it did not warn of
-/// before. What came of one is kept.
+/// Compiles the files that the whole series changes under each of [`OTHERS`] that its base has.
+/// Every x86 file must be built by at least one of them, and no new warning may appear. The results
+/// are kept.
 pub fn configurations(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     build::require_tools()?;
     let files = touched(series)?;
@@ -111,8 +111,8 @@ pub fn configurations(cache: &Cache, tree: &Tree, series: &Series) -> Result<()>
     }
 }
 
-/// Compiles `targets` under one configuration; the files that it touches there, and whose objects
-/// are not made.
+/// Compiles `targets` under one configuration. Returns the series' files for it whose objects were
+/// not made.
 fn under(cache: &Cache, tree: &Tree, series: &Series, name: &str, targets: &[String]) -> Result<Vec<String>> {
     let config = Config::new(series.base, Some(name))?;
     let mut files = touched(series)?;
@@ -129,7 +129,7 @@ fn under(cache: &Cache, tree: &Tree, series: &Series, name: &str, targets: &[Str
         let objects = config.objects(tree)?;
         tree.carry(&series.patches)?;
         build::configure(tree, &config, &objects)?;
-        // One that is left of another series would seem to be of this one, and need not be made.
+        // A leftover object of another series would be taken for this one's.
         for object in files.iter().filter_map(|file| object_of(file)) {
             tree::remove(&objects.join(object))?;
         }
@@ -148,7 +148,8 @@ fn under(cache: &Cache, tree: &Tree, series: &Series, name: &str, targets: &[Str
         let missed: Vec<String> = files.iter().filter(|file| !made(file)).cloned().collect();
         tree.carry(&[])?;
         if !now.is_empty() {
-            // Mostly nothing warns, and the pristine objects need not be compiled to know that.
+            // Usually there are no warnings, so the pristine objects are compiled only if there
+            // are.
             for target in targets.iter().map(String::as_str).chain(["virt/kvm"]) {
                 tree::remove(&objects.join(target))?;
             }
@@ -167,8 +168,8 @@ fn under(cache: &Cache, tree: &Tree, series: &Series, name: &str, targets: &[Str
     Ok(missed.lines().map(str::to_owned).collect())
 }
 
-/// Those of `targets` that this configuration builds. Asked for by name, an object is compiled also
-/// where the Makefile that has it leaves it out, such as one for 64 bits alone.
+/// The targets that this configuration builds. make compiles an object by name even if the Makefile
+/// leaves it out, such as a 64-bit object.
 fn built(tree: &Tree, objects: &Path, targets: &[String]) -> Result<Vec<String>> {
     let (single, mut built): (Vec<String>, Vec<String>) =
         targets.iter().cloned().partition(|target| target.ends_with(".o"));
@@ -178,8 +179,8 @@ fn built(tree: &Tree, objects: &Path, targets: &[String]) -> Result<Vec<String>>
     tree.date_for(objects)?;
     tool::output(build::command(tree, objects).arg("prepare"))?;
     for object in single {
-        // It may be the Makefile of a directory above that has it, and nobody descends into its
-        // own, or make has nothing to do there.
+        // The Makefile with the object may be in a directory above, if make does not descend into
+        // the object's own directory or has nothing to do there.
         let mut above =
             Path::new(&object).ancestors().skip(1).filter(|dir| dir.components().next().is_some());
         let dry = |dir: &Path| tool::text(build::command(tree, objects).arg("-n").arg(dir.join(""))).ok();
@@ -190,12 +191,12 @@ fn built(tree: &Tree, objects: &Path, targets: &[String]) -> Result<Vec<String>>
     Ok(built)
 }
 
-/// Whether make says that it would make `object`, which is not there.
+/// Whether make's output contains the missing `object`, so make would build it.
 fn makes(said: &str, object: &str) -> bool {
     said.split_whitespace().any(|word| word == object)
 }
 
-/// Compilers of Debian's for the other architectures that have KVM; it has none for loongarch.
+/// Debian's compilers for other architectures with KVM. Debian has none for loongarch.
 const ELSEWHERE: [(&str, &str); 4] = [
     ("arm64", "aarch64-linux-gnu-"),
     ("powerpc", "powerpc64le-linux-gnu-"),
@@ -203,8 +204,8 @@ const ELSEWHERE: [(&str, &str); 4] = [
     ("s390", "s390x-linux-gnu-"),
 ];
 
-/// Compiles, with W=1, KVM of the other architectures that the series touches and that there is a
-/// compiler for, pristine and patched; says of what else it touches that it was not compiled.
+/// Compiles KVM, with W=1, pristine and patched, for other architectures whose files the series
+/// changes and that have a compiler here. Reports the files that were not compiled.
 pub fn elsewhere(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let mut files = touched(series)?;
     files.retain(|file| targets_of(file).is_empty());
@@ -222,7 +223,7 @@ pub fn elsewhere(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
         let objects = tree.home.join(format!("build-{arch}-w1"));
         let make = || {
             let mut make = build::command(tree, &objects);
-            // The last one counts.
+            // The last value on the command line counts.
             make.args([format!("ARCH={arch}"), format!("CROSS_COMPILE={prefix}"), format!("CC={prefix}gcc")]);
             make
         };
@@ -275,12 +276,12 @@ fn sources_in(patch: &str) -> impl Iterator<Item = &str> {
     files.filter(|file| [".c", ".h", ".S"].iter().any(|kind| file.ends_with(kind)))
 }
 
-/// Whether a file is one of those that configuration `name` is for.
+/// Whether the configuration `name` is for `file`.
 fn is_of(file: &str, name: &str) -> bool {
     file.starts_with(DRIVERS) == (name == GVT) && !targets_of(file).is_empty()
 }
 
-/// What to compile for `files` under the configuration `name`, or that which is measured.
+/// The make targets for `files` under the configuration `name`, or under the measured one.
 fn targets(files: impl IntoIterator<Item = impl AsRef<str>>, name: Option<&str>) -> Vec<String> {
     let mut all = BTreeSet::new();
     for file in files {
@@ -289,7 +290,7 @@ fn targets(files: impl IntoIterator<Item = impl AsRef<str>>, name: Option<&str>)
             all.extend(targets_of(file));
         }
     }
-    // An object of a directory that is built whole is built with it.
+    // A directory that is built as a whole includes its objects.
     let whole: Vec<String> = all.iter().filter(|target| target.ends_with('/')).cloned().collect();
     let with = |target: &String| whole.iter().any(|dir| target != dir && target.starts_with(dir));
     all.into_iter().filter(|target| !with(target)).collect()
@@ -301,10 +302,10 @@ fn object_of(file: &str) -> Option<String> {
     Some(format!("{name}.o"))
 }
 
-/// What to compile for a file on x86: the object alone of a file that is compiled by itself; all of
-/// KVM for its headers, which are included from everywhere in it, and for its generic half, which
-/// is built from there; KVM for another header as well, which is what the series are about, and the
-/// kernel's locks with it, or the objects beside it. Nothing for what x86 does not build.
+/// The make targets of a file on x86. A file that is compiled by itself: its object. KVM's headers,
+/// which all of KVM includes, and virt/kvm, which is built from KVM's directory: all of KVM.
+/// Another shared header: KVM, which the series are about, and the kernel's locks. Another header:
+/// the objects beside it. A file that x86 does not build: nothing.
 fn targets_of(file: &str) -> Vec<String> {
     const KVM: &str = "arch/x86/kvm/";
     const SHARED: [&str; 4] =
@@ -323,7 +324,7 @@ fn targets_of(file: &str) -> Vec<String> {
     }
 }
 
-/// Warnings by text, with the line numbers taken out: a patch moves lines.
+/// Counts the warnings by text, without line numbers, because patches move lines.
 fn compile(
     tree: &Tree,
     objects: &Path,
@@ -335,7 +336,7 @@ fn compile(
     if targets.is_empty() {
         return Ok(found);
     }
-    // A patch may add a file that the ones before it do not have.
+    // An earlier patch may not have a file that a later one adds.
     let there = |target: &&String| match target.strip_suffix(".o") {
         Some(name) => [".c", ".S"].iter().any(|kind| tree.source.join(format!("{name}{kind}")).is_file()),
         None => true,
@@ -346,7 +347,7 @@ fn compile(
     }
     tree.date_for(objects)?;
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    // By itself 5.10's kbuild leaves out what of a directory is part of a module.
+    // 5.10's kbuild by itself leaves out a directory's modules.
     make.arg(format!("-j{jobs}")).arg("KBUILD_MODULES=1").args(more).args(targets);
     tool::lines(&mut make, |line| {
         if let Some((place, text)) = line.split_once(": warning: ") {

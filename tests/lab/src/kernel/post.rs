@@ -1,15 +1,14 @@
-//! `cargo lab post`: a series as mails that `git send-email` sends and `git am` takes.
+//! `cargo lab post`: makes mails of a series for `git send-email` and `git am`.
 //!
-//! The patches in `kernel-patches/` have no author: whoever posts them answers for them, and says
-//! who that is. What else a mail needs is added here: whom the kernel's MAINTAINERS names, the
-//! commit that the series is against, and a cover letter before more than one patch, from the file
+//! The patches in `kernel-patches/` have no author. Whoever posts them names themselves and is
+//! responsible for them. This module adds the rest of a mail: the recipients from the kernel's
+//! MAINTAINERS, the base commit, and, before more than one patch, a cover letter from the file
 //! `COVER` beside them (its subject, a blank line, its text).
 //!
-//! `b4 prep` and `b4 send` do this for commits on a branch of a clone of the kernel, which have an
-//! author. They cannot start from what is here: files without an author, on top of a source package
-//! of Debian's, in a series that names the ones before it. b4 runs checkpatch and get_maintainer,
-//! and leaves to its user what this command requires: that checkpatch finds nothing, and that
-//! `git am` takes the mails at the tag of the base.
+//! `b4 prep` and `b4 send` do this for commits on a branch of a kernel clone. They cannot start
+//! from files without an author on top of a Debian source package, in a series that names those
+//! before it. b4 runs checkpatch and get_maintainer, but leaves to its user what this command
+//! requires: that checkpatch finds nothing, and that `git am` takes the mails at the base's tag.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,17 +22,17 @@ use super::tree::{self, Tree};
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
-/// Who posts, and from what.
+/// Who posts, and with which options.
 pub struct Poster<'a> {
     /// `Name <address>`.
     pub from: &'a str,
-    /// Whether they sign off what they post.
+    /// Whether to add a sign-off.
     pub sign_off: bool,
-    /// A clone of the kernel's repository that has the tag which the base was made from.
+    /// A clone of the kernel's repository that has the base's tag.
     pub linux: Option<&'a Path>,
-    /// Whether the mails ask for comments, not to be applied.
+    /// Whether the mails ask for comments only (RFC).
     pub rfc: bool,
-    /// Which version of the series it is; 1 is not said.
+    /// The series' version. 1 is not shown.
     pub version: u32,
 }
 
@@ -46,7 +45,7 @@ impl Poster<'_> {
     }
 }
 
-/// Writes the mails of `series` into `out`, after the kernel's own scripts had their say.
+/// Writes the mails of `series` into `out`, after the kernel's own scripts have accepted it.
 pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Result<()> {
     if !is_address(poster.from) {
         return Err(Error::Usage(format!("--from {}: the form is 'Name <address>'", poster.from)));
@@ -127,7 +126,7 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
     Ok(())
 }
 
-/// `Name <user@host>`: git takes no other.
+/// `Name <user@host>`, the form that git accepts.
 fn is_address(from: &str) -> bool {
     from.strip_suffix('>').and_then(|from| from.split_once(" <")).is_some_and(|(name, address)| {
         !name.trim().is_empty() && address.contains('@') && !address.contains(' ')
@@ -139,7 +138,7 @@ fn tag(version: &str) -> String {
     format!("v{}", version.split('-').next().unwrap_or(version))
 }
 
-/// What `tag` is in `linux`.
+/// The commit of `tag` in `linux`.
 fn commit(linux: &Path, tag: &str) -> Result<String> {
     let name = format!("{tag}^{{commit}}");
     let hash = tool::text(git(linux).args(["rev-parse", "--verify", "--quiet", &name])).map_err(|_| {
@@ -148,7 +147,7 @@ fn commit(linux: &Path, tag: &str) -> Result<String> {
     Ok(hash.trim().to_owned())
 }
 
-/// Who applies patches here: nobody's name gets into a mail by that.
+/// The committer of patches that are applied here. The name does not get into a mail.
 const COMMITTER: [&str; 4] = ["-c", "user.name=lab", "-c", "user.email=lab@localhost"];
 
 fn git(repository: &Path) -> Command {
@@ -157,8 +156,8 @@ fn git(repository: &Path) -> Command {
     git
 }
 
-/// To and Cc: maintainers, then reviewers and lists, each once, in the order in which the script
-/// names them.
+/// The To and Cc recipients: maintainers, then reviewers and lists, each once, in the script's
+/// order.
 fn recipients(source: &Path, patches: &[PathBuf]) -> Result<[Vec<String>; 2]> {
     let ask = |kinds: [&str; 3]| -> Result<Vec<String>> {
         let mut perl = Command::new("perl");
@@ -173,20 +172,20 @@ fn recipients(source: &Path, patches: &[PathBuf]) -> Result<[Vec<String>; 2]> {
     Ok([to, cc])
 }
 
-/// The trees in which the maintainers gather patches to these files, but for Linus Torvalds's.
+/// The maintainers' trees for these files, without Linus Torvalds's.
 fn trees(source: &Path, patches: &[PathBuf]) -> Result<Vec<String>> {
     let mut perl = Command::new("perl");
     perl.arg("scripts/get_maintainer.pl").args(["--norolestats", "--nogit", "--nogit-fallback", "--scm"]);
-    // It wants people to be asked for as well.
+    // The script requires that people are asked for too.
     perl.args(["--m", "--nor", "--nol"]).args(patches).current_dir(source);
     let said = tool::text(&mut perl)?;
-    // A tree that MAINTAINERS gives for a word in the patch has that word behind it.
+    // A tree that matches by a keyword has the keyword appended.
     let urls = said.lines().filter_map(|line| line.trim().strip_prefix("git ")?.split(":Keyword:").next());
     Ok(urls.filter(|url| !url.contains("/torvalds/")).map(str::to_owned).collect())
 }
 
-/// Who wrote the commits that `Fixes:` names, each once, as far as `linux` has them; and the names
-/// of the others.
+/// The authors of the commits in `Fixes:` that `linux` has, each once, and the names of the other
+/// commits.
 fn authors_of_fixed(linux: Option<&Path>, patches: &[PathBuf]) -> Result<(Vec<String>, Vec<String>)> {
     let mut fixed = BTreeSet::new();
     for patch in patches {
@@ -209,7 +208,7 @@ fn authors_of_fixed(linux: Option<&Path>, patches: &[PathBuf]) -> Result<(Vec<St
     Ok((authors, unknown))
 }
 
-/// The headers that say from whom and to whom.
+/// The From, To and Cc headers.
 fn headers(from: &str, [to, cc]: &[Vec<String>; 2]) -> String {
     let mut text = format!("From: {from}\n");
     for (name, who) in [("To", to), ("Cc", cc)] {
@@ -220,7 +219,7 @@ fn headers(from: &str, [to, cc]: &[Vec<String>; 2]) -> String {
     text
 }
 
-/// A patch with its headers, and signed off where that is asked for.
+/// A patch with its headers and, if asked for, a sign-off.
 fn addressed(patch: &str, poster: &Poster, recipients: &[Vec<String>; 2]) -> Option<String> {
     let (first, rest) = patch.split_once('\n').filter(|(first, _)| first.starts_with("From "))?;
     let (message, change) = rest.split_once("\n---\n")?;
@@ -229,7 +228,7 @@ fn addressed(patch: &str, poster: &Poster, recipients: &[Vec<String>; 2]) -> Opt
     Some(format!("{first}\n{}{message}\n{sign}---\n{change}", headers(poster.from, recipients)))
 }
 
-/// The line itself, after a blank one where no other trailer is before it.
+/// The sign-off line, after a blank line unless a trailer precedes it.
 fn sign_off(message: &str, from: &str) -> String {
     let last = message.lines().next_back().unwrap_or_default();
     let trailer = last.split_once(": ").is_some_and(|(name, _)| {
@@ -269,7 +268,7 @@ fn cover_letter(
     ))
 }
 
-/// The subject of a mail, its folded lines joined, without what is in brackets.
+/// A mail's subject with folded lines joined, without the prefix in brackets.
 fn title(mail: &str) -> String {
     let mut lines = mail.lines().skip_while(|line| !line.starts_with("Subject: "));
     let mut title = lines.next().unwrap_or_default()["Subject: ".len()..].to_owned();
@@ -279,7 +278,7 @@ fn title(mail: &str) -> String {
     title.split_once("] ").map_or(title.clone(), |(_, title)| title.to_owned())
 }
 
-/// Has git apply the mails to `tag`, in a work tree of its own; the diffstat.
+/// Applies the mails to `tag` with git in a work tree of its own. Returns the diffstat.
 fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
     let mails: Vec<PathBuf> = mails.iter().map(|mail| absolute(mail)).collect::<Result<_>>()?;
     let at = mails[0].with_file_name("tree");
@@ -287,7 +286,7 @@ fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
         git(linux).args(["worktree", "add", "--quiet", "--detach", "--no-checkout"]).arg(&at).arg(tag),
     )?;
     let stat = (|| {
-        // What the patches touch is enough of a work tree.
+        // The work tree needs only the files that the patches touch.
         tool::output(git(&at).args(["sparse-checkout", "set", "--no-cone", "/Makefile"]))?;
         tool::output(git(&at).args(["checkout", "--quiet"]))?;
         tool::output(git(&at).args(COMMITTER).arg("am").args(&mails))?;
@@ -297,7 +296,7 @@ fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
     stat
 }
 
-/// The same in a repository that has of `tag` what the patches touch, from Debian's source.
+/// The same in a new repository with the files that the patches touch, from Debian's source.
 fn applied_to_debians(
     cache: &Cache,
     tree: &Tree,
@@ -318,7 +317,7 @@ fn applied_to_debians(
             }
             for file in files {
                 let (from, to) = (tree.source.join(&file), at.join(&file));
-                // What a patch adds is not there yet.
+                // A file that a patch adds does not exist yet.
                 if from.is_file() {
                     tree::copy(&from, &to)?;
                 }

@@ -1,10 +1,10 @@
 //! The kernel's own KVM selftests, built from the base's source and run on an emulated host with
-//! the pristine and with the patched kernel: a series must leave every one of them as it was.
+//! the pristine and the patched kernel. A series must not change the result of any of them.
 //!
-//! All that the kernel's Makefile builds is run. What asks for more memory or time than an emulated
-//! host has is given less ([`ARGUMENTS`]); what ends in no time limit is recorded as that. What an
-//! image did is kept in the cache, so a check that was stopped goes on where it was, and one series
-//! after the other asks the pristine kernel once.
+//! All selftests that the kernel's Makefile builds are run. Tests that need more memory or time
+//! than an emulated host has get smaller arguments ([`ARGUMENTS`]). A test that exceeds the time
+//! limit is recorded as late. An image's results are cached, so a stopped check continues from
+//! there, and the pristine kernel runs once for all series.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,11 +23,11 @@ use crate::hosts::wire::Frame;
 use crate::hosts::{self, Request};
 use crate::{Error, Result, tool};
 
-/// Seconds of the host's clock that a test may take: on `svm` fifteen thousand million
-/// instructions. dirty_log_test takes 15 to populate its 1 GiB once for each way to read the log.
+/// The time limit of a test in seconds of the host's clock. On `svm` it is 15 billion instructions.
+/// dirty_log_test takes 15 s to populate its 1 GiB for each way to read the log.
 const LIMIT: u32 = 30;
 
-/// The tests whose defaults are for large machines, and what they are run with.
+/// Tests with defaults for large machines, and their arguments here.
 const ARGUMENTS: [(&str, &str); 9] = [
     ("access_tracking_perf_test", "-b 16M"),
     ("demand_paging_test", "-b 16M"),
@@ -40,16 +40,16 @@ const ARGUMENTS: [(&str, &str); 9] = [
     ("mmu_stress_test", "-m 1 -s 1 -c 1"),
 ];
 
-/// How a test ended.
+/// A test's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Verdict {
-    /// With 0.
+    /// It exited with 0.
     Pass,
-    /// With kselftest's 4: this host lacks what it tests.
+    /// It exited with kselftest's 4: this host lacks what it tests.
     Skip,
-    /// With another code.
+    /// It exited with another code.
     Fail(i32),
-    /// Not within [`LIMIT`].
+    /// It exceeded [`LIMIT`].
     Late,
 }
 
@@ -58,25 +58,25 @@ impl Verdict {
         match code {
             0 => Self::Pass,
             4 => Self::Skip,
-            // What busybox's timeout leaves of what it killed.
+            // The codes of a test that busybox's timeout killed.
             137 | 143 => Self::Late,
             code => Self::Fail(code),
         }
     }
 
-    /// Whether both say the same of a kernel. A test that fails now with a code, now by its limit,
-    /// fails: on one CPU dirty_log_test of 5.10, which expects a page whose bit is set to have been
-    /// written, does so with any kernel.
+    /// Whether both say the same about a kernel. A test that sometimes exits with a code and
+    /// sometimes exceeds its limit fails either way. On one CPU, dirty_log_test of 5.10 does so
+    /// with any kernel, because it expects that a page with a set bit has been written.
     pub fn is_like(self, other: Self) -> bool {
         let fails = |verdict| matches!(verdict, Self::Fail(_) | Self::Late);
         self == other || (fails(self) && fails(other))
     }
 }
 
-/// What an image did.
+/// An image's results.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Results {
-    /// By test.
+    /// The results by test.
     pub verdicts: BTreeMap<String, Verdict>,
     /// The kernel's log afterwards.
     pub log: String,
@@ -105,7 +105,7 @@ impl Results {
         text
     }
 
-    /// The tests that ended otherwise in `other`, and how: here and there.
+    /// The tests with different results in `other`, with both results.
     pub fn differences(&self, other: &Self) -> BTreeMap<String, [Option<Verdict>; 2]> {
         let names = self.verdicts.keys().chain(other.verdicts.keys());
         let both = names.map(|name| {
@@ -117,10 +117,9 @@ impl Results {
     }
 }
 
-/// What the patches that change the selftests themselves say: the names of the tests that they add
-/// for all architectures, or for this one.
+/// The tests that `patches` add for all architectures or for this one.
 pub fn added(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<String>> {
-    // Their directories have had two names.
+    // The directories' names differ between kernel versions.
     let own = match architecture {
         Architecture::X86 => ["x86", "x86_64"],
         Architecture::Arm => ["arm64", "aarch64"],
@@ -138,8 +137,8 @@ pub fn added(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<Stri
     Ok(names)
 }
 
-/// The tests of `tree`, and those that `patches` add to them, static, by name; the kernel's headers
-/// are the pristine ones.
+/// The selftests of `tree` with those that `patches` add, static, by name. The kernel's headers are
+/// the pristine ones.
 pub fn build(
     cache: &Cache,
     tree: &Tree,
@@ -182,7 +181,7 @@ pub fn build(
         make.args(["-s", &format!("-j{jobs}"), &format!("ARCH={arch}"), "all"]);
         make.args([format!("CC={prefix}{}", build::COMPILER), format!("CROSS_COMPILE={prefix}")]);
         make.arg(format!("OUTPUT={}", tests.display()));
-        // Its own installation of headers would write into the source tree.
+        // The selftests' own headers_install would write into the source tree.
         make.args([
             "KSFT_KHDR_INSTALL=".to_owned(),
             format!("LINUX_HDR_PATH={}", headers.display()),
@@ -208,8 +207,7 @@ pub fn build(
     Ok(programs)
 }
 
-/// Strips the executables below `from` into `to`. Which directory they were built in differs from
-/// base to base.
+/// Strips the executables below `from` into `to`. Their directories differ between bases.
 fn keep_programs(from: &Path, to: &Path, prefix: &str) -> Result<()> {
     for entry in fs::read_dir(from).map_err(Error::file("read", from))? {
         let path = entry.map_err(Error::file("read", from))?.path();
@@ -226,11 +224,11 @@ fn keep_programs(from: &Path, to: &Path, prefix: &str) -> Result<()> {
 
 fn is_program(path: &Path) -> Result<bool> {
     let bytes = fs::read(path).map_err(Error::file("read", path))?;
-    // e_type of an ELF file: ET_EXEC, which -no-pie makes. Objects are ET_REL.
+    // e_type of the ELF header is ET_EXEC with -no-pie. Objects are ET_REL.
     Ok(bytes.starts_with(b"\x7fELF") && bytes.get(16..18) == Some(&[2, 0]))
 }
 
-/// Runs `tests` on `request`'s host, which boots `image`; a line a test goes to the terminal.
+/// Runs `tests` on `request`'s host, which boots `image`. Prints a line per test.
 pub fn run(
     cache: &Cache,
     programs: &Programs,
@@ -245,7 +243,7 @@ pub fn run(
     })
 }
 
-/// Every way in which `tests` end on `image` when each is run `times` times in turn.
+/// All results of `tests` on `image` when each is run `times` times, in turn.
 pub fn endings(
     cache: &Cache,
     programs: &Programs,
@@ -264,16 +262,17 @@ pub fn endings(
     })
 }
 
-/// Where the cache has what `tests` did on `image` and that host: keyed by all that they depend on.
+/// The cache entry of the results of `tests` on `image` and this host, keyed by everything that
+/// they depend on.
 fn entry(image: &Image, tests: &[(String, PathBuf)], request: &Request) -> Result<String> {
     let mut key = vec![request.parameters.join(" "), format!("{:?} {LIMIT}", request.second_stage)];
-    // Where a program is built depends on the patches that are in it.
+    // A program's path depends on the patches in it.
     key.extend(tests.iter().map(|(name, built)| format!("{} {}", built.display(), command(name).join(" "))));
     key.push(request.host.version()?);
     Ok(format!("selftests/{}-{}", image.name, digest(key.iter().map(String::as_bytes))))
 }
 
-/// What the cache has as `entry`, or what `make` gives.
+/// The cached results of `entry`, or else those of `make`.
 fn kept<T: Serialize + DeserializeOwned>(
     cache: &Cache,
     entry: &str,
@@ -291,7 +290,7 @@ fn kept<T: Serialize + DeserializeOwned>(
     })
 }
 
-/// One boot: how the tests ended, in the order in which they ran, and the kernel's log.
+/// One boot: the tests' results in the order in which they ran, and the kernel's log.
 fn boot(
     cache: &Cache,
     programs: &Programs,
@@ -325,7 +324,7 @@ fn boot(
     })?;
     let code = |index: usize| outcome.ran.get(index).and_then(|ran| ran.exit.as_ref()).map_or(1, |e| e.code);
     let verdicts = (0..names.len()).map(|index| Verdict::of(code(index))).collect();
-    // A log that was not to be had complains of nothing.
+    // Without a log, there would seem to be no complaints.
     let log = outcome.ran.last().filter(|ran| ran.exit.as_ref().is_some_and(|exit| exit.code == 0));
     let log = log.map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned());
     match log.filter(|log| !log.trim().is_empty()) {

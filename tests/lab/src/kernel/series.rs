@@ -1,8 +1,7 @@
-//! `kernel-patches/`: a directory a base, in it a directory a series, and `series`, the order in
-//! which they stack.
+//! `kernel-patches/`: a directory per base, with a directory per series and the file `series`,
+//! which has the order in which they stack.
 //!
-//! `series.toml` in a series says what it claims and how that is measured; its README documents the
-//! form.
+//! `series.toml` in a series has its claim and how it is measured. FORMAT.md documents it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,18 +21,18 @@ use crate::{Error, Result};
 /// One series.
 #[derive(Debug)]
 pub struct Series {
-    /// What it is written against.
+    /// The kernel that it is for.
     pub base: &'static Base,
     /// Its directory's name.
     pub name: String,
-    /// Its patches in order.
+    /// Its patches, in order.
     pub patches: Vec<PathBuf>,
-    /// What follows them where another series, named here, is applied as well: the directories
+    /// Patches that follow if another series, named here, is applied too: the directories
     /// `with-NAME`.
     pub with: BTreeMap<String, Vec<PathBuf>>,
-    /// Mistakes on top of it, `planted/NAME.patch`, which its tool must catch.
+    /// Planted faults on top of the series, `planted/NAME.patch`, which its tool must catch.
     pub planted: Vec<PathBuf>,
-    /// What it says of itself.
+    /// Its series.toml.
     pub about: About,
 }
 
@@ -41,20 +40,19 @@ pub struct Series {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct About {
-    /// One line: what becomes better.
+    /// What improves, in one line.
     pub claim: String,
-    /// The figure that says so, for `cargo lab list`.
+    /// The figure that shows it, for `cargo lab list`.
     pub headline: String,
-    /// What shows it.
+    /// The benchmarks that show it.
     #[serde(default)]
     pub bench: Vec<Bench>,
-    /// A program in `kernel-patches/tools` and its arguments, split at blanks: it runs the patched
-    /// code in user space, and must exit with 0. `{source}` is the tree that carries the series.
+    /// A program in `kernel-patches/tools` and its arguments, split at blanks. It runs the patched
+    /// code in user space and must exit with 0. `{source}` stands for the tree with the series.
     pub tool: Option<String>,
-    /// The commit by which mainline has it already: what is left is to have stable kernels take
-    /// that.
+    /// The mainline commit that already has the change. Stable kernels should take that commit.
     pub upstream: Option<String>,
-    /// Commands that must exit with 0 on the patched kernel, beyond the boot and the oracle.
+    /// Commands that must exit with 0 on the patched kernel, besides the boot and the oracle.
     #[serde(default)]
     pub test: Vec<Bench>,
 }
@@ -79,7 +77,7 @@ fn all_in(root: &Path) -> Result<Vec<Series>> {
     Ok(found)
 }
 
-/// The series called `name`, or `BASE/name` where several bases have one.
+/// The series `name`, or `BASE/name` if several bases have one.
 pub fn named(name: &str) -> Result<Series> {
     let mut all = all()?;
     let is = |series: &Series| series.name == name || format!("{}/{}", series.base.name, series.name) == name;
@@ -95,8 +93,8 @@ pub fn named(name: &str) -> Result<Series> {
     }
 }
 
-/// The series of `base` called `names`, in stacking order, whatever the order of the names; `all`
-/// is all of them.
+/// The series `names` of `base`, in stacking order whatever the order of the names. `all` stands
+/// for all of them.
 pub fn of_base(base: &Base, names: &[String]) -> Result<Vec<Series>> {
     let mut of_base: Vec<Series> = all()?.into_iter().filter(|series| series.base == base).collect();
     if names == ["all"] {
@@ -115,14 +113,14 @@ pub fn of_base(base: &Base, names: &[String]) -> Result<Vec<Series>> {
 }
 
 impl Series {
-    /// What it is for: Arm, where it changes that architecture's files alone.
+    /// Its architecture: Arm if it changes files of that architecture only.
     pub fn architecture(&self) -> Result<Architecture> {
         let mut files = BTreeSet::new();
         for patch in &self.patches {
             let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
             files.extend(paths_in(&text).map_err(|path| outside(patch, &path))?);
         }
-        // The kernel's tests and documents are of whatever is tested and documented in them.
+        // Tests and documents in the kernel do not decide the architecture.
         files.retain(|file| !file.starts_with("tools") && !file.starts_with("Documentation"));
         let arm = !files.is_empty() && files.iter().all(|file| file.starts_with("arch/arm64"));
         Ok(if arm { Architecture::Arm } else { Architecture::X86 })
@@ -130,7 +128,7 @@ impl Series {
 }
 
 impl Series {
-    /// The same with its mistake `name` on top.
+    /// The series with its planted fault `name` on top.
     pub fn with_planted(&self, name: &str) -> Result<Self> {
         let file = planted_file(name);
         let planted = self
@@ -149,15 +147,15 @@ impl Series {
     }
 }
 
-/// What a kernel with `series` is built for, where nobody says so.
+/// The default architecture of a kernel with `series`.
 pub fn architecture(series: &[Series]) -> Result<Architecture> {
     let all = series.iter().map(Series::architecture).collect::<Result<Vec<_>>>()?;
     let arm = !all.is_empty() && all.iter().all(|one| *one == Architecture::Arm);
     Ok(if arm { Architecture::Arm } else { Architecture::X86 })
 }
 
-/// The patches of `series` on top of each other: each series' own, then what it adds to those below
-/// it.
+/// All patches of `series`, stacked: each series' own patches, then its additions for the series
+/// below it.
 pub fn stacked(series: &[Series]) -> Vec<PathBuf> {
     let mut patches = Vec::new();
     for (index, top) in series.iter().enumerate() {
@@ -168,7 +166,7 @@ pub fn stacked(series: &[Series]) -> Vec<PathBuf> {
     patches
 }
 
-/// The series called `names`, or all of them for none.
+/// The series `names`, or all series if there are no names.
 pub fn chosen(names: &[String]) -> Result<Vec<Series>> {
     if names.is_empty() { all() } else { names.iter().map(|name| named(name)).collect() }
 }
@@ -273,10 +271,10 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     Ok(Series { base, name: name.to_owned(), patches, with, planted, about })
 }
 
-/// Where a series has mistakes.
+/// The directory of a series' planted faults.
 const PLANTED: &str = "planted";
 
-/// That of `name` in a series' directory.
+/// The path of the planted fault `name` in a series' directory.
 fn planted_file(name: &str) -> String {
     format!("{PLANTED}/{name}.patch")
 }
@@ -303,7 +301,7 @@ mod tests {
         let all = all().unwrap();
         for series in &all {
             assert!(!series.about.claim.is_empty(), "{}", series.name);
-            // A name that nobody has would never be applied, and nobody would notice.
+            // A with- directory of an unknown series would never be applied, unnoticed.
             let below = all.iter().take_while(|other| other.name != series.name);
             let known: Vec<&str> =
                 below.filter(|other| other.base == series.base).map(|other| other.name.as_str()).collect();

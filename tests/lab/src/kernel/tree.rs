@@ -1,13 +1,13 @@
-//! A base's source tree, and the one set of patches that it carries at a time.
+//! A base's source tree and the set of patches that it currently has.
 //!
-//! The pristine content of every file that a patch ever changed here is kept beside the tree. Going
-//! from one set of patches to another compares what each of these files should hold with what it
-//! holds, and writes only what differs: make then sees new times on just those files. Whatever
-//! moment it is stopped at, doing it again completes it.
+//! The pristine content of every file that a patch ever changed is kept beside the tree. To change
+//! the set of patches, each of these files is compared with its new content and written only if it
+//! differs, so make sees new times on just those files. If this is interrupted, a repetition
+//! completes it.
 //!
-//! Several object directories are built from one tree, and a file may go to another series and back
-//! between two builds in one of them. Each directory therefore remembers what it last saw of these
-//! files, and when ([`Tree::date_for`]).
+//! Several object directories are built from one tree. A file may change and change back between
+//! two builds in one of them. Each directory therefore records the content and time of these files
+//! at its last build ([`Tree::date_for`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,21 +23,20 @@ use crate::cache::{Cache, digest};
 use crate::debian::{self, Archive, Package};
 use crate::{Error, Result, tool};
 
-/// An unpacked source tree with room beside it.
+/// An unpacked source tree and the files kept beside it.
 pub struct Tree {
-    /// What it was unpacked from.
+    /// The package that it was unpacked from.
     pub package: Package,
-    /// The directory that holds all that belongs to this base at this version.
+    /// The directory of this base at this version.
     pub home: PathBuf,
     /// The sources.
     pub source: PathBuf,
 }
 
-/// Marks, among the pristine contents, a file that the base does not have.
+/// The suffix, among the pristine contents, of a file that the base does not have.
 const ABSENT: &str = ".absent";
 
-/// What an object directory saw of a file when it was last built: its content, and the time that it
-/// had then.
+/// A file's content and time at the last build in an object directory.
 #[derive(Serialize, Deserialize)]
 struct TreeState {
     content: String,
@@ -50,7 +49,7 @@ impl Tree {
         let package = Self::package(cache, base)?;
         let key = format!("kernel/{}", package.version);
         let source = cache.entry(&format!("{key}/source"), |dir| {
-            // The sources take 1.2 GiB and an object directory half of that.
+            // The sources take 1.2 GiB, and an object directory half as much.
             cache.need_mib(4096)?;
             let deb = Archive::open(cache, Architecture::X86, base.suites)?.download(&package, dir)?;
             eprintln!("lab: unpacking {} {}", package.name, package.version);
@@ -65,7 +64,7 @@ impl Tree {
         Ok(Self { home: cache.path(&key), package, source })
     }
 
-    /// The package that `base` is.
+    /// The package of `base`.
     pub fn package(cache: &Cache, base: &Base) -> Result<Package> {
         match base.frozen {
             Some(version) => Ok(Package { name: base.package.into(), version: version.into() }),
@@ -75,7 +74,7 @@ impl Tree {
         }
     }
 
-    /// Makes the tree carry exactly `patches`, applied in this order to the pristine base.
+    /// Applies exactly `patches`, in this order, to the pristine base.
     pub fn carry(&self, patches: &[PathBuf]) -> Result<()> {
         let touched = self.apply_in_scratch(patches)?;
         let (pristine, scratch) = (self.home.join("pristine"), self.home.join("scratch"));
@@ -94,8 +93,8 @@ impl Tree {
         remove(&scratch)
     }
 
-    /// Dates the files that patches change for a build in `objects`: what that saw last as it was
-    /// then, anything else now.
+    /// Sets the times of the files that patches change for a build in `objects`. A file with the
+    /// content of that directory's last build gets its old time, any other file the present time.
     pub fn date_for(&self, objects: &Path) -> Result<()> {
         let record = objects.join(".seen");
         let before: Option<BTreeMap<PathBuf, TreeState>> =
@@ -105,8 +104,8 @@ impl Tree {
         let mut now = BTreeMap::new();
         for path in known {
             let file = self.source.join(&path);
-            // A file that the base does not have, and no patch adds now, has no time; should one
-            // add it again, it is new.
+            // A file that neither the base nor these patches have has no time. If a later patch
+            // adds it, it is new.
             let Ok(bytes) = fs::read(&file) else {
                 now.insert(path, TreeState { content: ABSENT.into(), time: SystemTime::UNIX_EPOCH });
                 continue;
@@ -114,8 +113,8 @@ impl Tree {
             let content = digest([bytes.as_slice()]);
             let time = match before.as_ref().map(|before| before.get(&path)) {
                 Some(Some(seen)) if seen.content == content => seen.time,
-                // No patch had changed it when this directory was last built: its time tells
-                // whether one has since.
+                // No patch had changed the file at this directory's last build, so its own time
+                // says whether one has since.
                 Some(None) => modified(&file)?,
                 _ => SystemTime::now(),
             };
@@ -123,13 +122,13 @@ impl Tree {
             opened.set_modified(time).map_err(Error::file("date", &file))?;
             now.insert(path, TreeState { content, time });
         }
-        // Before the build: one that is stopped half-way has to build the other half, by these
-        // times.
+        // Written before the build: an interrupted build must continue by these times.
         let json = serde_json::to_vec(&now).expect("times and digests are plain data");
         fs::write(&record, json).map_err(Error::file("write", &record))
     }
 
-    /// Applies `patches` to copies of what they touch, without fuzz; the paths of those.
+    /// Applies `patches` without fuzz to copies of the files that they change. Returns the files'
+    /// paths.
     fn apply_in_scratch(&self, patches: &[PathBuf]) -> Result<BTreeSet<PathBuf>> {
         let scratch = self.home.join("scratch");
         remove(&scratch)?;
@@ -163,11 +162,11 @@ impl Tree {
     }
 }
 
-/// Applies one patch below `dir`; a hunk that does not apply is named.
+/// Applies one patch below `dir`. The error names the hunks that do not apply.
 fn apply(dir: &Path, patch: &Path) -> Result<()> {
     let mut command = Command::new("patch");
     command.args(["-p1", "--fuzz=0", "--batch", "--no-backup-if-mismatch", "--reject-file=-"]);
-    // Else --batch takes a patch back that is there already, and calls it a success.
+    // Without --forward, --batch reverts a patch that is already applied and reports success.
     command.args(["--forward", "-d"]);
     let output = command.arg(dir).arg("-i").arg(patch).output();
     let output = output.map_err(|_| Error::Missing { program: "patch".into(), package: "patch".into() })?;
@@ -196,7 +195,7 @@ fn apply(dir: &Path, patch: &Path) -> Result<()> {
     Err(Error::Series(format!("{} does not apply without fuzz:\n{hunks}\n{remedy}", patch.display())))
 }
 
-/// The files that a patch changes, by its `---` and `+++` lines; the offending one where it would
+/// The files that a patch changes, from its `---` and `+++` lines. The error is a path that would
 /// leave the tree.
 pub(super) fn paths_in(patch: &str) -> std::result::Result<BTreeSet<PathBuf>, String> {
     let mut paths = BTreeSet::new();
@@ -224,7 +223,7 @@ fn absent(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Every file below `root`, relative, with the mark of absence taken off.
+/// Collects every file below `root` by its relative path, without the suffix of absent files.
 fn files_below(root: &Path, at: &Path, found: &mut BTreeSet<PathBuf>) -> Result<()> {
     let dir = root.join(at);
     let entries = match fs::read_dir(&dir) {
@@ -244,8 +243,8 @@ fn files_below(root: &Path, at: &Path, found: &mut BTreeSet<PathBuf>) -> Result<
     Ok(())
 }
 
-/// Makes `to` hold what `from` holds, or be absent where that is; leaves its time alone where it
-/// does so already.
+/// Makes `to` the same as `from`, or removes it if `from` does not exist. An equal file keeps its
+/// time.
 fn write_if_different(from: &Path, to: &Path) -> Result<()> {
     let wanted = if from.exists() { Some(fs::read(from).map_err(Error::file("read", from))?) } else { None };
     let present = fs::read(to).ok();
@@ -256,7 +255,7 @@ fn write_if_different(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// Copies by way of a rename, so that a file is never half there. The time is now.
+/// Copies through a rename, so that the file is never incomplete. Its time is now.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
     create_parent(to)?;
     let mut name = to.as_os_str().to_owned();
@@ -275,7 +274,7 @@ fn modified(file: &Path) -> Result<SystemTime> {
     fs::metadata(file).and_then(|meta| meta.modified()).map_err(Error::file("read the time of", file))
 }
 
-/// Removes a directory or a file, if it is there.
+/// Removes a directory or a file, if it exists.
 pub(crate) fn remove(path: &Path) -> Result<()> {
     let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     match removed {

@@ -1,8 +1,8 @@
-//! The names of what can be put on top of a configuration (`resources/kernel`).
+//! The variants of a configuration (`resources/kernel`).
 
-/// What can be put on top of a base's configuration. Some bases lack some of it
-/// ([`Config::known`](super::build::Config::known)), and `i386` and `gvt` are to compile alone: no
-/// emulated host boots the one, nor has the graphics of the other.
+/// The variants of a base's configuration. Some bases lack some of them
+/// ([`Config::known`](super::build::Config::known)). `i386` and `gvt` are only compiled: no
+/// emulated host boots the one or has the graphics of the other.
 pub const VARIANTS: [&str; 13] = [
     DEBUG,
     EXPLORE,
@@ -19,15 +19,14 @@ pub const VARIANTS: [&str; 13] = [
     "kexec",
 ];
 
-/// The variant whose kernel checks itself: lockdep, KASAN, sleeping in atomic context.
+/// A kernel that checks itself: lockdep, KASAN, sleeping in atomic context.
 pub const DEBUG: &str = "debug";
 
-/// The variant that user space runs, without a boot: [`explore`](super::explore).
+/// Runs in user space without a boot: [`explore`](super::explore).
 pub(crate) const EXPLORE: &str = "explore";
 
-/// The variant whose KVM is modules, which an emulated host loads.
+/// KVM as modules, which an emulated host loads.
 pub const MODULES: &str = "modules";
 
-/// The variant that is a guest, whose modules are built beside it:
-/// [`Image::tree`](super::build::Image::tree).
+/// A guest's kernel with modules in its build tree: [`Image::tree`](super::build::Image::tree).
 pub const GUEST: &str = "guest";

@@ -1,5 +1,4 @@
-//! The Debian package: made by cargo-deb, judged by lintian, and installed into a Debian that has
-//! never seen it.
+//! The Debian package: made by cargo-deb, checked by lintian, and installed into a fresh Debian.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -14,8 +13,7 @@ use crate::test::setup;
 use crate::test::tally::Tally;
 use crate::{Error, Result, artifacts, docs, tool};
 
-/// The package, made in a clone that has the program; `None` where cargo-deb is not there or
-/// failed.
+/// Makes the package in a clone that has the program. `None` if cargo-deb is missing or fails.
 pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> Result<Option<PathBuf>> {
     let what = "a Debian package";
     if find(cache, "cargo-deb").is_none() && setup {
@@ -24,7 +22,7 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
         cargo
             .args(["install", "cargo-deb", "--locked", "--version", CARGO_DEB, "--root"])
             .arg(cache.path("cargo"));
-        // Out of the workspace, whose settings are for Vellum's own programs.
+        // Outside the workspace, because its cargo settings are for Vellum's own programs.
         cargo.current_dir("/").env_remove("CARGO_TARGET_DIR").env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1");
         if let Err(error) = tool::output(&mut cargo) {
             tally.show(&format!("lab: release: {error}"));
@@ -75,7 +73,8 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
     Ok(made)
 }
 
-/// By lintian: an error stands only where resources/debian/lintian-overrides says why it is none.
+/// Checks the package with lintian. resources/debian/lintian-overrides explains each permitted
+/// error.
 pub fn judge(consent: bool, package: &Path, tally: &mut Tally) -> Result<()> {
     if setup::packages(&["lintian"], consent, BED, tally)? {
         stage(tally, "lintian has no error", || {
@@ -91,7 +90,7 @@ pub fn judge(consent: bool, package: &Path, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// Installs it in a new Debian, looks at it there, and removes it.
+/// Installs the package in a fresh Debian, tests it there, and removes it.
 pub fn install(
     cache: &Cache,
     consent: bool,
@@ -151,7 +150,7 @@ pub fn install(
     Ok(())
 }
 
-/// A command in the fresh system, in namespaces of its own; both of its streams.
+/// Runs a command in the fresh Debian by chroot. Returns both of its streams.
 fn inside_of(root: &Path, words: &[&OsStr]) -> Result<String> {
     let mut command = Command::new("chroot");
     command.arg(root).args(words).env_clear();
@@ -169,8 +168,8 @@ fn inside_of(root: &Path, words: &[&OsStr]) -> Result<String> {
     Ok(said)
 }
 
-/// All files and directories but what dpkg and man keep of what they have ever done: dpkg's backups
-/// and log, man's index.
+/// All files and directories, without those in which dpkg and man record their own history: dpkg's
+/// backups and log, man's index.
 fn files(root: &Path) -> Result<BTreeSet<PathBuf>> {
     const KEPT: [&str; 5] = [
         "var/lib/dpkg/status-old",

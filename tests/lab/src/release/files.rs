@@ -1,4 +1,4 @@
-//! What a package holds besides the program: a man page a command, completions, and Debian's
+//! The package's files besides the program: a man page per command, completions, and Debian's
 //! changelog.
 
 use std::fs;
@@ -9,12 +9,12 @@ use vellum::cli;
 
 use crate::{Error, Result};
 
-/// The names of completions where Debian's shells look for them.
+/// The completions' names, where Debian's shells look for them.
 const SHELLS: [(Shell, &str); 3] =
     [(Shell::Bash, "vellum.bash"), (Shell::Zsh, "_vellum"), (Shell::Fish, "vellum.fish")];
 
-/// Writes all of it below `dir`: `man`, `completions`, `changelog`. `date` is as RFC 2822 has it,
-/// `who` as Debian has its maintainers.
+/// Writes the files below `dir`: `man`, `completions`, `changelog`. `date` is in RFC 2822's format,
+/// `who` in Debian's format for maintainers.
 pub fn write(dir: &Path, who: &str, date: &str) -> Result<()> {
     let (man, completions) = (dir.join("man"), dir.join("completions"));
     for dir in [&man, &completions] {
@@ -32,8 +32,8 @@ pub fn write(dir: &Path, who: &str, date: &str) -> Result<()> {
         .map_err(Error::file("write", &changelog))
 }
 
-/// What Debian calls a changelog: who made a package of which version, when. What has changed
-/// stands in CHANGELOG.md beside it.
+/// A changelog in Debian's format: the version, the maintainer and the date. The changes themselves
+/// are in CHANGELOG.md.
 fn debian(version: &str, who: &str, date: &str) -> String {
     format!(
         "vellum ({version}-1) unstable; urgency=medium\n\n  * What has changed stands in CHANGELOG.md.\n\n -- {who}  {date}\n"
@@ -66,8 +66,8 @@ mod tests {
         fs::remove_dir_all(dir).unwrap();
     }
 
-    /// The contract is the command line and the schema: whoever changes the schema is led to the
-    /// file that says so.
+    /// The command line and the schema are the contract. A change of the schema must appear in
+    /// CHANGELOG.md.
     #[test]
     fn the_changelog_names_this_version_and_this_schema() {
         let text = fs::read_to_string(artifacts::workspace().join("CHANGELOG.md")).unwrap();
@@ -77,7 +77,7 @@ mod tests {
         }
     }
 
-    /// What cargo-deb is told to pack is in the tree, or is made here.
+    /// The files that cargo-deb packs exist or are made here.
     #[test]
     fn what_the_package_holds_is_there() {
         let root = artifacts::workspace();

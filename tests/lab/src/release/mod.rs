@@ -1,10 +1,9 @@
-//! `cargo lab release`: what is looked at before Vellum is given away, and the package that is.
+//! `cargo lab release`: the checks before a release, and its package.
 //!
-//! Everything is made of a commit, in clones of it, so that what lies about in a work tree has no
-//! part in it: two builds in two directories, which must be the same byte for byte; licences and
-//! sources by cargo-deny; a list of what is in it by cargo-cyclonedx; a Debian package ([`files`]
-//! makes what it holds besides the program, [`deb`] tries it). A tool that is not there is a skip
-//! with its remedy.
+//! Everything is made from clones of a commit, so uncommitted files have no influence: two builds
+//! in two directories, which must be identical; licences and sources, checked by cargo-deny; a list
+//! of its parts by cargo-cyclonedx; and a Debian package ([`files`] makes its files besides the
+//! program, [`deb`] tests it). A step whose tool is missing is skipped with the remedy.
 
 mod deb;
 mod files;
@@ -21,29 +20,29 @@ use crate::cache::Cache;
 use crate::test::tally::Tally;
 use crate::{Error, Result, artifacts, tool};
 
-/// What it is called where it is counted.
+/// Its name in the count.
 const BED: &str = "release";
 
-/// The target of what is given away.
+/// The release's target.
 const TARGET: &str = "x86_64-unknown-linux-musl";
 
-/// Its profile.
+/// The release's profile.
 const PROFILE: &str = "dist";
 
-/// cargo-deb's version: the newest that was seen to work.
+/// The cargo-deb version that is known to work.
 const CARGO_DEB: &str = "3.8.0";
 
-/// What is asked for.
+/// The options of [`run`].
 pub struct Options {
-    /// The consent to install Debian's packages, and cargo-deb into the cache.
+    /// Permission to install Debian packages, and cargo-deb into the cache.
     pub setup: bool,
-    /// A program that was built elsewhere, to be packed as it is.
+    /// A prebuilt program to pack.
     pub prebuilt: Option<PathBuf>,
     /// Where the package and the list go.
     pub out: PathBuf,
 }
 
-/// A clone of the commit, and what is built in it.
+/// A clone of the commit, with its build directory.
 struct Checkout {
     dir: PathBuf,
 }
@@ -56,8 +55,8 @@ impl Checkout {
         Ok(Self { dir })
     }
 
-    /// Builds the program. Where that lies, and where crates do, is nobody's business, and would
-    /// make builds differ.
+    /// Builds the program. The paths of the clone and of crates are replaced, because they would
+    /// make builds differ and reveal directories.
     fn build(&self) -> Result<()> {
         let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
         let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
@@ -80,7 +79,7 @@ impl Checkout {
         tool::lines(&mut cargo, |_| ())
     }
 
-    /// Cargo in it, with none of what the one that started us has set.
+    /// Cargo in the clone, without the settings of the cargo that started this process.
     fn cargo(&self) -> Command {
         let mut cargo = Command::new(artifacts::cargo());
         cargo.current_dir(&self.dir).env("CARGO_TARGET_DIR", self.dir.join("target"));
@@ -93,7 +92,7 @@ impl Checkout {
     }
 }
 
-/// Does all of it; the exit status is 0 where nothing failed.
+/// Runs all steps. The exit status is 0 if none failed.
 pub fn run(options: &Options) -> Result<u8> {
     let cache = Cache::open()?;
     cache.need_mib(4096)?;
@@ -150,7 +149,7 @@ fn stages(cache: &Cache, options: &Options, scratch: &Path, tally: &mut Tally) -
     Ok(())
 }
 
-/// Builds twice, and looks at the programs.
+/// Builds twice, and compares and runs the programs.
 fn builds(one: &Checkout, scratch: &Path, tally: &mut Tally) -> Result<()> {
     let two = Checkout::make(scratch.join("elsewhere/two"))?;
     for (checkout, which) in [(one, "first"), (&two, "second")] {
@@ -184,7 +183,7 @@ fn alike(one: &Path, two: &Path) -> Result<()> {
     held(a == b, || format!("{} and {} bytes, which differ first at {first:?}", a.len(), b.len()))
 }
 
-/// One of cargo's subcommands, where it is installed; whether it was well.
+/// Runs a cargo subcommand if it is installed. Returns whether it succeeded.
 fn subcommand(
     cache: &Cache,
     tally: &mut Tally,
@@ -208,13 +207,13 @@ fn subcommand(
     Ok(tally.failed() == failed)
 }
 
-/// A program on the PATH, or in the cache.
+/// Finds a program on the PATH or in the cache.
 fn find(cache: &Cache, program: &str) -> Option<PathBuf> {
     let own = cache.path("cargo/bin").join(program);
     tool::find(program).or_else(|| Some(own).filter(|own| own.is_file()))
 }
 
-/// Copies a file to where it can be found; its new place.
+/// Copies a file to `out`. Returns its new path.
 fn keep(file: &Path, out: &Path) -> Result<PathBuf> {
     let to = out.join(file.file_name().unwrap_or_default());
     fs::copy(file, &to).map_err(Error::file("copy", file))?;
