@@ -1,14 +1,14 @@
-//! What a lock costs a guest of many vCPUs, from what it costs one: a model of faults that queue
+//! A model of what a lock costs a guest with many vCPUs, from its cost with one: faults that queue
 //! for it.
 //!
 //!     cargo run -p lab --example mmu-lock-model -- kernel-patches/5.10/tdp-mmu-parallel-faults/model.toml
 //!
 //! Each vCPU is a customer of a closed network of queues. It thinks (runs in the guest, exits, has
-//! its page found), then passes one station after another that serves one vCPU at a time: the
-//! sections under a lock that exclude each other, and the cache line of a lock that is shared. Mean
-//! value analysis gives the time that a fault takes with N vCPUs, exactly for service times without
-//! memory and close enough for others, for the ends are the same: N = 1, and one station saturated.
-//! `MODEL.md` beside the data says what this leaves out.
+//! its page found) and then passes stations that serve one vCPU at a time: the mutually exclusive
+//! sections under a lock, and the cache line of a shared lock. Mean value analysis gives the time
+//! of a fault with N vCPUs. It is exact for service times without memory and close enough for
+//! others, because the limits agree: N = 1, and one saturated station. `MODEL.md` beside the data
+//! says what the model leaves out.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,10 +19,9 @@ use serde::Deserialize;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Data {
-    /// How many vCPUs to look at.
+    /// The numbers of vCPUs to compute.
     vcpus: Vec<u32>,
-    /// What it may take to move a cache line from one CPU to another, in the time of so many
-    /// instructions. Not measured.
+    /// Assumed costs of moving a cache line from one CPU to another, in instructions. Not measured.
     line_transfer: Vec<f64>,
     workload: Vec<Workload>,
 }
@@ -33,20 +32,20 @@ struct Data {
 struct Workload {
     name: String,
     kernel: String,
-    /// Instructions from one fault of a vCPU to its next, everything included.
+    /// All instructions from one fault of a vCPU to its next.
     instructions: f64,
-    /// Instructions of these under mmu_lock where nobody else can be.
+    /// Those of them under mmu_lock that exclude all other vCPUs.
     exclusive: f64,
-    /// How often mmu_lock's cache line is written: to take it, to release it.
+    /// Writes to mmu_lock's cache line, to take and to release it.
     line_writes: f64,
-    /// Instructions under each other lock that all vCPUs share, and that lets one in at a time.
+    /// Instructions under each other lock that all vCPUs share and that admits one at a time.
     others: Vec<f64>,
-    /// How often mmap_lock's cache line is written, by readers.
+    /// Writes to mmap_lock's cache line by readers.
     mmap_line_writes: f64,
 }
 
 impl Workload {
-    /// The stations at which vCPUs queue, in instructions of service: for mmu_lock first, then the
+    /// The stations at which vCPUs queue, in instructions of service: mmu_lock's first, then the
     /// host's own.
     fn stations(&self, line_transfer: f64) -> Vec<f64> {
         let lines = [self.line_writes, self.mmap_line_writes].map(|writes| writes * line_transfer);
@@ -54,16 +53,15 @@ impl Workload {
     }
 }
 
-/// How many of `Workload::stations` belong to mmu_lock.
+/// The number of mmu_lock's stations in `Workload::stations`.
 const OF_MMU_LOCK: usize = 2;
 
-/// The instructions' time that a fault takes with `vcpus` of them, and how much of it passes at
-/// each station.
+/// The time of a fault with `vcpus` vCPUs, in instructions, and its part at each station.
 fn cycle(think: f64, stations: &[f64], vcpus: u32) -> (f64, Vec<f64>) {
     let mut queues = vec![0.0; stations.len()];
     let mut result = (think, queues.clone());
     for n in 1..=vcpus {
-        // Who arrives finds the queue that the others have among themselves.
+        // An arriving vCPU finds the queue that the others form without it.
         let stays: Vec<f64> =
             stations.iter().zip(&queues).map(|(service, queue)| service * (1.0 + queue)).collect();
         let time = think + stays.iter().sum::<f64>();
@@ -88,7 +86,7 @@ fn print(data: &Data) {
         );
         for workload in &data.workload {
             for &vcpus in &data.vcpus {
-                // Alone, a vCPU finds all lines in its own cache.
+                // A single vCPU finds all lines in its own cache.
                 let all = workload.stations(if vcpus == 1 { 0.0 } else { *line_transfer });
                 let own = &all[..OF_MMU_LOCK];
                 let (time, stays) = cycle(workload.instructions - workload.exclusive, own, vcpus);
@@ -149,7 +147,7 @@ mod tests {
 
     #[test]
     fn two_vcpus_meet_as_often_as_chance_has_it() {
-        // By hand: the second finds the first at the station with probability 0.1.
+        // By hand: the second vCPU finds the first at the station with probability 0.1.
         let (time, _) = cycle(900.0, &[100.0], 2);
         assert!((time - 1010.0).abs() < 1e-9, "{time}");
     }

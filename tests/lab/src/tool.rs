@@ -1,5 +1,5 @@
-//! Running other programs: a missing one is named with the package that has it, a failing one with
-//! its last words.
+//! Runs other programs. The error of a missing program names its package, that of a failing one its
+//! last output.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 
 use crate::{Error, Result};
 
-/// Debian's package for each program the laboratory calls; those that tests call are in
-/// [`support::tools::TOOLS`].
+/// Debian's package of each program that the laboratory runs. [`support::tools::TOOLS`] has those
+/// that tests run.
 const PACKAGES: [(&str, &str); 30] = [
     ("qemu-system-aarch64", "qemu-system-arm"),
     ("qemu-system-x86_64", "qemu-system-x86"),
@@ -33,7 +33,7 @@ const PACKAGES: [(&str, &str); 30] = [
     ("gcc-12", "gcc-12"),
     ("aarch64-linux-gnu-gcc-12", "gcc-12-aarch64-linux-gnu"),
     ("aarch64-linux-gnu-ld", "binutils-aarch64-linux-gnu"),
-    // A file that is no program: what needs it is compiled.
+    // Headers, for what must be compiled.
     ("/usr/aarch64-linux-gnu/include/stdio.h", "libc6-dev-arm64-cross"),
     ("/usr/include/libelf.h", "libelf-dev"),
     ("/usr/include/openssl/bio.h", "libssl-dev"),
@@ -50,15 +50,15 @@ pub fn package_of(program: &str) -> &str {
     rows.clone().find(|(name, _)| *name == program).map_or(program, |(_, package)| package)
 }
 
-/// Where `program` is on the PATH, or a file by its absolute path.
+/// The path of `program` on the PATH. An absolute path is taken as it is.
 pub fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
-    // Debian keeps some of these in sbin, which a user's PATH may lack.
+    // Debian keeps some programs in sbin, which a user's PATH may lack.
     let system = ["/usr/sbin", "/sbin"].map(PathBuf::from);
     std::env::split_paths(&path).chain(system).map(|dir| dir.join(program)).find(|file| file.is_file())
 }
 
-/// As [`find`], with an error that says how to get it.
+/// Like [`find`]. The error says how to get the program.
 pub fn need(program: &str) -> Result<PathBuf> {
     find(program).ok_or_else(|| missing(program))
 }
@@ -73,7 +73,7 @@ pub fn line(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// Has `command` get `signal` when the laboratory ends, however that ends.
+/// Sends `signal` to `command` when the laboratory ends, however it ends.
 pub fn bound(command: &mut Command, signal: libc::c_int) -> &mut Command {
     // SAFETY: prctl is async-signal-safe and takes no pointer here.
     unsafe {
@@ -84,14 +84,14 @@ pub fn bound(command: &mut Command, signal: libc::c_int) -> &mut Command {
     }
 }
 
-/// Runs to the end and gives what it printed; both streams are quoted if it fails.
+/// Runs a command to its end and returns its standard output. The error quotes both streams.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
     fed(command, Stdio::null())
 }
 
-/// As [`output`], with `input` as its standard input.
+/// Like [`output`], with `input` as standard input.
 pub fn fed(command: &mut Command, input: Stdio) -> Result<Vec<u8>> {
-    // make and its like stop what they have begun.
+    // On SIGTERM, make and similar programs also stop their children.
     let out =
         bound(command, libc::SIGTERM).stdin(input).output().map_err(|error| cannot_start(command, error))?;
     if out.status.success() {
@@ -101,17 +101,17 @@ pub fn fed(command: &mut Command, input: Stdio) -> Result<Vec<u8>> {
     Err(failed(command, out.status.to_string(), &String::from_utf8_lossy(&said)))
 }
 
-/// As [`output`], as text.
+/// Like [`output`], as text.
 pub fn text(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output(command)?).into_owned())
 }
 
-/// Runs to the end and hands every line of either stream to `each`, as it comes.
+/// Runs a command to its end and passes every line of both streams to `each`.
 pub fn lines(command: &mut Command, each: impl FnMut(&str)) -> Result<()> {
     lines_of(command, |_| (), each)
 }
 
-/// As [`lines`], telling `started` the process id first.
+/// Like [`lines`]. `started` first gets the process id.
 pub fn lines_of(command: &mut Command, started: impl FnOnce(u32), mut each: impl FnMut(&str)) -> Result<()> {
     let (reader, writer) = std::io::pipe().map_err(Error::file("create a pipe for", "a child process"))?;
     let twin = writer.try_clone().map_err(Error::file("create a pipe for", "a child process"))?;
@@ -122,7 +122,7 @@ pub fn lines_of(command: &mut Command, started: impl FnOnce(u32), mut each: impl
         .spawn()
         .map_err(|error| cannot_start(command, error))?;
     started(child.id());
-    // The command still holds the writing ends; the reader would wait for them for ever.
+    // `command` still holds the pipe's writing ends, so the reader would never see its end.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut last = Tail::default();
     for row in BufReader::new(reader).split(b'\n') {
@@ -154,10 +154,10 @@ fn failed(command: &Command, status: String, said: &str) -> Error {
 pub struct Tail(std::collections::VecDeque<String>);
 
 impl Tail {
-    /// A kernel's oops and what led to it.
+    /// Enough for a kernel's oops and what led to it.
     const LINES: usize = 60;
 
-    /// Adds one, forgetting the oldest.
+    /// Adds a line and drops the oldest.
     pub fn push(&mut self, line: &str) {
         if self.0.len() == Self::LINES {
             self.0.pop_front();
@@ -165,12 +165,12 @@ impl Tail {
         self.0.push_back(line.trim_end().to_owned());
     }
 
-    /// What is left, one per line.
+    /// The lines that are left.
     pub fn text(&self) -> String {
         self.0.iter().map(String::as_str).collect::<Vec<_>>().join("\n")
     }
 
-    /// The last lines of a file; empty where it cannot be read.
+    /// The last lines of a file. Empty if it cannot be read.
     pub fn of_file(path: &Path) -> String {
         let mut tail = Self::default();
         let bytes = std::fs::read(path).unwrap_or_default();

@@ -1,6 +1,6 @@
-//! The laboratory's promises about an emulated host: exit codes, output and files come back whole,
-//! and a host that hangs or dies is ended with its serial tail. These boot hosts, so plain
-//! `cargo test` leaves them out.
+//! The laboratory's promises about an emulated host: exit codes, output and files are returned
+//! complete, and a host that hangs or dies is ended with the tail of its serial log. These tests
+//! boot hosts, so plain `cargo test` leaves them out.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -13,11 +13,11 @@ use lab::hosts::{self, Emulated, HOSTS, HostKernel, Outcome, Request};
 use support::{Failed, Need, Tests, ensure, test};
 
 fn main() -> ExitCode {
-    // One host keeps one CPU busy, and there are as many at once as there are CPUs.
+    // One host keeps one CPU busy, so as many run in parallel as there are CPUs.
     Tests::from_args().run()
 }
 
-/// The test host that the laboratory runs these for.
+/// The test host that the laboratory runs these tests for.
 fn asked() -> Result<Emulated, String> {
     let asked = std::env::var("VELLUM_LAB_BOOTS").unwrap_or_default();
     let host = HOSTS.into_iter().find(|host| host.name() == asked);
@@ -28,7 +28,7 @@ fn host() -> Need {
     asked().map(drop)
 }
 
-/// A test host whose second stage is a module's parameter.
+/// A test host with a module parameter for its second stage.
 fn switch() -> Need {
     match asked()?.parameters(true).is_empty() {
         true => Err("KVM of such hosts has no module, and its second stage no switch".into()),
@@ -46,10 +46,9 @@ fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Erro
     hosts::run(&cache, &Programs::build_for(host.architecture())?, &request, |_| ())
 }
 
-/// Bytes that a console would have changed, and a kernel that talks on the console meanwhile. What
-/// was sent along is there, and what was sent to /tmp does not make that smaller. Commands that
-/// follow say how long the host was idle, and which host it is: a parameter that it has anyway is
-/// taken.
+/// The output has bytes that a console would change, and the kernel prints to the console
+/// meanwhile. Files sent to the host exist, and those in /tmp do not make it smaller. The later
+/// commands check idle times and the host's name. A parameter that is set anyway is accepted.
 #[test(host())]
 fn results_come_back_whole() -> Result<(), Failed> {
     let script = r"cmp /tmp/deep/er/sent /sent && : > /tmp/new && : > /tmp/deep/er/new || exit 1
@@ -88,7 +87,7 @@ fn results_come_back_whole() -> Result<(), Failed> {
     is_its_mode(host, true, &outcome.ran[3].stdout)
 }
 
-/// A script that says what KVM makes of the second stage, and the test host.
+/// A script that prints KVM's setting of the second stage and the test host's name.
 fn says_its_mode(host: Emulated, second_stage: bool) -> String {
     let mode = host.mode(second_stage);
     let parameter = mode.split_once('=').map(|(parameter, _)| parameter);
@@ -117,7 +116,7 @@ fn a_host_without_nested_paging_has_none() -> Result<(), Failed> {
 #[test(host(), switch())]
 fn a_parameter_that_is_not_in_force_is_refused() -> Result<(), Failed> {
     let host = asked()?;
-    // The kernel takes the later of two, so that what the request itself wants is not in force.
+    // The kernel uses the later of two settings, so the request's own is not in force.
     let contrary = host.parameters(false).remove(0);
     let refused = ["kvm.no_such_thing=1", &contrary, "kvm=1"].map(str::to_owned);
     match boot(|request| request.parameters.extend(refused), "true") {

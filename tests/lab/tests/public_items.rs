@@ -1,14 +1,14 @@
-//! Public items that no other crate uses.
+//! Finds public items that no other crate uses.
 //!
-//! `pub` in a library says that another crate needs the item. rustc believes it, so an item that
-//! nobody uses any more stays without a warning. This scan of the sources reads every crate in
-//! `src/` and fails with its public items whose name occurs in no other crate of the workspace.
+//! `pub` in a library says that another crate needs the item. rustc assumes so, and does not warn
+//! about an item that has no user any longer. This test scans every crate in `src/` and fails with
+//! its public items whose name occurs in no other crate of the workspace.
 //!
-//! The scan compares names, not paths: an item whose name also occurs in a crate that depends on
-//! its own is not found.
-//! Items of private modules are left out, unless they are re-exported: rustc judges those. A type
-//! also counts as used where the signature of a used item has it, because it could not be private
-//! there. `pub(crate)` is for the rest; rustc then says which of it is dead.
+//! The scan compares names, not paths, so it misses an item whose name also occurs in a crate that
+//! depends on its own. Items of private modules are left out unless they are re-exported: rustc
+//! judges those. A type also counts as used if it occurs in the signature of a used item, because
+//! it could not be private there. Other items should be `pub(crate)`, for which rustc finds dead
+//! ones.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
@@ -21,8 +21,7 @@ struct Token {
     line: usize,
 }
 
-/// The tokens of Rust source. Comments, character literals, and strings that are no paths are left
-/// out.
+/// The tokens of Rust source, without comments, character literals, and strings that are not paths.
 fn tokens(source: &str) -> Vec<Token> {
     let chars: Vec<char> = source.chars().collect();
     let at = |i: usize| chars.get(i).copied().unwrap_or('\0');
@@ -54,7 +53,7 @@ fn tokens(source: &str) -> Vec<Token> {
                 while i < chars.len() && at(i) != '"' {
                     i += if at(i) == '\\' { 2 } else { 1 };
                 }
-                // serde is told of functions by their paths.
+                // serde takes functions by their paths in strings.
                 let content: String = chars[start + 1..i.min(chars.len())].iter().collect();
                 if content.contains("::") && content.chars().all(|c| is_word(c) || c == ':') {
                     let names = content.split("::").map(str::to_owned);
@@ -62,7 +61,7 @@ fn tokens(source: &str) -> Vec<Token> {
                 }
                 i += 1;
             }
-            // A raw string, whatever prefix it has: r, br or cr.
+            // A raw string with any prefix: r, br or cr.
             'r' if at(i + 1) == '"' || (at(i + 1) == '#' && matches!(at(i + 2), '"' | '#')) => {
                 let hashes = (1..).take_while(|n| at(i + n) == '#').count();
                 i += hashes + 2;
@@ -89,7 +88,7 @@ fn tokens(source: &str) -> Vec<Token> {
             }
             c if is_word(c) => {
                 while is_word(at(i)) {
-                    // The prefix of a string is no word.
+                    // A string's prefix is not a word.
                     let raw = at(i) == 'r' && (at(i + 1) == '"' || (at(i + 1) == '#' && at(i + 2) == '"'));
                     if raw && i > start {
                         break;
@@ -112,7 +111,7 @@ fn tokens(source: &str) -> Vec<Token> {
     found
 }
 
-/// The index behind the bracket that closes the one at `open`.
+/// The index after the bracket that closes the one at `open`.
 fn behind(tokens: &[Token], open: usize) -> usize {
     let mut depth = 0;
     for (i, token) in tokens.iter().enumerate().skip(open) {
@@ -128,7 +127,7 @@ fn behind(tokens: &[Token], open: usize) -> usize {
     tokens.len()
 }
 
-/// The first index from `from` on, outside of brackets that open behind it, with one of `ends`.
+/// The first index from `from` on with one of `ends`, outside of nested brackets.
 fn find(tokens: &[Token], from: usize, ends: &[&str]) -> usize {
     let mut i = from;
     while i < tokens.len() {
@@ -141,7 +140,7 @@ fn find(tokens: &[Token], from: usize, ends: &[&str]) -> usize {
     tokens.len()
 }
 
-/// `tokens` without what is compiled for tests alone.
+/// `tokens` without items that are compiled only for tests.
 fn without_tests(tokens: &[Token]) -> Vec<Token> {
     let is_test = |at: &[Token]| {
         let words: Vec<&str> = at.iter().take(7).map(|token| token.text.as_str()).collect();
@@ -174,13 +173,13 @@ fn without_tests(tokens: &[Token]) -> Vec<Token> {
 struct Item {
     name: String,
     line: usize,
-    /// The words that cannot be private while this is public.
+    /// The words that must be public while this is public.
     interface: HashSet<String>,
-    /// The type whose method it is.
+    /// The type of a method.
     of: Option<String>,
 }
 
-/// What a file says of visibility.
+/// A file's visibility declarations.
 #[derive(Debug, Default)]
 struct Declared {
     items: Vec<Item>,
@@ -188,9 +187,9 @@ struct Declared {
     modules: HashSet<String>,
     /// The names that it re-exports.
     reexported: HashSet<String>,
-    /// The modules all of whose names it re-exports.
+    /// The modules that it re-exports by glob.
     globs: HashSet<String>,
-    /// The words that its macros, associated types and generic blocks bring to other places.
+    /// The words that its macros, associated types and generic blocks make visible elsewhere.
     exposed: HashSet<String>,
 }
 
@@ -198,12 +197,12 @@ fn words(tokens: &[Token]) -> impl Iterator<Item = String> {
     tokens.iter().map(|token| token.text.clone())
 }
 
-/// The words of the parts of `tokens`, separated by commas, that are public.
+/// The words of the public fields in `tokens`, which are separated by commas.
 fn public_fields(tokens: &[Token]) -> HashSet<String> {
     let (mut i, mut found) = (0, HashSet::new());
     while i < tokens.len() {
         let mut end = i;
-        // The commas of generic arguments are no separators.
+        // Commas in generic arguments do not separate fields.
         let mut angles = 0;
         while end < tokens.len() && !(tokens[end].text == "," && angles <= 0) {
             match tokens[end].text.as_str() {
@@ -248,7 +247,7 @@ fn declared(source: &str) -> Declared {
     let tokens = without_tests(&tokens(source));
     let text = |i: usize| tokens.get(i).map_or("", |token| token.text.as_str());
     let mut declared = Declared::default();
-    // The type of the inherent block around, and where that ends.
+    // The type of the enclosing inherent impl, and its end.
     let mut around: Option<(String, usize)> = None;
     for i in 0..tokens.len() {
         if around.as_ref().is_some_and(|(_, end)| i >= *end) {
@@ -344,7 +343,7 @@ fn sources(dir: &Path) -> BTreeMap<PathBuf, String> {
     found
 }
 
-/// The module of the file at `path`, and whether it holds tests.
+/// The module of the file at `path`, and whether it contains tests.
 fn module(path: &Path) -> (Vec<String>, bool) {
     let mut names: Vec<String> =
         path.with_extension("").iter().map(|name| name.to_string_lossy().into_owned()).collect();
@@ -355,8 +354,7 @@ fn module(path: &Path) -> (Vec<String>, bool) {
     (names, holds_tests)
 }
 
-/// The public items of a crate that have none of the `elsewhere` words for a name:
-/// `FILE:LINE NAME`.
+/// The public items of a crate whose names are not among the words `elsewhere`: `FILE:LINE NAME`.
 fn unused(files: &BTreeMap<PathBuf, String>, elsewhere: &HashSet<String>) -> BTreeSet<String> {
     let mut modules = HashMap::new();
     for (path, source) in files {
@@ -406,12 +404,12 @@ fn unused(files: &BTreeMap<PathBuf, String>, elsewhere: &HashSet<String>) -> BTr
     items.iter().map(|(path, item)| format!("{}:{} {}", path.display(), item.line, item.name)).collect()
 }
 
-/// The crates of `said` whose words reach `name`: they name it, or a crate that reaches it.
+/// The crates in `said` that use `name`, directly or through another crate.
 fn users_of<'a>(name: &str, said: &'a BTreeMap<String, HashSet<String>>) -> BTreeSet<&'a str> {
     let mut found = BTreeSet::new();
     let mut left = vec![name.to_owned()];
     while let Some(name) = left.pop() {
-        // Crates are named after their directories; that of the command line is the root's.
+        // A crate has the name of its directory. The command line's crate is the root's.
         let library = match name.strip_prefix("src/") {
             Some("vellum") => "vellum".to_owned(),
             Some(directory) => format!("vellum_{directory}"),
@@ -430,7 +428,7 @@ fn users_of<'a>(name: &str, said: &'a BTreeMap<String, HashSet<String>>) -> BTre
 fn every_public_item_is_used_by_another_crate() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
     let mut crates = BTreeMap::new();
-    // Those without a library are not judged: programs, and what is beside `src/`.
+    // Crates without a library are not judged: programs, and those outside `src/`.
     let mut others = BTreeMap::new();
     for entry in fs::read_dir(root.join("src")).unwrap() {
         let path = entry.unwrap().path();

@@ -1,13 +1,12 @@
-//! Where the time of a run goes: each part by the time that passed and what its processes used of
-//! the CPUs.
+//! Where a run's time goes: each part's elapsed time, and the CPU time of its processes.
 //!
-//! A part ends where the next begins, so that the parts add up to the whole. Within a part, hosts
-//! run side by side: their own rows stand below it and are not added.
+//! A part ends where the next begins, so the parts add up to the whole. Hosts within a part run in
+//! parallel. They have rows of their own below it, which are not added.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Parts that take less are shown together.
+/// Shorter parts are shown together.
 const SHORT: Duration = Duration::from_secs(1);
 
 /// A part of a run.
@@ -16,7 +15,7 @@ struct Part {
     what: String,
     passed: Duration,
     used: Duration,
-    /// What ran side by side in it.
+    /// What ran in parallel in this part.
     within: Vec<(String, Duration)>,
 }
 
@@ -29,17 +28,17 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// The first part begins.
+    /// Starts the first part.
     pub fn start() -> Self {
         Self { mark: (Instant::now(), used()), parts: Vec::new(), within: Vec::new() }
     }
 
-    /// Something of the part that runs took so long, beside others.
+    /// Records the time of something that ran in parallel within the current part.
     pub fn within(&mut self, what: String, passed: Duration) {
         self.within.push((what, passed));
     }
 
-    /// The part that runs ends, and the next begins.
+    /// Ends the current part and starts the next.
     pub fn lap(&mut self, what: &str) {
         let mark = (Instant::now(), used());
         let passed = mark.0 - self.mark.0;
@@ -75,7 +74,7 @@ impl Clock {
     }
 }
 
-/// What processes that were waited for have used of the CPUs.
+/// The CPU time of all processes that have been waited for.
 fn used() -> Duration {
     // SAFETY: rusage is plain data, for which all zeroes is a value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };

@@ -1,5 +1,5 @@
-//! What looks into Linux guests from their host: Debian's GDB and makedumpfile with their
-//! libraries, and the symbols of guests' kernels.
+//! Programs that look into Linux guests from their host: Debian's GDB and makedumpfile with their
+//! libraries, and symbols of the guests' kernels.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,18 +9,17 @@ use crate::artifacts::{self, Kernel, SYMBOLS};
 use crate::cache::Cache;
 use crate::{Error, Result, tool};
 
-/// The packages, and the program in each. The GDB is the one without Python, which would be a tree
-/// of files of its own.
+/// The packages and the program in each. This GDB has no Python, which would need a tree of files.
 const PROGRAMS: [(&str, &str); 2] =
     [("gdb-minimal", "usr/bin/gdb"), ("makedumpfile", "usr/bin/makedumpfile")];
 
-/// This machine's own, whose libraries are those of the programs too.
+/// The tools of this machine whose libraries these programs use too.
 pub const TOOLS: [&str; 2] = ["gdb", "makedumpfile"];
 
-/// Whose symbols there are: a debugger says the same of any kernel.
+/// Symbols of one kernel are enough: a debugger behaves the same with any kernel.
 const KERNEL: &str = "6.1";
 
-/// A file, and where it is to be in a host.
+/// A file and its path in a host.
 pub type Placed = (PathBuf, String);
 
 /// The programs, their libraries, and a kernel's symbols.
@@ -45,8 +44,8 @@ pub fn programs(cache: &Cache) -> Result<Vec<Placed>> {
     Ok(files)
 }
 
-/// What ldd(1) lists of a program in `package`: this machine's libraries, and where the loader in a
-/// host looks for each.
+/// The libraries in ldd(1)'s output for a program in `package`, with the path at which the loader
+/// in a host looks for each.
 fn libraries(package: &str, listed: &str) -> Result<Vec<Placed>> {
     let mut files = Vec::new();
     for line in listed.lines() {
@@ -61,7 +60,7 @@ fn libraries(package: &str, listed: &str) -> Result<Vec<Placed>> {
             [name, "=>", path, _] => {
                 files.push((Path::new(path).into(), format!("/lib/x86_64-linux-gnu/{name}")))
             }
-            // The loader itself, by the name that stands in programs.
+            // The loader itself, by its path in programs.
             [path, _] if path.starts_with('/') => files.push((Path::new(path).into(), path.to_owned())),
             _ => {}
         }

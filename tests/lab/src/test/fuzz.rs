@@ -1,9 +1,8 @@
-//! The fuzz targets, guided by coverage: what `cargo test` runs on their corpus, for as long as is
-//! asked for.
+//! The fuzz targets with coverage guidance. `cargo test` only runs them on their corpus.
 //!
-//! The targets are built as `cargo fuzz` would build them without a sanitizer, which needs no
-//! nightly compiler: Rust checks bounds and overflows itself. What has been found to reach new code
-//! is kept in the cache, so that the next run goes on from there.
+//! The targets are built as by `cargo fuzz` without a sanitizer, so no nightly compiler is needed:
+//! Rust itself checks bounds and overflows. Inputs that reach new code are cached, and the next run
+//! starts from them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,10 +18,10 @@ use crate::{Error, Result, artifacts, tool};
 
 const BED: &str = "fuzz";
 
-/// What libfuzzer's runtime is compiled with.
+/// Compiles libFuzzer's runtime.
 pub const PROGRAMS: [&str; 1] = ["g++"];
 
-/// Instruments for libFuzzer, and keeps the checks that a release would leave out.
+/// Instruments for libFuzzer, and keeps the checks that a release build omits.
 const RUSTFLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
                          -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
                          -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks";
@@ -30,7 +29,7 @@ const RUSTFLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanit
 /// libFuzzer's runtime is C++, for which rustup has no static library.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// What is read of tests/fuzz/Cargo.toml.
+/// The part of tests/fuzz/Cargo.toml that is read.
 #[derive(Deserialize)]
 struct Manifest {
     bin: Vec<Named>,
@@ -41,10 +40,10 @@ struct Named {
     name: String,
 }
 
-/// For all targets together, where nothing else is asked for.
+/// The default time for all targets together.
 const TIME: Duration = Duration::from_secs(600);
 
-/// Runs every target in turn, each for the same share of the time.
+/// Runs the targets in turn, each for the same share of the time.
 pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
     let shell = artifacts::workspace().join("tests/fuzz");
     let named = |name: &String| options.arguments.is_empty() || options.arguments.contains(name);
@@ -70,7 +69,8 @@ pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
         let success = here::watched(
             &mut fuzzer(&program, share, &[&found, &shell.join("corpus").join(target)], &failures),
             |row| {
-                // A line a new input is too much for a log; what is wrong is not.
+                // A line per new input is too much for a log. Only the last one and problems are
+                // shown.
                 match row.starts_with('#') {
                     true => row.clone_into(&mut last),
                     false => tally.show(row),
@@ -87,7 +87,7 @@ pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// The targets that the shell has.
+/// The targets in the manifest.
 fn targets(shell: &Path) -> Result<Vec<String>> {
     let manifest = shell.join("Cargo.toml");
     let text = fs::read_to_string(&manifest).map_err(Error::file("read", &manifest))?;
@@ -96,13 +96,14 @@ fn targets(shell: &Path) -> Result<Vec<String>> {
     Ok(parsed.bin.into_iter().map(|bin| bin.name).collect())
 }
 
-/// `program` for `time`: new inputs go to the first of `corpora`, those that fail to `failures`.
+/// Runs `program` for `time`. New inputs go to the first of `corpora`, failing inputs to
+/// `failures`.
 fn fuzzer(program: &Path, time: Duration, corpora: &[&PathBuf], failures: &Path) -> Command {
     let mut command = Command::new(program);
     command.args(corpora).args([
         &format!("-max_total_time={}", time.as_secs().max(1)),
         &format!("-artifact_prefix={}/", failures.display()),
-        // A frame's cap is 64 MiB, and a target that needs a second for an input hangs for its
+        // A frame's limit is 64 MiB. A target that needs seconds for one input is a hang for its
         // user.
         "-rss_limit_mb=1024",
         "-timeout=25",

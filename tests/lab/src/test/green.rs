@@ -1,5 +1,4 @@
-//! What a run leaves in the cache: where its time went, and, of `--full`, the commit that it passed
-//! at.
+//! What a run leaves in the cache: its times, and the commit at which `--full` passed.
 
 use std::fs;
 use std::process::Command;
@@ -10,12 +9,12 @@ use super::Options;
 use crate::cache::Cache;
 use crate::{Error, Result, artifacts, tool};
 
-/// The last run with `--full` that passed: its commit and when.
+/// The commit and time of the last run with `--full` that passed.
 const FULL: &str = "test/full";
-/// Where the time of the last run went.
+/// The times of the last run.
 const TIMES: &str = "test/times";
 
-/// Keeps what a run with `options` came to.
+/// Records the result of a run with `options`.
 pub fn keep(options: &Options, status: u8, times: &str) -> Result<()> {
     let cache = Cache::open()?;
     cache.dir("test")?;
@@ -23,10 +22,10 @@ pub fn keep(options: &Options, status: u8, times: &str) -> Result<()> {
         let path = cache.path(name);
         fs::write(&path, text).map_err(Error::file("write", &path))
     };
-    // Test programs that were built elsewhere run without a clone.
+    // Prebuilt test programs run without a clone.
     let commit = commit().unwrap_or_else(|_| "of no clone".into());
     write(TIMES, format!("{}\n{commit}\n{times}", asked_for(options)))?;
-    // Of what is in no commit nobody could say later what it was.
+    // A commit does not identify a tree with uncommitted changes.
     if options.full && status == 0 && !artifacts::is_uncommitted()? {
         let now = tool::text(Command::new("date").args(["-u", "+%F %R UTC"]))?;
         write(FULL, format!("{commit} {}", now.trim()))?;
@@ -40,7 +39,7 @@ pub fn last_full(cache: &Cache) -> String {
     let Some((commit, when)) = kept.trim().split_once(' ') else {
         return "cargo lab test --full: has not passed here\n".into();
     };
-    // A clone without that commit can still say which it was.
+    // In a clone without that commit, the distance is omitted.
     let since = git(&["rev-list", "--count", &format!("{commit}..HEAD")]);
     let since = since.map_or(String::new(), |count| format!(", {count} commits ago"));
     format!("cargo lab test --full: last passed at {commit} on {when}{since}\n")

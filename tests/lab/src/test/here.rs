@@ -1,4 +1,4 @@
-//! Tests on this machine, be it the user's or an emulated host.
+//! Tests on this machine, which may be an emulated host.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -19,11 +19,11 @@ use crate::hosts::Emulated;
 use crate::hosts::doctor;
 use crate::{Error, Result, tool};
 
-/// For one test of libtest's: the slowest take seconds. Programs that keep a record watch over
-/// their tests themselves.
+/// The limit of one libtest test. The slowest take seconds. Programs that keep a record limit their
+/// tests themselves.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Every test of the workspace, as `cargo test` has them.
+/// Every test of the workspace, as in `cargo test`.
 pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
         readers::prepare(tally);
@@ -33,7 +33,7 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     eprintln!("lab: {LOCAL}: every test program of the workspace");
     let programs = match programs::built_here() {
         Ok(programs) => programs,
-        // The other test hosts still have something to say.
+        // The other test hosts can still run.
         Err(error @ Error::Failed { .. }) => {
             eprintln!("lab: {LOCAL}: {error}");
             tally.fail(LOCAL, "the test programs, which do not compile");
@@ -54,7 +54,7 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// Every test program of the workspace `times` times, beside a load.
+/// Every test program of the workspace `times` times under load.
 pub fn loaded(options: &Options, times: u32, tally: &mut Tally) -> Result<()> {
     if options.setup {
         readers::prepare(tally);
@@ -76,7 +76,7 @@ pub fn loaded(options: &Options, times: u32, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// The programs that need a KVM, on this machine's.
+/// The programs that need KVM, on this machine's KVM.
 pub fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
     let host = std::env::var("VELLUM_BED").unwrap_or_else(|_| "metal".into());
     if let Err(why) = doctor::kvm() {
@@ -101,7 +101,7 @@ pub fn metal(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// The programs about live migration, with everything that they have.
+/// The programs about live migration, with all of their tests.
 pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
     let host = "migration";
     if let Err(why) = doctor::kvm() {
@@ -118,7 +118,7 @@ pub fn migration(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// Plans on a Slurm cluster, with everything that can happen to it.
+/// Plans on a Slurm cluster, with all of their tests.
 pub fn fleet(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
         slurm::prepare(tally);
@@ -133,7 +133,7 @@ pub fn fleet(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// What the laboratory promises of emulated hosts like `host`.
+/// The laboratory's promises about emulated hosts like `host`.
 pub fn promises(host: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
     let programs = programs::promises()?;
     tally.lap(host.name(), "building the laboratory's promises");
@@ -175,7 +175,7 @@ fn recorded(program: &Executable, options: &Options, host: &str, tally: &mut Tal
 /// Runs `command` and counts what it records.
 fn keep_record(command: &mut Command, host: &str, name: &str, tally: &mut Tally) -> Result<()> {
     let file = std::env::temp_dir().join(format!("lab-{}-{name}.record", std::process::id()));
-    // Of an earlier process with this number, perhaps.
+    // An earlier process with this pid may have left one.
     let _ = fs::remove_file(&file);
     let success = watched(command.env(record::VARIABLE, &file), |row| tally.show(row))?;
     let lines = fs::read_to_string(&file).unwrap_or_default();
@@ -184,8 +184,8 @@ fn keep_record(command: &mut Command, host: &str, name: &str, tally: &mut Tally)
     Ok(())
 }
 
-/// Runs each test of a program of libtest's in a process of its own, whose exit status says how it
-/// ended: what libtest prints of many is for people.
+/// Runs each test of a libtest program in a process of its own. Its exit status is the result,
+/// because libtest's output for several tests is not meant for programs.
 fn by_libtest(program: &Executable, options: &Options, host: &str, tally: &mut Tally) -> Result<()> {
     let tests = list(command(program).args(&options.arguments))?;
     let ignored = list(command(program).args(&options.arguments).arg("--ignored"))?;
@@ -210,8 +210,8 @@ fn by_libtest(program: &Executable, options: &Options, host: &str, tally: &mut T
     Ok(())
 }
 
-/// The examples in the documentation, together: rustdoc compiles and runs them, and its exit status
-/// is theirs.
+/// The examples in the documentation. rustdoc compiles and runs all of them and has one exit
+/// status.
 fn documentation(options: &Options, tally: &mut Tally) -> Result<()> {
     let cargo = || {
         let mut command = Command::new(artifacts::cargo());
@@ -234,19 +234,19 @@ fn documentation(options: &Options, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// What the machine-readable list of a program of libtest's has.
+/// The tests in a libtest program's machine-readable list.
 fn list(command: &mut Command) -> Result<Vec<String>> {
     let text = tool::text(command.args(["--list", "--format", "terse"]))?;
     Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
 }
 
-/// Runs `command`, hands on its lines, and says whether it succeeded.
+/// Runs `command`, passes on its lines, and returns whether it succeeded.
 pub(super) fn watched(command: &mut Command, each: impl FnMut(&str)) -> Result<bool> {
     watched_from(command, |_| (), each)
 }
 
-/// As [`watched`]; ended with all that it started, and a last line that says so, where it takes
-/// longer than `limit`.
+/// Like [`watched`], with a time limit. When it expires, the command's process group is killed and
+/// a last line says so.
 fn limited(command: &mut Command, limit: Duration, mut each: impl FnMut(&str)) -> Result<bool> {
     let (ended, end) = mpsc::channel::<()>();
     let mut watch = None;
@@ -256,8 +256,8 @@ fn limited(command: &mut Command, limit: Duration, mut each: impl FnMut(&str)) -
             watch = Some(thread::spawn(move || {
                 let over = end.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);
                 if over {
-                    // SAFETY: a signal to the group that the process leads, which was not waited
-                    // for yet.
+                    // SAFETY: this signals the group that the process leads. It has not been waited
+                    // for.
                     unsafe { libc::kill(-leader.cast_signed(), libc::SIGKILL) };
                 }
                 over
@@ -272,7 +272,7 @@ fn limited(command: &mut Command, limit: Duration, mut each: impl FnMut(&str)) -
     success
 }
 
-/// As [`watched`], telling `started` the process, which leads a group of its own.
+/// Like [`watched`]. `started` gets the process id. The process leads a group of its own.
 fn watched_from(command: &mut Command, started: impl FnOnce(u32), each: impl FnMut(&str)) -> Result<bool> {
     command.process_group(0);
     let begun = |leader| {

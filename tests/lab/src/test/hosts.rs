@@ -1,9 +1,9 @@
-//! Which emulated hosts a run has, and what each does. The test programs are the same as here, run
-//! by the same laboratory, as if that host were metal; [`super::pool`] boots the hosts.
+//! The emulated hosts of a run and the work of each. A host runs the same test programs as this
+//! machine, by the same laboratory, as its bed metal. [`super::pool`] boots the hosts.
 //!
-//! A run without a bed has each Linux guest, and each program that needs a KVM, on one emulated
-//! host; without nested paging, where KVM shadows page tables as it does on a machine without
-//! either, it has the programs about memory alone. `--full` has all on both.
+//! A run without a bed runs each Linux guest, and each program that needs KVM, on one emulated
+//! host. Without nested paging, where KVM shadows page tables, it runs only the programs about
+//! memory. `--full` runs everything in both modes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,12 +21,12 @@ use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, cloud, disk, svm};
 use crate::kernel::{self, build, variants};
 use crate::{Error, Result};
 
-/// The programs that a run without a bed has on hosts without nested paging, too.
+/// A run without a bed also runs these programs without nested paging.
 const OF_MEMORY: [&str; 3] = ["cr3_cache", "dirty_log", "workload"];
 
-/// The bed tests on emulated hosts.
+/// The tests on emulated hosts.
 pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
-    // The laboratory's own promises come first: what follows relies on them.
+    // The laboratory's own promises come first, because the other tests rely on them.
     here::promises(bed, options, tally)?;
     let cache = Cache::open()?;
     let architecture = bed.architecture();
@@ -40,8 +40,8 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         request.files.extend(debuggers.iter().cloned());
         (request.host, request.second_stage) = (bed, npt);
-        // Time that counts instructions makes the tests' own time limits independent of how busy
-        // this machine is.
+        // With a clock that counts instructions, the tests' own time limits do not depend on this
+        // machine's load.
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(30 * 60);
@@ -67,10 +67,10 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
             work: Work::Tests { programs, guests: Vec::new(), arguments },
         });
     }
-    // Those of x86 have a bed of their own.
+    // Linux guests on x86 have a bed of their own.
     if architecture == Architecture::Arm {
         jobs.extend(linux_on_arm(&cache, bed, &kernel, options)?);
-        // Arguments name tests.
+        // Arguments name tests, which these kernels do not have.
         let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
         if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
             jobs.extend(larger_pages(&cache, bed, options, tally));
@@ -79,14 +79,14 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
     Ok(jobs)
 }
 
-/// Linux guests on hosts with either interrupt controller, which their guests have too.
+/// Linux guests on hosts with either interrupt controller. A guest has its host's kind.
 fn linux_on_arm(cache: &Cache, bed: Emulated, kernel: &Kernel, options: &Options) -> Result<Vec<Job>> {
     let tests = programs::linux_on(bed.architecture())?;
     let guests = guests(cache, bed.architecture(), false)?;
     let host = |(npt, gicv2): (bool, bool)| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         (request.host, request.second_stage, request.gicv2) = (bed, npt, gicv2);
-        // Guests that work for a time would have to count its instructions.
+        // With a counting clock, guests that run for a fixed time would take too long.
         (request.pace, request.memory_mib) = (Pace::Real, 4096);
         request.time_limit = Duration::from_secs(60 * 60);
         request.env.push(("VELLUM_LINUX".into(), "all".into()));
@@ -97,7 +97,7 @@ fn linux_on_arm(cache: &Cache, bed: Emulated, kernel: &Kernel, options: &Options
     Ok(modes(options).into_iter().flat_map(|npt| [(npt, false), (npt, true)]).map(host).collect())
 }
 
-/// What a run without a bed has of Arm's: the built-in guest, the oracle in short, and one
+/// The part for Arm in a run without a bed: the built-in guest, a short run of the oracle, and one
 /// migration.
 const SHORT: [(&str, &str); 3] = [
     ("the built-in guest runs", "vellum run --memory 32m --passes 2"),
@@ -118,19 +118,19 @@ pub fn short(host: Emulated) -> Result<Job> {
     Ok(Job { name, request, work: Work::Commands(commands.into()) })
 }
 
-/// Hosts whose pages are not of 4 KiB: the variant of their kernel, the processor (a Cortex-A72 has
-/// none of 16 KiB), a block, how many of those are reserved, and the memory that it takes.
+/// Hosts with pages other than 4 KiB: the kernel's variant, the processor (a Cortex-A72 has no 16
+/// KiB pages), a block's size, the number of reserved blocks, and the memory.
 const LARGER: [(&str, bool, &str, u32, u32); 3] = [
     ("pages-16k", true, "32M", 8, 1024),
     ("pages-64k", true, "512M", 2, 4096),
     ("pages-64k", false, "512M", 2, 4096),
 ];
 
-/// The base of their kernels: one with a dirty ring on Arm.
+/// Their kernels' base, which has a dirty ring on Arm.
 const LARGER_BASE: &str = "6.12";
 
-/// What they run besides, in blocks of their own: the bits that KVM clears stand for more than a
-/// page.
+/// Their additional commands, some with blocks. A bit that KVM clears then stands for more than 4
+/// KiB.
 const IN_BLOCKS: [(&str, &str); 3] = [
     (
         "the oracle loses nothing with each tracker",
@@ -176,25 +176,25 @@ fn larger_pages(cache: &Cache, bed: Emulated, options: &Options, tally: &mut Tal
     jobs
 }
 
-/// What is said of what a run without a bed leaves out.
+/// The reason of tests that a run without a bed skips.
 pub const LEFT_TO_FULL: &str = "is left to cargo lab test --full";
 
-/// The test that a host with nested paging has of a run without a bed; the other host has all but
-/// this one.
+/// In a run without a bed, the host with nested paging runs this test, and the other host all other
+/// tests.
 const MOVES: &str = "moves_under_load";
 
-/// Every test of a Linux guest, with both of Debian's kernels and their ELF images; where the bed
-/// was not asked for by name, the older kernel: one that moves, one with every device, and one on
-/// the root of a host with a disk.
+/// Every test of a Linux guest, with both Debian kernels and their ELF images. In a run without a
+/// bed only the older kernel: one guest that moves, one with every device, and one on a host with
+/// its root on a disk.
 pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     let cache = Cache::open()?;
     let bed = options.hosts.unwrap_or(svm::HOST);
     let whole = options.bed == Some(TestHost::Linux);
     let kernel = Kernel::debian(&cache, "6.1")?;
-    // A slice does without.
+    // A short run needs no debuggers.
     let debuggers = if whole { brought("linux", debuggers::with_symbols(&cache), tally) } else { Vec::new() };
-    // One test takes minutes; all of them, an hour, and on Bochs, where one with every device takes
-    // three minutes, perhaps two.
+    // One test takes minutes, and all take an hour. On Bochs, where a guest with every device takes
+    // three minutes, they may take two.
     let all = if bed == svm::HOST { 120 } else { 240 };
     let limit = Duration::from_secs(if whole { all } else { 25 } * 60);
     let host = |npt| {
@@ -213,7 +213,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
         (name, request, arguments)
     };
     let mut hosts: Vec<_> = modes(options).into_iter().map(host).collect();
-    // A root on a disk is for hosts that have one.
+    // Only some hosts can have their root on a disk.
     if bed == svm::HOST && setup::packages(&disk::PROGRAMS, options.setup, "linux", tally)? {
         match disk::debian(&cache) {
             Ok(root) if whole => {
@@ -257,7 +257,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     Ok(hosts.into_iter().map(job).collect())
 }
 
-/// A host with a root of its own, for those tests alone which need that.
+/// A host with its root on a disk, only for the tests that need it.
 fn on_a_disk(kernel: &Kernel, root: PathBuf, limit: Duration) -> Request {
     let mut request = for_linux(svm::HOST, Request::new(HostKernel::Debian(kernel.clone())), true);
     request.root = Some(root);
@@ -265,22 +265,20 @@ fn on_a_disk(kernel: &Kernel, root: PathBuf, limit: Duration) -> Request {
     request
 }
 
-/// That host with nested paging or without, and its name.
+/// The host with or without nested paging, with its name.
 fn with_name(host: &Request, npt: bool, arguments: &[String]) -> (String, Request, Vec<String>) {
     let name = format!("{} on a disk", svm::HOST.mode(npt));
     (name, Request { second_stage: npt, ..host.clone() }, arguments.to_vec())
 }
 
-/// The modules of Debian's kernels that their guests use here: of the rest there are hundreds of
-/// megabytes.
+/// The modules of Debian's kernels that the guests use here. The others have hundreds of megabytes.
 const USED: [&str; 6] = ["virtiofs", "overlay", "dummy", "vfat", "virtio_pci", "virtio_rng"];
-/// What is left out of the kernel for any machine even so: a command's streams go by a port of a
-/// virtio console then.
+/// Left out of the generic kernel, so that a command's streams use a port of a virtio console.
 const LEFT_OUT: &str = "vmw_vsock_virtio_transport";
-/// The base of which there is a guest in the tree in which it was built.
+/// The base whose kernel is also run from its build tree.
 const BUILT: &str = "7.2";
 
-/// The files of the guests' kernels as their packages have them, those of 6.12 packed.
+/// The files of the guests' kernels as in their packages. Those of 6.12 are compressed.
 fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
     let mut files = Vec::new();
     for version in Kernel::versions().chain([Kernel::GENERIC]) {
@@ -299,14 +297,14 @@ fn packages(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
     Ok(files)
 }
 
-/// The files of a guest's kernel where it was built, which is done if need be.
+/// The files of a guest's kernel in its build tree, built if need be.
 fn tree(cache: &Cache) -> Result<Vec<(PathBuf, String)>> {
     let tree = build::build(cache, kernel::Base::named(BUILT)?, &[], Some(variants::GUEST))?.tree();
     let found = files_below(std::slice::from_ref(&tree), |_| true)?;
     Ok(placed(&tree, found, BUILT, "tree").collect())
 }
 
-/// Where `files` of `dir` are in a host: as `what` of the guest called `name`.
+/// The paths of `files` in a host: `what` of the guest `name`.
 fn placed(
     dir: &Path,
     files: Vec<PathBuf>,
@@ -319,7 +317,7 @@ fn placed(
     })
 }
 
-/// What debuggers there are for a host: what cannot be had the tests name themselves.
+/// The debuggers for a host. Tests report what is missing.
 fn brought(
     bed: &str,
     debuggers: Result<Vec<debuggers::Placed>>,
@@ -331,13 +329,13 @@ fn brought(
     })
 }
 
-/// The processors of two hosts. What they share is the level x86-64-v2, as whose guests Linux moves
+/// The processors of the two hosts. Both have the level x86-64-v2, and guests of that level move
 /// between them.
 const MODELS: [&str; 2] = ["EPYC", "Nehalem,vendor=AuthenticAMD"];
 
-/// A Linux guest that goes from a host with the older kernel to one with the newer, which has
-/// another CPU too, and back, and one that goes the other way round; and guests that see all of
-/// their host's CPU, and stay where that is more.
+/// Linux guests that migrate between a host with the older kernel and one with the newer and with
+/// another CPU, in both directions and back. Guests that see all of their host's CPU stay if the
+/// other host has less.
 pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let guests = guests(&cache, Architecture::X86, true)?;
@@ -360,14 +358,14 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
             jobs.push(Job { name: format!("pair {name}"), request, work });
         }
         let outcome = pool::run(&cache, &jobs, tally);
-        // What is left of it is two sockets.
+        // Only two sockets are left.
         let _ = fs::remove_dir_all(&dir);
         outcome?;
     }
     Ok(())
 }
 
-/// Those of every version, or of the oldest alone.
+/// The guests of every version, or of the oldest only.
 fn guests(cache: &Cache, architecture: Architecture, every: bool) -> Result<Vec<Made>> {
     let versions = Kernel::versions().take(if every { usize::MAX } else { 1 });
     let make = |version: &'static str| {
@@ -382,16 +380,16 @@ fn guests(cache: &Cache, architecture: Architecture, every: bool) -> Result<Vec<
     versions.map(make).collect()
 }
 
-/// Where guests for tests are made: they hold this workspace's agent, so that they belong to its
-/// build.
+/// The directory of tests' guests. They contain this workspace's agent, so they belong to its build
+/// directory.
 fn guests_dir() -> PathBuf {
     artifacts::workspace().join("target/guests")
 }
 
-/// A host on which Linux guests run.
+/// A host for Linux guests.
 fn for_linux(bed: Emulated, request: Request, npt: bool) -> Request {
-    // What Linux guests do wrong on QEMU's other hosts is the emulator's doing (`hosts::svm`);
-    // Bochs has no others.
+    // On QEMU's other hosts, Linux guests fail because of the emulator (`hosts::svm`). Bochs has
+    // only one kind.
     let pace = if bed.has_pace(Pace::Real).is_ok() { Pace::Real } else { Pace::Counted };
     Request {
         host: bed,
@@ -404,7 +402,7 @@ fn for_linux(bed: Emulated, request: Request, npt: bool) -> Request {
     }
 }
 
-/// With nested paging and without, or what is wanted of it.
+/// With and without nested paging, or only the mode that was asked for.
 fn modes(options: &Options) -> Vec<bool> {
     [true, false].into_iter().filter(|&npt| options.npt.is_none_or(|wanted| wanted == npt)).collect()
 }

@@ -1,5 +1,5 @@
-//! The bed of kernels: every series applies and compiles, and the combined kernel of the frozen
-//! base boots under the oracle. What it builds is cached; a cold cache means more work, not a skip.
+//! The bed of kernels: every series applies and compiles, and the frozen base's kernel with all
+//! series boots under the oracle. Builds are cached. A cold cache means more work, not a skip.
 
 use super::tally::Tally;
 use crate::Result;
@@ -22,7 +22,7 @@ pub fn run(tally: &mut Tally) -> Result<()> {
         tally.stage(BED, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
         tally.lap(BED, &format!("{name} applies and compiles"));
     }
-    // The other bases move, so their kernels are built when somebody asks for them.
+    // The other bases change, so their kernels are built only on request.
     for base in BASES.iter().filter(|base| base.frozen.is_some()) {
         let stack = series::of_base(base, &["all".to_owned()])?;
         if !stack.is_empty() {
@@ -48,13 +48,13 @@ fn stack_boots(cache: &Cache, stack: &[Series]) -> Result<()> {
     let image = build::build(cache, stack[0].base, stack, None)?;
     let mut tests = Vec::new();
     for series in stack {
-        // What is another architecture's alone is in the image and not in what boots of it.
+        // A series for another architecture is in the source but not in the image that boots.
         if series.architecture()? == image.architecture {
             tests.extend(series.about.test.iter().cloned());
         }
     }
-    // CPUs that race find something now and then, which is for those who look for it
-    // (`cargo lab check`), and so are hosts and kernels besides.
+    // Races with two CPUs fail now and then by chance. They and tests that need other hosts or
+    // kernels are left to `cargo lab check`.
     tests.retain(|test| !test.multi && test.is_plain());
     boots::every_time(cache, &image, stack, &tests)
 }

@@ -1,9 +1,9 @@
-//! `cargo lab kvm-unit-tests DIR`: a directory of x86 images that were built elsewhere, each run
-//! under `vellum run` on an emulated host as its `unittests.cfg` says.
+//! `cargo lab kvm-unit-tests DIR`: runs a directory of prebuilt x86 images under `vellum run` on an
+//! emulated host, as their `unittests.cfg` says.
 //!
-//! The configuration speaks QEMU's language; what has no meaning here (a device of QEMU's) skips
-//! the test with that reason. A host that dies under a test fails that test, and the rest go on in
-//! a fresh one.
+//! The configuration is in QEMU's terms. A test that needs something without an equivalent, such as
+//! a QEMU device, is skipped with that reason. If the host dies under a test, that test fails, and
+//! the others continue on a fresh host.
 //!
 //! # What does not pass on `svm` (QEMU 7.2, Linux 6.1), and why
 //!
@@ -39,50 +39,47 @@ pub struct Test {
     keys: BTreeMap<String, String>,
 }
 
-/// How one ended.
+/// A test's result.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
-    /// Its own status said so.
+    /// Its own status says that it passed.
     Pass,
-    /// With what it said last.
+    /// Its last output.
     Fail(String),
-    /// With the reason.
+    /// The reason.
     Skip(String),
 }
 
-/// The status with which a test that skipped itself ends: it writes 77 >> 1, so that this comes
-/// out.
+/// The exit status of a test that skips itself. It writes 77 >> 1 to the exit port.
 const SKIPPED: i32 = 77;
-/// And one that passed.
+/// The exit status of a test that passes.
 const PASSED: i32 = 1;
 
-/// What every test may take in seconds unless it says otherwise, and by how much an emulated host
-/// is slower than those that the limits were made for. Most tests end long before; those that map
-/// gigabytes need it.
+/// The default limit of a test in seconds, and the factor by which an emulated host is slower than
+/// the hosts that the limits were made for. Most tests end long before. Those that map gigabytes
+/// need it.
 const SECONDS: u64 = 90;
 const SLOWNESS: u64 = 10;
 
-/// How Vellum refuses a CPU feature that the host has not (`arch/x86_64/cpuid/`).
+/// Vellum's message for a CPU feature that the host lacks (`arch/x86_64/cpuid/`).
 const NOT_OFFERED: &str = "this host's KVM does not offer it";
 
-/// The one thing in a test's arguments that its authors leave to a shell: the host's time at the
-/// start.
+/// The only shell substitution in the tests' arguments: the host's time at the start.
 const NOW: &str = "`date +%s`";
 
-/// CPUs that `smp = $MAX_SMP` stands for.
+/// The number of CPUs for `smp = $MAX_SMP`.
 const MAX_SMP: u32 = 2;
 
-/// Who has the interrupt controller of a test that does not say so itself.
+/// The interrupt controller of tests that do not choose one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Irqchip {
-    /// KVM all of it, with the timer that some tests count on
+    /// KVM emulates all of it, with the timer that some tests need
     Kernel,
-    /// Vellum the I/O APIC
+    /// Vellum emulates the I/O APIC
     Split,
 }
 
-/// Runs those of the directory's tests whose names contain one of `only` (all, if that is empty) on
-/// `host`.
+/// Runs the directory's tests whose names contain one of `only` (all if it is empty) on `host`.
 pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String], irqchip: Irqchip) -> Result<u8> {
     let config = dir.join("unittests.cfg");
     let config = if config.is_file() { config } else { dir.join("x86/unittests.cfg") };
@@ -124,7 +121,7 @@ pub fn run(cache: &Cache, host: &Request, dir: &Path, only: &[String], irqchip: 
     Ok(u8::from(failed > 0))
 }
 
-/// Runs as many of `waiting` as one host survives; how many that were.
+/// Runs as many of `waiting` as one host survives. Returns how many were run.
 fn boot(
     cache: &Cache,
     programs: &Programs,
@@ -156,11 +153,11 @@ fn boot(
     });
     match outcome {
         Ok(_) => Ok(done),
-        // A host that does not even come up would not come up again.
+        // A host that does not come up would not come up again.
         Err(error) if !up => Err(error),
-        // All has been heard that was to be.
+        // Every test has reported.
         Err(_) if done == waiting.len() => Ok(done),
-        // The host's time was over, not this test's: it has another host to itself.
+        // The host's time limit expired, not this test's. The test gets another host.
         Err(Error::Host { timed_out: true, .. }) if done > 0 => Ok(done),
         Err(error) => {
             let why = error.to_string();
@@ -183,8 +180,8 @@ fn report(verdicts: &mut Vec<(String, Verdict)>, name: String, verdict: Verdict)
     verdicts.push((name, verdict));
 }
 
-/// What a status and a console say. Vellum's own errors end with the status of a pass, but they
-/// have the last word, and every test speaks.
+/// The result by exit status and console. Vellum's own errors exit with a pass's status, but their
+/// message is the last line, and every test prints something.
 fn verdict(status: i32, console: &str) -> Verdict {
     let summary = console.lines().rev().find(|line| line.starts_with("SUMMARY"));
     let failures: Vec<&str> = console.lines().filter(|line| line.starts_with("FAIL")).take(3).collect();
@@ -212,7 +209,7 @@ fn verdict(status: i32, console: &str) -> Verdict {
     }
 }
 
-/// The sections of a `unittests.cfg`.
+/// Parses the sections of a `unittests.cfg`.
 pub fn parse(text: &str) -> Vec<Test> {
     let mut tests: Vec<Test> = Vec::new();
     for line in text.lines().map(str::trim).filter(|line| !line.starts_with('#')) {
@@ -230,7 +227,7 @@ impl Test {
         self.keys.get(name).map(String::as_str)
     }
 
-    /// The image, and the shell line that runs it in the host; or why there is none.
+    /// The image and the shell command that runs it in the host. An error is the reason to skip it.
     fn command(&self, images: &Path, irqchip: Irqchip) -> std::result::Result<(PathBuf, String), String> {
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
         if let Some(arch) = self.key("arch").filter(|arch| *arch != "x86_64") {
@@ -265,7 +262,7 @@ impl Test {
                 "-smp" => return Err("it gives a topology in QEMU's form".into()),
                 "-cpu" => features.extend(value().split(',').skip(1).map(str::to_owned)),
                 "-machine" | "-M" => match value().as_str() {
-                    // The split form has no PIT.
+                    // The split irqchip has no PIT.
                     "pit=off" | "kernel_irqchip=split" | "q35,kernel-irqchip=split" => {
                         irqchip = Irqchip::Split
                     }
@@ -283,12 +280,12 @@ impl Test {
         };
         for (name, value) in features.iter().map(|feature| feature.split_once('=').unwrap_or((feature, ""))) {
             match name {
-                // A guest sees its host's vendor, as KVM wants it.
+                // A guest sees its host's vendor, as KVM requires.
                 "vendor" => {
                     let is = format!("grep -q 'vendor_id.*{value}' /proc/cpuinfo");
                     line += &unmet(&is, &format!("the host is no {value}"));
                 }
-                // The first is about QEMU's own migration, the second is how Vellum has it.
+                // The first is about QEMU's migration. Vellum always does the second.
                 "migratable" | "host-phys-bits" if value != "off" => (),
                 hyperv if hyperv.starts_with("hv_") => {
                     return Err("it needs Hyper-V's interface, which Vellum has not".into());
@@ -329,7 +326,7 @@ impl Test {
     }
 }
 
-/// QEMU's names of features, where Vellum follows the kernel's.
+/// Translates QEMU's names of features to the kernel's, which Vellum uses.
 fn renamed(feature: &str) -> String {
     const NAMES: [(&str, &str); 1] = [("tsc-deadline", "tsc-deadline-timer")];
     let (sign, name) = feature.split_at(1);
@@ -345,7 +342,7 @@ fn unquoted(text: &str) -> String {
     shell_words(text).join(" ")
 }
 
-/// Words as a shell cuts them, as far as the configuration goes: blanks, single and double quotes.
+/// Splits words as a shell does: blanks, single and double quotes.
 fn shell_words(text: &str) -> Vec<String> {
     let mut words = Vec::new();
     let mut word: Option<String> = None;
@@ -365,8 +362,8 @@ fn shell_words(text: &str) -> Vec<String> {
     words
 }
 
-/// The host that the tests expect where nothing else is asked for: room for their guests, time for
-/// the longest, and two CPUs at once.
+/// The default host of these tests: memory for their guests, time for the longest, and two CPUs in
+/// parallel.
 pub fn host(request: Request) -> Request {
     let pace = if request.pace == Pace::Counted { Pace::Races } else { request.pace };
     let memory_mib = request.memory_mib.max(4096);

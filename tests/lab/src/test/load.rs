@@ -1,5 +1,5 @@
-//! A load beside tests: four processes that spin and a build that begins again and again. A test
-//! that fails beside it has taken slowness for a fault.
+//! A load for tests: four processes that spin, and a build that is repeated. A test that fails only
+//! under load has taken slowness for a fault.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -14,7 +14,7 @@ use crate::{Error, Result, artifacts, tool};
 /// How many processes spin.
 const SPINNING: usize = 4;
 
-/// The load, which ends when this is dropped.
+/// The load. It ends on drop.
 pub struct Load {
     spinning: Vec<Child>,
     over: Arc<AtomicBool>,
@@ -46,8 +46,8 @@ impl Drop for Load {
     }
 }
 
-/// Builds the workspace from nothing until it is over, in a directory of its own: cargo locks the
-/// one that tests are built in.
+/// Builds the workspace from scratch until `over`, in a directory of its own, because cargo locks
+/// the directory in which tests are built.
 fn build(over: &AtomicBool) {
     let dir = artifacts::workspace().join("target/load");
     while !over.load(Ordering::SeqCst) {
@@ -63,16 +63,16 @@ fn build(over: &AtomicBool) {
     let _ = fs::remove_dir_all(&dir);
 }
 
-/// A process that leads a group, and ends with the laboratory.
+/// Starts a process that leads a group and ends with the laboratory.
 fn started(command: &mut Command) -> Result<Child> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
     tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", command.get_program()))
 }
 
-/// Ends a process with its group: cargo's compilers go on without it.
+/// Kills a process with its group. cargo's compilers would continue without it.
 fn end(child: &mut Child) {
     if matches!(child.try_wait(), Ok(None)) {
-        // SAFETY: a signal to the group that the process leads, which was not waited for yet.
+        // SAFETY: this signals the group that the process leads. It has not been waited for.
         unsafe { libc::kill(-child.id().cast_signed(), libc::SIGKILL) };
     }
     let _ = child.wait();

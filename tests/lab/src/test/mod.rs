@@ -1,15 +1,13 @@
-//! `cargo lab test`: everything that this machine can prove, and one list of what it cannot.
+//! `cargo lab test`: runs every test that this machine can run, and lists what it cannot.
 //!
-//! [`programs`] finds the test programs and says where each can run. On this machine all of them do
-//! ([`here`]), each test of libtest's in a process of its own. On an emulated host ([`hosts`])
-//! those run that need a KVM, built static and shipped in, where `lab test metal` runs them as it
-//! would on any machine; the hosts of a run boot side by side ([`pool`]). What came of it is
-//! counted from records ([`tally`]), never from what is printed, with where the time went
-//! ([`clock`]). A bed that is missing is an entry of the skip list, never a silent pass. What takes
-//! long is left to `--full`, and [`green`] knows when that last passed.
+//! [`programs`] finds the test programs and where each can run. All run on this machine ([`here`]),
+//! each libtest test in a process of its own. Programs that need KVM also run on emulated hosts
+//! ([`hosts`]): they are built static and copied there, and `lab test metal` runs them as on any
+//! machine. The hosts of a run boot in parallel ([`pool`]). Results are counted from records
+//! ([`tally`]), never from output, and times by [`clock`]. A missing bed is listed as skipped. Slow
+//! tests are left to `--full`, and [`green`] records when it last passed.
 //!
-//! Here are also [`fresh`], which runs the README's commands on a machine that has nothing, and
-//! [`kvm_unit_tests`].
+//! [`fresh`] runs the README's commands on a fresh machine. [`kvm_unit_tests`] runs kvm-unit-tests.
 
 pub(crate) mod clock;
 mod debuggers;
@@ -49,7 +47,7 @@ use tally::Tally;
 pub enum TestHost {
     /// This machine: `cargo test`.
     Local,
-    /// This machine's KVM: the bed tests only, optimized.
+    /// This machine's KVM: only the bed tests, optimized.
     Metal,
     /// The bed tests on emulated hosts of this kind.
     Emulated(Emulated),
@@ -61,9 +59,9 @@ pub enum TestHost {
     Kernels,
     /// The fuzz targets.
     Fuzz,
-    /// Live migration, for as long as it takes to see all of it.
+    /// Live migration, with all tests.
     Migration,
-    /// Plans on a Slurm cluster of this machine alone.
+    /// Plans on a Slurm cluster that consists of this machine.
     Fleet,
 }
 
@@ -128,40 +126,40 @@ impl ValueEnum for TestHost {
     }
 }
 
-/// What is asked of [`run`].
+/// The options of [`run`].
 pub struct Options {
     /// One bed, or all.
     pub bed: Option<TestHost>,
-    /// The consent to install Debian's packages and to reserve huge pages for the duration.
+    /// Permission to install Debian packages, and to reserve huge pages during the tests.
     pub setup: bool,
-    /// Test executables that were built elsewhere, for [`TestHost::Metal`].
+    /// A directory of prebuilt test programs, for [`TestHost::Metal`].
     pub prebuilt: Option<PathBuf>,
-    /// The one kind of emulated host that is wanted, or both.
+    /// The only kind of emulated host to use, or both.
     pub npt: Option<bool>,
-    /// The emulated hosts of [`TestHost::Linux`], where not those of svm.
+    /// The emulated hosts of [`TestHost::Linux`], if not svm's.
     pub hosts: Option<Emulated>,
-    /// All that a run without a bed leaves out for its length.
+    /// Whether to run the slow tests too.
     pub full: bool,
-    /// How often each local program runs beside a load, where that is wanted.
+    /// How often each local program runs under load, if asked for.
     pub loaded: Option<u32>,
-    /// How long all fuzz targets together take.
+    /// The time for all fuzz targets together.
     pub time: Option<Duration>,
-    /// What the test programs are told: which tests, above all.
+    /// The test programs' arguments, such as test names.
     pub arguments: Vec<String>,
-    /// Where each test goes as a case of one result, where that is wanted.
+    /// Standard output for a report with a case per test, if asked for.
     pub form: Option<Output>,
 }
 
-/// Huge pages that `--setup` reserves: what the largest bed test asks for.
+/// The number of huge pages that `--setup` reserves: as many as the largest bed test needs.
 const HUGEPAGES: u32 = 96;
 
 impl Options {
-    /// Whether this is a run that leaves out what takes long.
+    /// Whether this run leaves out slow tests.
     fn is_short(&self) -> bool {
         self.bed.is_none() && !self.full
     }
 
-    /// Whether what is asked for goes together.
+    /// Checks that the options are compatible.
     fn check(&self) -> Result<()> {
         if self.prebuilt.is_some() && self.bed != Some(TestHost::Metal) {
             return Err(Error::Usage(
@@ -212,7 +210,7 @@ impl Options {
     }
 }
 
-/// Whether the tests on `bed`, or those of a run without one, call `tool`.
+/// Whether the tests on `bed`, or in a run without a bed, use `tool`.
 fn needs(bed: Option<TestHost>, tool: &str) -> bool {
     match bed {
         None | Some(TestHost::Local | TestHost::Metal | TestHost::Migration) => true,
@@ -222,7 +220,7 @@ fn needs(bed: Option<TestHost>, tool: &str) -> bool {
     }
 }
 
-/// Runs the tests; the exit code is 0 where none failed.
+/// Runs the tests. The exit code is 0 if none failed.
 pub fn run(mut options: Options) -> Result<u8> {
     options.check()?;
     let form = options.form.take();
@@ -252,12 +250,12 @@ pub fn run(mut options: Options) -> Result<u8> {
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         match options.bed {
             Some(TestHost::Metal) => here::metal(options, &mut tally)?,
-            // This runs metal's tests too, on the same KVM.
+            // This includes metal's tests, on the same KVM.
             _ => here::local(options, &mut tally)?,
         }
     }
     let mut jobs = Vec::new();
-    // One kind of host is enough for a run without a bed: each takes long.
+    // A run without a bed uses one kind of host, because each takes long.
     if let TestHost::Emulated(host) = options.bed.unwrap_or(TestHost::Emulated(HOSTS[0]))
         && setup::packages(host.programs(), options.setup, host.name(), &mut tally)?
     {
@@ -269,7 +267,7 @@ pub fn run(mut options: Options) -> Result<u8> {
             jobs.extend(hosts::linux(options, &mut tally)?);
         }
     }
-    // That of another architecture is built and tried in short there.
+    // A run without a bed builds for the other architecture and tests it briefly.
     if options.bed.is_none() && setup::packages(arm64::HOST.programs(), options.setup, "arm64", &mut tally)? {
         jobs.push(hosts::short(arm64::HOST)?);
     }
@@ -300,7 +298,7 @@ pub fn run(mut options: Options) -> Result<u8> {
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
         here::fleet(options, &mut tally)?;
     }
-    // Arguments name tests of this machine's part.
+    // Arguments name tests on this machine, so Linux guests are left out then.
     let moves = options.bed == Some(TestHost::Pair)
         || options.bed == Some(TestHost::Migration) && options.arguments.is_empty();
     let needs = [svm::HOST.programs(), &["lz4", "zstd"]].concat();
@@ -326,12 +324,12 @@ pub fn run(mut options: Options) -> Result<u8> {
     ended(options, form, tally)
 }
 
-/// Prints what came of it, and keeps what the next run wants to know.
+/// Prints the results and records what later runs use.
 fn ended(options: &Options, form: Option<Output>, tally: Tally) -> Result<u8> {
     tally.close();
     let status = tally.status();
     if !tally.is_inner() {
-        // What the tests came to is known all the same.
+        // The results are known in any case.
         if let Err(error) = green::keep(options, status, &tally.times()) {
             eprintln!("lab: {error}");
         }

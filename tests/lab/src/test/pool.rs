@@ -1,6 +1,6 @@
-//! The emulated hosts of a run, side by side: each boots once, does its work, and is counted.
+//! Boots the emulated hosts of a run in parallel, each once, and counts their results.
 //!
-//! What they do is decided in [`super::hosts`]. All that they need is built before the first one
+//! [`super::hosts`] decides what each does. Everything that they need is built before the first one
 //! boots.
 
 use std::ffi::OsString;
@@ -20,28 +20,28 @@ use crate::hosts::{self, HostKernel, Request};
 use crate::lanes::side_by_side;
 use crate::{Error, Result};
 
-/// A guest for tests: its kernel's version, itself, and the ELF image that is in a bzImage.
+/// A guest for tests: its kernel's version, the guest, and its kernel's ELF image.
 pub type Made = (&'static str, Guest, Option<PathBuf>);
 
-/// A host and what it does.
+/// A host and its work.
 pub struct Job {
-    /// By what it is counted: `svm npt=1`.
+    /// Its name in the count: `svm npt=1`.
     pub name: String,
     /// The host.
     pub request: Request,
-    /// What it does.
+    /// Its work.
     pub work: Work,
 }
 
-/// What a host does.
+/// A host's work.
 pub enum Work {
-    /// Test programs, each with these arguments, and the guests that they have.
+    /// Test programs, each with these arguments, and their guests.
     Tests { programs: Vec<Executable>, guests: Vec<Made>, arguments: Vec<String> },
     /// Commands, each with what it shows.
     Commands(Vec<(String, String)>),
 }
 
-/// Runs `jobs`, as many at once as there are CPUs.
+/// Runs `jobs`, as many in parallel as there are CPUs.
 pub fn run(cache: &Cache, jobs: &[Job], tally: &mut Tally) -> Result<()> {
     if jobs.is_empty() {
         return Ok(());
@@ -72,7 +72,7 @@ pub fn run(cache: &Cache, jobs: &[Job], tally: &mut Tally) -> Result<()> {
     done.map(drop)
 }
 
-/// The commands of a host, one after the other.
+/// Runs a host's commands in turn.
 fn in_turn(
     cache: &Cache,
     programs: &Programs,
@@ -95,7 +95,7 @@ fn in_turn(
     spans.tell(name, &mut tally);
     let outcome = match ended {
         Ok(outcome) => outcome,
-        // The host is itself under test.
+        // The host itself is under test.
         Err(error) => {
             eprintln!("lab: {name}: {error}");
             return tally.fail(name, "the emulated host did not finish");
@@ -111,7 +111,7 @@ fn in_turn(
     }
 }
 
-/// The test programs of a host, by the laboratory in there.
+/// Runs a host's test programs by the laboratory in the host.
 fn by_record(
     cache: &Cache,
     programs: &Programs,
@@ -131,7 +131,7 @@ fn by_record(
             lines.extend_from_slice(bytes);
             records.push(bytes, |row| spans.line(row));
         }
-        // The other host speaks between its lines.
+        // Lines of several hosts interleave, so each has the host's name.
         Frame::Stderr(bytes) => rows.push(bytes, |row| locked(tally).show(&format!("{name}: {row}"))),
         Frame::Boot(boot) => {
             spans.ended("boot");
@@ -142,23 +142,22 @@ fn by_record(
     let (lines, mut tally) = (String::from_utf8_lossy(&lines), locked(tally));
     spans.tell(name, &mut tally);
     if !outcome.as_ref().is_ok_and(|outcome| outcome.code() == 0) {
-        // What failed may have failed for want of that; and a host does without much of it.
+        // A complaint may explain a failure, but hosts can do without much.
         complaints.iter().for_each(|lacks| tally.show(&format!("{name}: the host itself: {lacks}")));
     }
     match outcome {
         Ok(outcome) => tally.program(name, "", &lines, outcome.code() == 0),
-        // The host is itself under test: one that dies is a failure, and the other one still has
-        // something to say.
+        // The host itself is under test: one that dies is a failure. The other hosts continue.
         Err(error) => {
             eprintln!("lab: {name}: {error}");
-            // Cut off, as is to be expected.
+            // The record is incomplete, as expected.
             let _ = tally.lines(name, "", &lines);
             tally.fail(name, "the emulated host did not finish");
         }
     }
 }
 
-/// A host that has `tests` and `guests`, and runs them.
+/// Adds `tests` and `guests` to a host, and the command that runs them.
 fn with_tests(
     mut request: Request,
     programs: &Programs,
@@ -167,10 +166,10 @@ fn with_tests(
     arguments: &[String],
 ) -> Request {
     request.files.push((programs.lab.clone(), "/bin/lab".into()));
-    // The tests know vellum by the path at which cargo built it.
+    // The tests find vellum at the path at which cargo built it.
     request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
     for test in tests {
-        // CARGO_TARGET_TMPDIR, as cargo told the tests when it built them: target/TRIPLE/tmp beside
+        // CARGO_TARGET_TMPDIR of the tests' build: target/TRIPLE/tmp, for tests in
         // target/TRIPLE/PROFILE/deps/TEST.
         let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
         request.directories.push(target.join("tmp").to_string_lossy().into_owned());
@@ -187,12 +186,12 @@ fn with_tests(
     }
     let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
     request.commands.push([&line[..], arguments].concat());
-    // In there, standard output is the record, and what is said besides is for people.
+    // In the host, standard output is the record. All other output goes to standard error.
     request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
     request
 }
 
-/// A count that a lane which panicked has not left half done: it is made of whole lines.
+/// Ignores poison: the count consists of whole lines, even if a thread panicked.
 fn locked<'a, T>(tally: &'a Mutex<T>) -> MutexGuard<'a, T> {
     tally.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -202,7 +201,7 @@ fn absolute(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// What a host spent its time on, as it is seen from here: its own clock may count instructions.
+/// A host's times by this machine's clock. Its own clock may count instructions.
 struct Spans(Vec<(String, Duration)>, Instant);
 
 impl Spans {
@@ -210,7 +209,7 @@ impl Spans {
         Self(Vec::new(), Instant::now())
     }
 
-    /// What has ended took the time since what ended before it; a program's tests are one.
+    /// Attributes the time since the last end to `what`. A program's tests are one entry.
     fn ended(&mut self, what: &str) {
         let passed = self.1.elapsed();
         self.1 += passed;
@@ -220,7 +219,7 @@ impl Spans {
         }
     }
 
-    /// A line of the host's record.
+    /// Processes a line of the host's record.
     fn line(&mut self, row: &str) {
         for line in record::parse(row).0 {
             if let Line::Test { name, .. } = line {
@@ -234,7 +233,7 @@ impl Spans {
     }
 }
 
-/// Bytes as they come, cut into lines.
+/// Splits bytes into lines.
 #[derive(Default)]
 struct Rows(Vec<u8>);
 

@@ -1,8 +1,8 @@
-//! Which test programs there are, and where each of them can run.
+//! The test programs and where each can run.
 //!
-//! Cargo says which there are. Those with a harness of their own keep a record (`support::record`),
-//! and their package's Cargo.toml says in `[package.metadata.beds]` where they run. The others are
-//! libtest's, and run on this machine.
+//! Cargo lists the programs. Those with a harness of their own keep a record (`support::record`),
+//! and `[package.metadata.beds]` in their package's Cargo.toml says where they run. The others use
+//! libtest and run on this machine.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,21 +14,21 @@ use crate::architecture::Architecture;
 use crate::artifacts::{self, Executable};
 use crate::{Error, Result};
 
-/// Where a program that keeps a record can run; each runs on this machine too, where it says what
-/// it lacks there.
+/// Where a program that keeps a record can run. Each also runs on this machine, and reports there
+/// what it lacks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Place {
-    /// On this machine alone.
+    /// Only on this machine.
     Local,
-    /// On every test host: it needs a KVM.
+    /// On every test host: it needs KVM.
     Kvm,
-    /// On the test host that brings Linux guests.
+    /// On test hosts with Linux guests.
     Linux,
-    /// On this machine, from where it boots emulated hosts.
+    /// On this machine, where it boots emulated hosts.
     Emulated,
 }
 
-/// What is read of a Cargo.toml.
+/// The part of a Cargo.toml that is read.
 #[derive(Deserialize)]
 struct Manifest {
     package: Package,
@@ -48,7 +48,7 @@ struct Metadata {
     hosts: Hosts,
 }
 
-/// Programs by where they run.
+/// The programs by where they run.
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Hosts {
@@ -102,13 +102,13 @@ fn places_in(manifest: &str) -> std::result::Result<BTreeMap<String, Place>, Str
     Ok(places)
 }
 
-/// The programs of vellum's that run at `place`, built static.
+/// vellum's programs for `place`, built static.
 pub fn built_for(place: Place) -> Result<Vec<Executable>> {
     built_at(place, "vellum", "Cargo.toml", artifacts::build_static)
 }
 
-/// Those that run wherever there is a KVM of this architecture, built static for it. Programs with
-/// guest code of their own are of x86-64.
+/// The programs that run on any KVM of this architecture, built static for it. Programs with guest
+/// code of their own are for x86-64.
 pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
     match architecture {
         Architecture::X86 => built_for(Place::Kvm),
@@ -116,15 +116,15 @@ pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
     }
 }
 
-/// What has no guest code of x86-64's.
+/// Programs without x86-64 guest code.
 const ON_ARM: [&str; 3] = ["dirty_log", "run", "workload"];
 
-/// That with Linux guests, built static for hosts of `architecture`.
+/// The program with Linux guests, built static for hosts of `architecture`.
 pub fn linux_on(architecture: Architecture) -> Result<Vec<Executable>> {
     named_for(architecture, &["linux"])
 }
 
-/// These programs of vellum's, built static.
+/// vellum's programs `names`, built static.
 pub fn named(names: &[&str]) -> Result<Vec<Executable>> {
     named_for(Architecture::X86, names)
 }
@@ -136,7 +136,7 @@ fn named_for(architecture: Architecture, names: &[&str]) -> Result<Vec<Executabl
     Ok(artifacts::build_for(architecture, &arguments)?.into_iter().filter(|program| program.test).collect())
 }
 
-/// The laboratory's own that boot emulated hosts.
+/// The laboratory's own test programs, which boot emulated hosts.
 pub fn promises() -> Result<Vec<Executable>> {
     built_at(Place::Emulated, "lab", "tests/lab/Cargo.toml", artifacts::build)
 }
@@ -151,7 +151,7 @@ fn built_at(
     let mut arguments = vec!["test", "--no-run", "--package", package];
     let names = places.iter().filter(|(_, at)| **at == place).map(|(name, _)| name.as_str());
     arguments.extend(names.flat_map(|name| ["--test", name]));
-    // The programs that they start are built with them.
+    // Filters out the programs that the tests start, which are built too.
     Ok(build(&arguments)?.into_iter().filter(|program| program.test).collect())
 }
 
@@ -204,8 +204,8 @@ mod tests {
         }
     }
 
-    /// rustc removes a function with its own `#[test]` from a program that has another harness, and
-    /// says nothing.
+    /// rustc silently removes a function with its own `#[test]` from a program with another
+    /// harness.
     #[test]
     fn a_test_of_a_program_that_keeps_a_record_is_one_of_support() {
         let loses = |source: &str| {

@@ -1,6 +1,6 @@
-//! The programs of other projects that judge what Vellum writes for them: from PyPI, each at a
-//! version, in a virtual environment; from Debian, lava-common; and the parser of KTAP out of the
-//! kernel's source. All lie in one entry of the cache.
+//! Other projects' programs that validate Vellum's output: packages of PyPI at fixed versions in a
+//! virtual environment, Debian's lava-common, and the KTAP parser of the kernel's source. All are
+//! in one cache entry.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,10 +16,10 @@ use crate::kernel::Base;
 use crate::kernel::tree::Tree;
 use crate::{Error, Result, tool};
 
-/// Which tells a test program where they are.
+/// The variable that tells test programs where they are.
 pub const VARIABLE: &str = "VELLUM_READERS";
 
-/// From PyPI. The last two are lava-common's.
+/// Packages of PyPI. lava-common needs the last two.
 const PINNED: [&str; 6] = [
     "junitparser==5.0.3",
     "kcidb-io==141",
@@ -29,20 +29,20 @@ const PINNED: [&str; 6] = [
     "voluptuous==0.13.1",
 ];
 
-/// Whose source has the parser of KTAP.
+/// The base whose source has the KTAP parser.
 const KERNEL: &str = "6.12";
 
 fn name() -> String {
     format!("readers/{}", digest(PINNED.iter().map(|pin| pin.as_bytes())))
 }
 
-/// Where they are, if they are.
+/// Their directory, if it exists.
 pub fn find() -> Option<PathBuf> {
     let dir = Cache::open().ok()?.path(&name());
     dir.is_dir().then_some(dir)
 }
 
-/// Fetches what is missing; what cannot be had the test programs name themselves.
+/// Fetches them if need be. Test programs report what is missing.
 pub fn prepare(tally: &mut Tally) {
     if let Err(error) = fetch() {
         tally.show(&format!("lab: without the readers of other projects: {error}"));
@@ -53,7 +53,7 @@ fn fetch() -> Result<()> {
     if find().is_some() {
         return Ok(());
     }
-    // Its package has no program of its own: the module that makes environments needs it.
+    // python3-venv has no program to look for. The venv module needs its ensurepip.
     let ensurepip = Command::new("python3").args(["-c", "import ensurepip"]).output();
     if !ensurepip.is_ok_and(|output| output.status.success()) && setup::is_root() {
         setup::install(&BTreeSet::from(["python3-venv"]))?;
@@ -76,8 +76,8 @@ fn fetch() -> Result<()> {
     Ok(())
 }
 
-/// The virtual environment. It is moved when it is whole, so that its programs are called as
-/// modules: their first lines name the place where they were installed.
+/// Makes the virtual environment. It is moved when it is complete, so its programs must be called
+/// as modules: their first lines name the original path.
 fn environment(dir: &Path) -> Result<()> {
     eprintln!("lab: installing {}", PINNED.join(" "));
     let venv = dir.join("venv");

@@ -1,4 +1,4 @@
-//! What `--setup` consents to: Debian's packages, and huge pages for as long as the tests run.
+//! What `--setup` permits: installing Debian packages, and reserving huge pages during the tests.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,8 +14,8 @@ use crate::{Error, Result, tool};
 
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Sees to it that the packages behind `programs` are there. Without consent or without root `host`
-/// is skipped, with the one line that would help.
+/// Makes sure that the packages of `programs` are installed. Without permission or root, `host` is
+/// skipped with the command that installs them.
 pub fn packages(programs: &[&'static str], consent: bool, host: &str, tally: &mut Tally) -> Result<bool> {
     let missing = doctor::missing(programs);
     let Some(line) = doctor::install_line(&missing) else { return Ok(true) };
@@ -33,14 +33,14 @@ pub(crate) fn is_root() -> bool {
     unsafe { libc::geteuid() == 0 }
 }
 
-/// The tools among [`TOOLS`] that `wanted` takes. A test that lacks one says so itself.
+/// Installs the tools of [`TOOLS`] that `wanted` selects. A test that lacks one reports it.
 pub fn tools(wanted: impl Fn(&str) -> bool, tally: &mut Tally) {
     let lacking = TOOLS.iter().filter(|(name, _)| wanted(name) && tools::find(name).is_none());
     let packages: BTreeSet<&str> = lacking.map(|(_, package)| *package).collect();
     if packages.is_empty() || !is_root() || install(&packages).is_ok() {
         return;
     }
-    // One that cannot be had keeps none of the others away.
+    // A package that is not available must not prevent the others.
     for package in packages {
         if let Err(error) = install(&BTreeSet::from([package])) {
             tally.show(&format!("lab: without {package}: {error}"));
@@ -48,8 +48,8 @@ pub fn tools(wanted: impl Fn(&str) -> bool, tally: &mut Tally) {
     }
 }
 
-/// Whether CI holds this run to its consent: a test that is skipped although `--setup` could have
-/// installed what it needs fails.
+/// Whether CI requires that `--setup` is complete: a test that is skipped although `--setup` could
+/// have installed what it needs fails.
 pub fn is_held_to(consent: bool) -> bool {
     consent && is_root() && std::env::var_os("CI").is_some_and(|ci| ci == "true")
 }
@@ -57,25 +57,25 @@ pub fn is_held_to(consent: bool) -> bool {
 pub(super) fn install(packages: &BTreeSet<&str>) -> Result<()> {
     let cache = Cache::open()?;
     let _lock = cache.lock("packages")?;
-    // In a directory of our own: where others install too, theirs may be emptied before we have
-    // unpacked.
+    // Uses a directory of its own. Another process may empty the system's archive directory before
+    // the packages are unpacked.
     let archives = cache.dir("archives")?;
     fs::create_dir_all(archives.join("partial")).map_err(Error::file("create", &archives))?;
     eprintln!("lab: installing {}", packages.iter().copied().collect::<Vec<_>>().join(" "));
     let apt = || {
         let mut command = Command::new("apt-get");
-        // Others install too: what upgrades a machine unattended, say.
+        // Waits for other installers, such as unattended upgrades.
         command.env("DEBIAN_FRONTEND", "noninteractive").args(["-q", "-o", "DPkg::Lock::Timeout=600"]);
         command.arg("-o").arg(format!("Dir::Cache::archives={}", archives.display()));
         command
     };
-    // Someone else may be reading the lists, and there may be no network: older ones can do.
+    // The update may fail because of a lock or no network. Older lists may be enough.
     let lists = tool::output(apt().arg("update"));
     let installed = tool::output(apt().args(["install", "--yes", "--no-install-recommends"]).args(packages));
     installed.or_else(|error| lists.and(Err(error))).map(drop)
 }
 
-/// Huge pages that go back when this is dropped.
+/// Reserved huge pages. They are released on drop.
 pub struct HugePages {
     before: u64,
 }
@@ -88,7 +88,8 @@ impl Drop for HugePages {
     }
 }
 
-/// Raises the pool so that `wanted` pages of 2 MiB are free; `None` where it need not or cannot.
+/// Raises the pool so that `wanted` pages of 2 MiB are free. `None` if that is unnecessary or
+/// impossible.
 pub fn huge_pages(wanted: u32, tally: &mut Tally) -> Option<HugePages> {
     let read = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let free = read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")?;
@@ -114,15 +115,15 @@ extern "C" fn note(signal: libc::c_int) {
     SIGNAL.store(signal, Ordering::SeqCst);
     let child = CHILD.load(Ordering::SeqCst);
     if child > 0 {
-        // SAFETY: kill is async-signal-safe; the group is the one that our child leads.
+        // SAFETY: kill is async-signal-safe. The child leads the group.
         unsafe { libc::kill(-child, signal) };
     }
 }
 
 const CAUGHT: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
-/// While this lives, Ctrl-C and friends end the running test program, and this one only when it has
-/// put things back.
+/// While this exists, SIGINT, SIGTERM and SIGHUP end the running test program. The laboratory
+/// itself ends only after it has cleaned up.
 pub struct Signals(());
 
 impl Signals {
@@ -141,23 +142,22 @@ impl Drop for Signals {
 
 fn handle(how: libc::sighandler_t) {
     for signal in CAUGHT {
-        // SAFETY: the handler is the default or `note`, which does only what is async-signal-safe.
+        // SAFETY: the handler is the default or `note`, which is async-signal-safe.
         unsafe { libc::signal(signal, how) };
     }
 }
 
-/// A test program begins or, with 0, has ended: the one that signals are passed on to. It leads a
-/// group of its own.
+/// Sets the process that gets signals, which leads a group of its own. 0 after it has ended.
 pub fn child(pid: u32) {
     CHILD.store(pid.cast_signed(), Ordering::SeqCst);
     let signal = SIGNAL.load(Ordering::SeqCst);
     if pid != 0 && signal != 0 {
-        // It came before there was anyone to pass it on to.
+        // The signal came before the process started.
         note(signal);
     }
 }
 
-/// An error if a signal asked to stop.
+/// Returns an error if a signal asked to stop.
 pub fn check_interrupted() -> Result<()> {
     match SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),

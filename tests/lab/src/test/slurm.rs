@@ -1,5 +1,5 @@
-//! Debian's Slurm, unpacked into the cache for the tests of fleets: no package is installed, so
-//! that no service starts.
+//! Debian's Slurm, unpacked into the cache for the tests of fleets. It is not installed, so no
+//! service starts.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,11 +10,11 @@ use crate::cache::Cache;
 use crate::debian::{self, Archive};
 use crate::{Error, Result};
 
-/// Which tells a test program where it is.
+/// The variable that tells a test program where it is.
 pub const VARIABLE: &str = "VELLUM_SLURM";
 
-/// The daemons and clients, and what they need besides the C library: /etc, users and services are
-/// what packages would add.
+/// The daemons, the clients, and their libraries besides the C library. Installed packages would
+/// also add /etc, users and services.
 const PACKAGES: [&str; 14] = [
     "slurmctld",
     "slurmd",
@@ -32,15 +32,15 @@ const PACKAGES: [&str; 14] = [
     "liblua5.1-0",
 ];
 
-/// The name under which their version is recorded.
+/// The name of its version's record.
 const RECORD: &str = "slurmctld";
 
 const SUITES: &[&str] = &["bookworm", "bookworm-security"];
 
-/// What namespaces are made of.
+/// The tools that make namespaces.
 pub const TOOLS: [&str; 3] = ["unshare", "ip", "mount"];
 
-/// Where it is, if it is.
+/// Its directory, if it exists.
 pub fn find() -> Option<PathBuf> {
     let cache = Cache::open().ok()?;
     let record = fs::read(cache.path(&format!("resolved/{RECORD}.json"))).ok()?;
@@ -52,7 +52,7 @@ fn name(package: &debian::Package) -> String {
     format!("debian/slurm-wlm_{}", package.version)
 }
 
-/// Fetches it; what cannot be had the test program names itself.
+/// Fetches it. The test program reports if it is missing.
 pub fn prepare(tally: &mut Tally) {
     if let Err(error) = fetch() {
         tally.show(&format!("lab: without Slurm: {error}"));

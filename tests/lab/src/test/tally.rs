@@ -1,4 +1,4 @@
-//! The count over all test hosts, from what test programs record of themselves.
+//! Counts results over all test hosts, from the test programs' records.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,22 +10,22 @@ use vellum_report::{Case, Report, Status};
 use super::clock::Clock;
 use crate::{Result, form};
 
-/// This machine, where it is a test host.
+/// This machine as a test host.
 pub const LOCAL: &str = "local";
 
-/// What happened, over all test hosts.
+/// The results of all test hosts.
 pub struct Tally {
-    /// For a laboratory that runs this one, on the host outside.
+    /// Kept for a laboratory outside that runs this one.
     record: Record,
     passed: u64,
     failures: Vec<Failure>,
-    /// Skipped tests by where and why.
+    /// Skipped tests by host and reason.
     skipped: BTreeMap<(String, String), Vec<String>>,
-    /// All of them, where somebody wants to have them.
+    /// All results as a report, if asked for.
     report: Option<Report>,
     /// Whether a skip that `--setup` could have prevented is a failure.
     held_to_setup: bool,
-    /// Where the time goes.
+    /// The times.
     clock: Clock,
 }
 
@@ -33,15 +33,15 @@ pub struct Tally {
 struct Failure {
     /// The test host and the test.
     what: String,
-    /// What the test says of it.
+    /// The test's message.
     why: String,
 }
 
-/// Characters of a failure's reason that are repeated at the end, half of them from each of its
-/// ends.
+/// At most this many characters of a failure's reason are repeated at the end: half from its start,
+/// half from its end.
 const REPEATED: usize = 3000;
 
-/// A failure's reason in at most `REPEATED` characters, indented.
+/// A failure's reason in at most about `REPEATED` characters, indented.
 fn repeated(why: &str) -> String {
     let count = why.chars().count();
     let mut text: String = why.chars().take(REPEATED.min(count)).collect();
@@ -55,7 +55,7 @@ fn repeated(why: &str) -> String {
 }
 
 impl Tally {
-    /// Nothing has happened yet; what will is written into `record`, too.
+    /// An empty count, which is also written to `record`.
     pub fn new(record: Record) -> Self {
         Self {
             record,
@@ -68,37 +68,37 @@ impl Tally {
         }
     }
 
-    /// The same, which keeps each as a case of a result of that name.
+    /// The same, also kept as cases of a report with this name.
     pub fn kept(record: Record, name: &str) -> Self {
         Self { report: Some(form::report(name)), ..Self::new(record) }
     }
 
-    /// From now on what `--setup` could have installed must be there.
+    /// From now on, a missing tool that `--setup` could have installed is a failure.
     pub fn hold_to_setup(&mut self) {
         self.held_to_setup = true;
     }
 
-    /// A part of the run has ended, which took the time since the last.
+    /// Ends a part of the run.
     pub fn lap(&mut self, host: &str, what: &str) {
         self.clock.lap(&format!("{host}: {what}"));
     }
 
-    /// Something that ran beside others took so long, which belongs to the part that ends next.
+    /// Records the time of something that ran in parallel, in the current part.
     pub fn took(&mut self, host: &str, what: &str, passed: Duration) {
         self.clock.within(format!("{host}: {what}"), passed);
     }
 
-    /// Whether this counts for a laboratory outside.
+    /// Whether a laboratory outside counts these results.
     pub fn is_inner(&self) -> bool {
         self.record.is_kept()
     }
 
-    /// Where the time went.
+    /// The table of times.
     pub fn times(&self) -> String {
         self.clock.table()
     }
 
-    /// What has happened, as cases; none of them where they were not kept.
+    /// The results as cases, if they were kept.
     pub fn into_report(self) -> Option<Report> {
         let mut report = self.report?;
         if report.cases.is_empty() {
@@ -107,7 +107,8 @@ impl Tally {
         Some(report)
     }
 
-    /// A line for whoever looks on. Where the record is kept, standard output may be it.
+    /// Prints a line. With a record, standard output may be the record, so it goes to standard
+    /// error.
     pub fn show(&self, line: &str) {
         if self.record.is_kept() {
             eprintln!("{line}");
@@ -116,8 +117,8 @@ impl Tally {
         }
     }
 
-    /// Counts `lines`, the record of a program that succeeded or not. One that does not come to its
-    /// end, or that fails without naming a failure, is itself a failure.
+    /// Counts `lines`, a program's record. An incomplete record is a failure, and so is a failed
+    /// program whose record has no failure.
     pub fn program(&mut self, host: &str, program: &str, lines: &str, success: bool) {
         let failures = self.failures.len();
         let prefix = if program.is_empty() { String::new() } else { format!("{program}::") };
@@ -129,7 +130,7 @@ impl Tally {
         }
     }
 
-    /// Counts what `lines` say; an error where they are not a whole record.
+    /// Counts `lines`. An error if they are not a complete record.
     pub fn lines(&mut self, host: &str, prefix: &str, lines: &str) -> std::result::Result<(), String> {
         let (mut counted, mut end) = (0, None);
         let (lines, rest) = record::parse(lines);
@@ -152,7 +153,7 @@ impl Tally {
 
     fn count(&mut self, host: &str, what: &str, outcome: Outcome) {
         let outcome = match outcome {
-            // Emulated hosts have their own programs, whatever is installed here.
+            // Emulated hosts do not have this machine's tools.
             Outcome::Skipped(why) if self.held_to_setup && host == LOCAL && why.contains(SETUP) => {
                 self.show(&format!("{host}: {what}: FAILED: skipped after --setup: {why}"));
                 Outcome::Failed(why)
@@ -186,12 +187,12 @@ impl Tally {
         self.count(host, what, Outcome::Passed);
     }
 
-    /// A test failed, and what it says of that has been shown.
+    /// A test failed. Its message has been shown.
     pub fn fail(&mut self, host: &str, what: &str) {
         self.count(host, what, Outcome::Failed("it stands above".into()));
     }
 
-    /// One that is no program's came to this, which is said.
+    /// Shows and counts the result of a step that is not a test program.
     pub fn stage(&mut self, host: &str, what: &str, result: Result<()>) {
         match result {
             Ok(()) => {
@@ -210,8 +211,8 @@ impl Tally {
         self.count(host, what, Outcome::Skipped(why.to_owned()));
     }
 
-    /// What is needed for a test could not be made, which is a failure where `--setup` is to have
-    /// seen to it.
+    /// Something that tests need could not be made. This is a failure if `--setup` is required to
+    /// make it.
     pub fn lack(&mut self, host: &str, what: &str, why: &str) {
         if self.held_to_setup {
             self.show(&format!("{host}: {what}: FAILED: {why}"));
@@ -221,8 +222,8 @@ impl Tally {
         }
     }
 
-    /// How the command ends: with 4 where nothing was tested, as where no test has the name that
-    /// was asked for. Of a laboratory within another one, that one counts.
+    /// The exit status: 4 if nothing was tested, for example if no test has the name that was asked
+    /// for. If a laboratory outside counts, it decides that.
     pub fn status(&self) -> u8 {
         match (self.failed(), self.passed) {
             (0, 0) if !self.record.is_kept() => 4,
@@ -239,9 +240,9 @@ impl Tally {
         self.skipped.values().map(Vec::len).sum()
     }
 
-    /// What was skipped, the times, what failed and why, and the closing line alone on a line: the
-    /// end of a long output is what people see, and what is kept of it. Where a laboratory outside
-    /// makes these lists, its record's end.
+    /// Prints the skipped tests, the times, the failures with reasons, and the closing line on a
+    /// line of its own: readers see the end of a long output, and logs keep it. With a record,
+    /// writes the record's end instead.
     pub fn close(&self) {
         if self.record.is_kept() {
             self.record.write(&Line::End(self.passed + (self.failed() + self.skipped()) as u64));

@@ -1,5 +1,5 @@
-//! What a fresh machine takes over from this one: how clients reach their servers. Keys and
-//! passwords stay here.
+//! What a fresh machine takes over from this one: the configuration of network clients. Keys and
+//! passwords are not copied.
 
 use std::ffi::OsString;
 use std::fs;
@@ -8,7 +8,7 @@ use std::process::Command;
 
 use crate::{Error, Result, chroot, tool};
 
-/// Variables that name certificates, and the laboratory's own that names a mirror.
+/// Variables that name certificates, and the laboratory's variable for a mirror.
 const VARIABLES: [&str; 6] = [
     "CURL_CA_BUNDLE",
     "GIT_SSL_CAINFO",
@@ -17,7 +17,7 @@ const VARIABLES: [&str; 6] = [
     "SSL_CERT_FILE",
     "VELLUM_DEBIAN_MIRROR",
 ];
-/// How the variables of rustup, cargo and pip begin that configure them as clients.
+/// Prefixes of variables that configure rustup, cargo and pip as clients.
 const BEGINNINGS: [&str; 9] = [
     "CARGO_HTTP_",
     "CARGO_NET_",
@@ -29,13 +29,13 @@ const BEGINNINGS: [&str; 9] = [
     "RUSTUP_UPDATE_",
     "RUSTUP_USE_",
 ];
-/// How those end that hold what nobody else is to know.
+/// Suffixes of variables with secrets.
 const SECRET: [&str; 3] = ["_TOKEN", "_PASSWORD", "_SECRET"];
 
-/// Files and directories with the same name there.
+/// Files and directories that are copied to the same path.
 const FILES: [&str; 4] =
     ["/etc/hosts", "/etc/pip.conf", "/etc/resolv.conf", "/usr/local/share/ca-certificates"];
-/// Where apt fetches from, and whom it trusts.
+/// apt's sources and trusted keys.
 const APT: [&str; 7] = [
     "/etc/apt/keyrings",
     "/etc/apt/preferences",
@@ -45,10 +45,10 @@ const APT: [&str; 7] = [
     "/etc/apt/trusted.gpg",
     "/etc/apt/trusted.gpg.d",
 ];
-/// Where Debian keeps all certificates in one; each machine makes its own.
+/// Debian's certificate bundle, which each machine makes itself.
 const BUNDLE: &str = "/etc/ssl/certs/";
 
-/// Those among `all`.
+/// The variables in `all` to take over.
 pub fn variables(
     all: impl IntoIterator<Item = (OsString, OsString)>,
 ) -> impl Iterator<Item = (OsString, OsString)> {
@@ -62,7 +62,7 @@ fn is_carried(name: &str) -> bool {
         && (is_proxy || VARIABLES.contains(&name) || BEGINNINGS.iter().any(|begin| name.starts_with(begin)))
 }
 
-/// Copies them below `root`.
+/// Copies the files below `root`.
 pub fn files(root: &Path) -> Result<()> {
     let of_variables = variables(std::env::vars_os()).map(|(_, value)| PathBuf::from(value));
     let certificates =
@@ -76,13 +76,13 @@ pub fn files(root: &Path) -> Result<()> {
         fs::create_dir_all(&to).map_err(Error::file("create", &to))?;
         fs::copy(&config, to.join("config.toml")).map_err(Error::file("copy", &config))?;
     }
-    // No package's service starts in there: what it listens on would be this machine's network.
+    // No service may start: it would listen on this machine's network.
     let policy = root.join("usr/sbin/policy-rc.d");
     fs::write(&policy, "#!/bin/sh\nexit 101\n").map_err(Error::file("write", &policy))?;
     tool::output(Command::new("chmod").arg("755").arg(&policy)).map(drop)
 }
 
-/// apt's sources, where this machine is the same Debian, and how it fetches.
+/// apt's sources, if this machine has the same Debian, and its settings for fetching.
 fn apt(root: &Path) -> Result<()> {
     let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
     if release.lines().any(|line| line == format!("VERSION_CODENAME={}", chroot::SUITE)) {

@@ -1,9 +1,8 @@
-//! `cargo lab fresh`: the README's two commands on a machine that has nothing, as the README prints
-//! them.
+//! `cargo lab fresh`: runs the README's two commands, as printed there, on a fresh machine.
 //!
-//! The machine is a Debian in a directory ([`chroot`]) with what the README asks for, and with the
-//! client configuration of this one ([`carried`]), without which nothing can be fetched there.
-//! Toolchain, crates and the laboratory's cache are fetched anew each time.
+//! The machine is a Debian in a directory ([`chroot`]) with what the README asks for, and with this
+//! machine's client configuration ([`carried`]), without which it could fetch nothing. Toolchain,
+//! crates and the laboratory's cache are fetched anew each time.
 
 mod carried;
 
@@ -22,21 +21,21 @@ use crate::hosts::doctor;
 use crate::test::setup;
 use crate::{Error, Result, artifacts, chroot, tool};
 
-/// What the README says that one needs, git for the clone, and rustup's own need.
+/// The README's requirements, git for the clone, and rustup's requirement.
 const PACKAGES: [&str; 4] = ["ca-certificates", "gcc", "git", "libc6-dev"];
 
-/// The clone, in there.
+/// The clone's path on the machine.
 const CLONE: &str = "/root/vellum";
-/// The way to rustup's programs that it puts into a user's PATH.
+/// PATH with rustup's programs, as rustup sets it for a user.
 const PATH: &str = "/root/.cargo/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What a directory needs of the disk, with the first command alone and with both.
+/// The disk space for the first command alone and for both.
 const NEED_MIB: [u64; 2] = [6 << 10, 32 << 10];
 
-/// How long a command may take to put things back when a signal asks it to stop.
+/// After a signal, a command has this long to clean up.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// Where to stop.
+/// The last command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, ValueEnum)]
 pub enum Until {
     /// After the README's first command, which builds Vellum and runs a guest
@@ -46,9 +45,9 @@ pub enum Until {
     Test,
 }
 
-/// What is asked of [`run`].
+/// The options of [`run`].
 pub struct Options {
-    /// The values of RUSTUP_AUTO_INSTALL, a machine each.
+    /// The values of RUSTUP_AUTO_INSTALL. Each gets a machine.
     pub auto_install: Vec<bool>,
     /// The last command.
     pub until: Until,
@@ -57,7 +56,7 @@ pub struct Options {
 /// The README's commands.
 #[derive(Debug, PartialEq)]
 struct Commands {
-    /// Where rustup installs nothing by itself.
+    /// Needed if rustup installs nothing by itself.
     toolchain: String,
     /// Builds and runs a guest.
     build: String,
@@ -66,7 +65,7 @@ struct Commands {
 }
 
 impl Commands {
-    /// Those in the section for beginners.
+    /// Reads the commands in the section for beginners.
     fn of(readme: &str) -> Result<Self> {
         let section = readme.split("\n## ").find_map(|section| section.strip_prefix("Start here\n"));
         let lines = section.unwrap_or_default().lines().filter_map(|line| line.strip_prefix("    "));
@@ -82,7 +81,7 @@ impl Commands {
     }
 }
 
-/// How long each step took, and what failed.
+/// The time of each step, and the failures.
 #[derive(Default)]
 struct Account {
     steps: Vec<String>,
@@ -90,7 +89,7 @@ struct Account {
 }
 
 impl Account {
-    /// Does a step and enters it; an error where the machine can go no further.
+    /// Runs a step and records it. An error means that the machine cannot continue.
     fn step(&mut self, machine: &str, what: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
         println!("lab: fresh: {machine}: {what}");
         let begun = Instant::now();
@@ -103,7 +102,7 @@ impl Account {
     }
 }
 
-/// Does all of it; the exit code is 0 where nothing failed.
+/// Runs everything. The exit code is 0 if nothing failed.
 pub fn run(options: &Options) -> Result<u8> {
     if !setup::is_root() {
         return Err(Error::Usage(
@@ -132,11 +131,11 @@ pub fn run(options: &Options) -> Result<u8> {
     let mut account = Account::default();
     for &auto_install in &options.auto_install {
         let name = format!("RUSTUP_AUTO_INSTALL={}", u8::from(auto_install));
-        // What an earlier run left that was killed.
+        // Left over if an earlier run was killed.
         let root = cache.dir("scratch")?.join("fresh");
         remove(&root)?;
         let mut machine = Machine { name, root, rustup: &rustup, auto_install, account: &mut account };
-        // What failed is in the account.
+        // The account has the error.
         let _ = machine.through(&cache, &commands, options.until, kvm.is_ok());
         remove(&machine.root)?;
         setup::check_interrupted()?;
@@ -160,7 +159,7 @@ struct Machine<'a> {
 }
 
 impl Machine<'_> {
-    /// Makes it, and runs the commands there.
+    /// Makes the machine and runs the commands on it.
     fn through(&mut self, cache: &Cache, commands: &Commands, until: Until, kvm: bool) -> Result<()> {
         let root = self.root.clone();
         self.step("a Debian", || {
@@ -182,7 +181,7 @@ impl Machine<'_> {
             self.inside(&commands.toolchain, CLONE, &commands.toolchain)?;
         }
         match self.inside(&commands.build, CLONE, &commands.build) {
-            // It says so itself, and ends with an error.
+            // Without KVM the guest cannot start. The command says so and exits with an error.
             Err(Error::Failed { .. }) if !kvm && self.is_built() => {
                 self.account.failures.pop();
             }
@@ -204,19 +203,19 @@ impl Machine<'_> {
         self.account.step(&self.name, what, work)
     }
 
-    /// A step that is a line of the shell's in the directory `dir` there.
+    /// A step that is a shell command in the machine's directory `dir`.
     fn inside(&mut self, what: &str, dir: &str, line: &str) -> Result<()> {
         let mut command = chroot::command(&self.root, dir, &["sh", "-c", line])?;
         command.envs(carried::variables(std::env::vars_os()));
         command.envs([("HOME", "/root"), ("PATH", PATH), ("LC_ALL", "C.UTF-8")]);
         command.env("RUSTUP_AUTO_INSTALL", if self.auto_install { "1" } else { "0" });
-        // A test that is skipped although --setup could have installed what it needs is a failure.
+        // With this, a skipped test is a failure if --setup could have installed what it needs.
         command.env("CI", "true");
         self.step(what, || watched(&mut command, line))
     }
 }
 
-/// Runs `command`, whose end a signal to this process brings about, too.
+/// Runs `command`. A signal to this process also ends it.
 fn watched(command: &mut Command, line: &str) -> Result<()> {
     command.stdin(std::process::Stdio::null()).process_group(0);
     let mut child = tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", line))?;
@@ -238,8 +237,8 @@ fn watched(command: &mut Command, line: &str) -> Result<()> {
     }
 }
 
-/// Waits for the end of `child`; where a signal came and it does not end, ends it with all that it
-/// started.
+/// Waits for the end of `child`. If it does not end after a signal, kills it with all of its
+/// processes.
 fn wait(child: &mut Child) -> std::io::Result<Option<std::process::ExitStatus>> {
     let mut asked = None;
     loop {
@@ -254,7 +253,7 @@ fn wait(child: &mut Child) -> std::io::Result<Option<std::process::ExitStatus>> 
         }
         thread::sleep(Duration::from_millis(100));
     }
-    // The first process in there, with which all others end; until they have they hold files.
+    // The first process in the namespace. All others die with it, and hold files until then.
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id())).unwrap_or_default();
     child.kill()?;
     child.wait()?;
