@@ -1,15 +1,15 @@
-//! Latencies that a guest or a benchmark counts in log-linear buckets, as distributions of a
-//! result.
+//! Turns latencies counted in log-linear buckets, by a guest or a benchmark, into distributions of
+//! a result.
 
 use super::control::{BUCKETS, SUB_BITS, bucket_bound};
 use super::guest::Guest;
 use vellum_report::{Histogram, Label};
 
-/// By how much of itself the bound of a bucket may lie above what is in the bucket: see
+/// The largest relative error of a bucket: how far its bound may lie above the values in it. See
 /// [`bucket_bound`].
 pub const BUCKET_RESOLUTION: f64 = 1.0 / (1u64 << SUB_BITS) as f64;
 
-/// The write latencies of all vCPUs in nanoseconds.
+/// Returns the write latencies of all vCPUs in nanoseconds.
 pub fn of_writes(guest: &Guest) -> Histogram {
     let mut sum = vec![0; BUCKETS];
     let mut slowest = 0;
@@ -20,8 +20,8 @@ pub fn of_writes(guest: &Guest) -> Histogram {
     nanoseconds("write_latency".into(), &sum, slowest, guest.tsc_hz)
 }
 
-/// Log-linear buckets of ticks (see [`bucket_bound`]), of which the largest is `slowest`, as a
-/// distribution in nanoseconds; buckets that fall into the same nanosecond become one.
+/// Returns log-linear buckets of ticks (see [`bucket_bound`]) as a distribution in nanoseconds. The
+/// largest value is `slowest`. Buckets with the same bound in nanoseconds become one.
 pub fn nanoseconds(label: Label, counts: &[u64], slowest: u64, hz: u64) -> Histogram {
     let in_ns = |ticks: u64| ticks as f64 * 1e9 / hz as f64;
     let mut buckets: Vec<(f64, u64)> = Vec::new();

@@ -1,5 +1,5 @@
-//! The built-in guest of `vellum run`: one workload from start to end as a session runs it, and the
-//! result that says what it did.
+//! The built-in guest of `vellum run`: one workload, run by a session from start to end, and its
+//! result.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -34,26 +34,26 @@ use vellum_report::units::grouped;
 use vellum_report::{Answer, Figure, Label, Premise, Report, Sample};
 use vellum_sys::plant::{self, Mistake};
 
-/// What to run.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct RunConfig {
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub vcpus: usize,
-    /// The CPU of each, where they are pinned.
+    /// The CPU of each vCPU, if they are pinned.
     pub pins: Option<Vec<usize>>,
-    /// RAM.
+    /// The RAM.
     pub memory: MemoryConfig,
     /// What the guest does.
     pub write: WriteConfig,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
-    /// CPU features.
+    /// The CPU features.
     pub cpuid: Choice,
-    /// Entries of each vCPU's dirty ring, where there is to be one.
+    /// The number of entries in each vCPU's dirty ring, if it gets one.
     pub dirty_ring: Option<u32>,
-    /// When to stop.
+    /// The time after which the run stops.
     pub duration: Option<Duration>,
-    /// Whether memory is full of random numbers when the guest begins.
+    /// Whether memory is filled with random numbers before the guest starts.
     pub fill: bool,
 }
 
@@ -65,17 +65,17 @@ pub struct BuiltinMachine {
     regions: Vec<Region>,
     pub(super) models: Vec<Model>,
     before: Snapshot,
-    /// What has been restored and not committed yet, and what each vCPU had rung.
+    /// The restored state that is not committed yet, and the value that each vCPU had rung.
     pub(super) arrived: Option<(Processors, Vec<u64>)>,
-    /// It began in another process.
+    /// Whether the guest was started in another process.
     pub(super) goes_on: bool,
-    /// What was seen when it had ended.
+    /// The counters and the verdict at the end of the run.
     seen: Option<Examined>,
     /// Whether the event loop has been told what to serve.
     served: bool,
 }
 
-/// What is read when the vCPUs stand still for good.
+/// The values read after the vCPUs have stopped for good.
 struct Examined {
     after: Snapshot,
     verdict: model::StampVerdict,
@@ -85,7 +85,7 @@ impl BuiltinMachine {
     /// Programs the vCPUs of `guest`, which wait for their parameters.
     ///
     /// # Errors
-    /// Where there are fewer pages than they need.
+    /// If there are fewer pages than they need.
     pub fn new(guest: Guest, config: RunConfig) -> Result<Self, guest::Error> {
         let regions = guest.program(&config.write)?;
         let models = guest.controls().map(Model::new).collect();
@@ -114,13 +114,13 @@ impl BuiltinMachine {
         Examined { after, verdict }
     }
 
-    /// Its guest has moved: where it ends is known whether every page is right.
+    /// Notes that the guest has moved. Its pages are checked by the process in which it ends.
     pub fn give_away(&mut self) {
         self.seen = Some(Examined { after: self.counters(), verdict: model::StampVerdict::default() });
     }
 
-    /// What was measured, on the host of `facts`; and whether every page holds what the guest must
-    /// have written.
+    /// Returns the measurements, taken on the host of `facts`, and whether every page holds what
+    /// the guest must have written.
     pub fn report(mut self, facts: Facts) -> (Report, bool) {
         let Examined { after, verdict } = self.seen.take().unwrap_or_else(|| self.look());
         let Self { guest, config, before, .. } = self;
@@ -155,7 +155,7 @@ impl Machine for BuiltinMachine {
     fn start(&mut self) -> Result<(), guest::Error> {
         self.before = self.counters();
         if self.goes_on {
-            // Those that have rung in the other process are done.
+            // The vCPUs that have rung in the other process are done.
             self.guest.resume_unfinished();
         } else {
             self.guest.resume();
@@ -168,7 +168,7 @@ impl Machine for BuiltinMachine {
         if !self.guest.all_rung()? {
             return Ok(None);
         }
-        // They ring just before they pause.
+        // The vCPUs ring just before they pause.
         self.guest.wait_all_rung()?;
         let seen = self.look();
         let right = seen.verdict.wrong == 0;
@@ -188,7 +188,7 @@ impl Machine for BuiltinMachine {
         self.guest.resume_unfinished();
     }
 
-    /// It is to stop before its next access.
+    /// Asks the guest to stop before its next access.
     fn request_end(&mut self) -> bool {
         self.guest.request_stop();
         true
@@ -227,7 +227,8 @@ impl Machine for BuiltinMachine {
         .into())
     }
 
-    /// The result reads its memory: its vCPUs stand still, and end with it.
+    /// Does nothing: the result still reads the memory. The vCPUs are paused already, and they end
+    /// when the guest is dropped.
     fn stop(&mut self) {}
 
     fn flushed(&mut self) -> bool {
@@ -300,8 +301,8 @@ impl SaveState for BuiltinMachine {
             self.guest.quiesced().map_err(|error| dirty::Error::NotStill(Box::new(error)))?;
         let mut tracker = dirty::tracker(method, vm, &quiesced, Some(dirty::CHUNK))?;
         slots.iter().try_for_each(|slot| tracker.track(slot.id()))?;
-        // Before the log is on: what is written here is sent as everything is that was touched by
-        // then.
+        // This comes before the log is switched on: the page written here is sent with all the
+        // pages that were touched before.
         journal::enter(&self.guest, phase::LOGGED);
         Ok(tracker)
     }
@@ -325,7 +326,7 @@ impl HandOver for BuiltinMachine {
     }
 }
 
-/// What the result says first.
+/// The first lines of the result.
 fn answer(report: &Report, checked: u64, wrong: u64) -> Answer {
     let [checked, wrong] = [checked, wrong].map(|pages| grouped(pages.into()));
     let faults = report.counters.iter().find(|counter| counter.name == "pf_taken");
@@ -335,11 +336,11 @@ fn answer(report: &Report, checked: u64, wrong: u64) -> Answer {
         .fact_if("warm passes", report.told(WARM_PASSES))
 }
 
-/// The rate of the pass in which every page faults, and that of the others.
+/// The rates of the pass in which every page faults, and of the other passes.
 const FIRST_PASS: &str = "first_pass_pages_per_second_per_vcpu";
 const WARM_PASSES: &str = "warm_pages_per_second_per_vcpu";
 
-/// A result that says what was asked.
+/// Returns a result that lists the settings of the run.
 fn describe(config: &RunConfig, facts: Facts) -> Report {
     let RunConfig { vcpus, pins, memory, write, page, duration, cpuid, dirty_ring, fill } = config;
     let mut report = Report::new("run write", facts);
@@ -389,8 +390,7 @@ fn describe(config: &RunConfig, facts: Facts) -> Report {
     report
 }
 
-/// When the last access of a vCPU ended, as far as it has recorded it, in TSC ticks since its
-/// first.
+/// Returns the duration of each recorded pass of a vCPU, in TSC ticks.
 fn pass_ticks(control: &Control) -> Vec<u64> {
     let passes = control.pass.load(Ordering::Relaxed);
     let first = passes.saturating_sub(PASS_ENDS as u64);
@@ -404,7 +404,7 @@ fn pass_ticks(control: &Control) -> Vec<u64> {
     ticks
 }
 
-/// What the guest's own counters say.
+/// Adds the figures from the guest's own counters.
 fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     let hz = guest.tsc_hz as f64;
     let get = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
@@ -420,10 +420,10 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
         };
         let mut per_pass: Vec<Sample> = (0..).zip(pass_ticks(control)).map(of_pass).collect();
         if get(&control.ended) < get(&control.started) {
-            // It has moved away in the middle of its first pass: there is no end yet.
+            // The guest has moved away in the middle of its first pass and has no end yet.
             continue;
         }
-        // Of many passes only the last ones are recorded.
+        // If there were many passes, only the last ones are recorded.
         let from_start = get(&control.pass) == per_pass.len() as u64;
         if per_pass.is_empty() {
             // Stopped before the end of its first pass.
@@ -442,7 +442,7 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     if !rates.is_empty() {
         report.samples("pages_per_second_per_vcpu", "pages/s", rates);
         report.samples(FIRST_PASS, "pages/s", first_pass);
-        // The first pass faults on every page, so it would hide what the others do.
+        // The first pass faults on every page, so it would hide the rate of the others.
         let headline = if warm.is_empty() { "pages_per_second_per_vcpu" } else { WARM_PASSES };
         report.samples(WARM_PASSES, "pages/s", warm);
         report.set_headline(headline);
@@ -472,7 +472,8 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
     }
 }
 
-/// KVM's mappings by size, where this kernel counts them, and whether they are as promised.
+/// Adds the number of KVM's mappings by size, if this kernel counts them, and checks that a huge
+/// backing got its huge pages.
 fn prove_huge(report: &mut Report, config: &RunConfig, after: &Snapshot) {
     let (Some(large), Some(huge)) = (after.get("pages_2m"), after.get("pages_1g")) else {
         return;
@@ -483,9 +484,9 @@ fn prove_huge(report: &mut Report, config: &RunConfig, after: &Snapshot) {
     huge_premise(report, backing, config.page, after);
 }
 
-/// The premise of a huge backing: KVM maps huge pages. Only kernels that count mappings by size can
-/// tell. A KVM that shadows the guest's tables maps the smaller of its own pages and theirs, so
-/// small ones there promise nothing.
+/// Checks the premise of a huge backing, which is that KVM maps huge pages. This needs a kernel
+/// that counts mappings by size. If KVM shadows the guest's tables, it maps the smaller of its own
+/// page size and theirs, so small mappings break no promise there.
 pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now: &Snapshot) {
     let count = |name: &str| now.get(name).copied();
     let (Some(small), Some(large), Some(huge)) = (count("pages_4k"), count("pages_2m"), count("pages_1g"))
@@ -507,7 +508,7 @@ pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now:
     }
 }
 
-/// Compares every stamp with what the guest must have written.
+/// Compares every stamp with the one that the guest must have written.
 fn check(config: &RunConfig, guest: &Guest, models: Vec<Model>) -> model::StampVerdict {
     let stride = config.write.stride;
     let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));

@@ -1,8 +1,8 @@
-//! A built-in guest's whole state beside its memory, and what it is for those who make the like of
-//! it.
+//! The whole state of a built-in guest except its memory, and the description from which another
+//! process makes the same machine.
 //!
-//! The order in which parts are saved and restored is that of [`vellum_machine::state`]; here is
-//! which parts there are.
+//! This module says which parts the state has. [`vellum_machine::state`] sets the order in which
+//! they are saved and restored.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -19,10 +19,10 @@ use vellum_kvm::vm::quiesced::Quiesced;
 use vellum_machine::section::{self, Section, Sections};
 use vellum_machine::state::{self, Place, Processors};
 
-/// The version of the section of its run.
+/// The version of the `run` section.
 const RUN: u16 = 1;
 
-/// The one kind of machine that is described here.
+/// The kind of machine. There is only one here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -30,36 +30,36 @@ pub enum Kind {
     BuiltIn,
 }
 
-/// What a built-in guest is. From it another process makes the like; what backs its memory is that
-/// process's own.
+/// The description of a built-in guest. Another process makes the same machine from it, but chooses
+/// the backing of the memory itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
-    /// Of which kind of machine.
+    /// The kind of machine.
     pub kind: Kind,
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub cpus: usize,
-    /// Bytes of RAM.
+    /// The size of the RAM in bytes.
     pub memory: u64,
-    /// The memslots that it is cut into, and the guest's own one.
+    /// The memslots of the RAM, followed by the guest's own memslot.
     pub slots: Vec<Place>,
     /// What the guest does.
     pub write: WriteConfig,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
-    /// What was asked for in CPU features, where anything was.
+    /// The CPU features that the user asked for, if any.
     pub features: Option<String>,
-    /// What its first vCPU sees of CPUID.
+    /// The CPUID leaves that its first vCPU sees.
     pub cpuid: Vec<Leaf>,
     /// The frequency of its TSCs in kHz.
     pub tsc_khz: u32,
 }
 
 impl Description {
-    /// Reads one.
+    /// Reads a description.
     ///
     /// # Errors
-    /// Where it is not of a built-in guest, or none can be like it.
+    /// If it does not describe a built-in guest, or describes an impossible one.
     pub fn from_json(value: Value) -> Result<Self, state::Error> {
         let read: Self = serde_json::from_value(value).map_err(state::Error::Description)?;
         match read.write.wrong() {
@@ -68,11 +68,11 @@ impl Description {
         }
     }
 
-    /// What the like of it runs, over memory that is as `memory` says but of its own size. Nothing
-    /// is pinned, and it has no end but its own.
+    /// Returns the settings for running the same machine. The memory is as in `memory`, except for
+    /// its size. No vCPU is pinned, and the run has no time limit.
     ///
     /// # Errors
-    /// Where it asks for CPU features that nobody knows.
+    /// If the description names unknown CPU features.
     pub fn run(&self, memory: MemoryConfig) -> Result<RunConfig, state::Error> {
         let unknown = |error| state::Error::Description(serde::de::Error::custom(error));
         let cpuid = self.features.as_deref().map(str::parse).transpose().map_err(unknown)?;
@@ -89,23 +89,23 @@ impl Description {
         })
     }
 
-    /// RAM's slots, without the guest's own.
+    /// Returns the memslots of the RAM, without the guest's own.
     pub fn ram(&self) -> &[Place] {
         self.slots.split_last().map_or(&[], |(_, ram)| ram)
     }
 }
 
-/// What of a run is not in the guest's memory.
+/// The state of a run that is not in the guest's memory.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Progress {
-    /// What each vCPU began with.
+    /// The model of each vCPU at its start.
     models: Vec<Model>,
-    /// What each has rung, and 0 where it goes on.
+    /// The value that each vCPU has rung, or 0 if it is still running.
     rung: Vec<u64>,
 }
 
-/// A built-in guest's state, as far as it can be read without the guest that it is for.
+/// The state of a built-in guest, as far as it can be read without the guest itself.
 #[derive(Clone, Debug)]
 pub struct State {
     processors: Processors,
@@ -113,10 +113,10 @@ pub struct State {
 }
 
 impl State {
-    /// Reads the state of a guest with so many vCPUs over so many pages.
+    /// Reads the state of a guest with `cpus` vCPUs and `pages` pages.
     ///
     /// # Errors
-    /// Where a section is missing, unknown, there twice, of another version or damaged.
+    /// If a section is missing, unknown, duplicate, damaged or of another version.
     pub fn read(sections: Vec<Section>, cpus: usize, pages: u64) -> Result<Self, section::Error> {
         let mut sections = Sections::new(sections)?;
         let processors = Processors::take(&mut sections, cpus)?;
@@ -134,21 +134,21 @@ impl State {
 }
 
 impl State {
-    /// Its sections: what [`Self::read`] reads.
+    /// Returns the sections that [`Self::read`] reads.
     pub fn sections(&self) -> Vec<Section> {
         let mut sections = self.processors.sections();
         sections.push(Section::new("run", RUN, &self.progress));
         sections
     }
 
-    /// What each vCPU began with.
+    /// Returns the model of each vCPU at its start.
     pub fn models(&self) -> &[Model] {
         &self.progress.models
     }
 }
 
 impl Guest {
-    /// What KVM has of it.
+    /// Saves the state that KVM keeps of the guest.
     fn processors(&mut self) -> Result<Processors, Error> {
         let (context, cpuid) = (self.context.clone(), self.cpuid.clone());
         let (vm, quiesced) = self.quiesced()?;
@@ -157,7 +157,7 @@ impl Guest {
 }
 
 impl BuiltinMachine {
-    /// What it is.
+    /// Returns the description of this machine.
     pub fn description(&self) -> Description {
         let (guest, config) = (&self.guest, &self.config);
         let ram = guest.vm.memory.slots().iter();

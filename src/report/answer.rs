@@ -1,4 +1,4 @@
-//! The answer of a result: what every form of it says first.
+//! The answer of a result, with which every form of the result begins.
 //!
 //! The code that measured knows what its figures mean and writes an [`Answer`]. [`Report::verdict`]
 //! adds whether the result passed. The terminal, Markdown and HTML forms begin with that verdict.
@@ -11,7 +11,7 @@ use super::case::Status;
 use super::premise::Premise;
 use super::{Figure, Label, Report};
 
-/// What a result says, in words and main figures.
+/// The answer of a result in words and main figures.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Answer {
@@ -20,13 +20,13 @@ pub struct Answer {
     /// Whether the result passes or fails. A measurement does neither.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub check: bool,
-    /// Whether the guest has gone elsewhere, where the result is.
+    /// Whether the guest has moved to another process, which has the result.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub elsewhere: bool,
-    /// The figures to read next.
+    /// The main figures.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub figures: Vec<Fact>,
-    /// What to do about it.
+    /// What the user can do next.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<String>,
 }
@@ -35,9 +35,9 @@ pub struct Answer {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fact {
-    /// What it is: `first pass`.
+    /// The name: `first pass`.
     pub name: String,
-    /// Its value, with unit and range: `19.3 M pages/s (19.0 to 19.7, n=2)`.
+    /// The value with its unit and range: `19.3 M pages/s (19.0 to 19.7, n=2)`.
     pub text: String,
 }
 
@@ -68,19 +68,19 @@ impl Answer {
         }
     }
 
-    /// Says what to do.
+    /// Sets what the user can do next.
     #[must_use]
     pub fn next(self, text: impl Into<String>) -> Self {
         Self { next: Some(text.into()), ..self }
     }
 }
 
-/// How a result ended, or what a comparison shows; the mildest first.
+/// The outcome of a result or a comparison. The worst is last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Word {
     /// No difference was shown.
     Same,
-    /// There are too few results to show one.
+    /// There are too few results to show a difference.
     TooFew,
     /// Figures differ that are neither times nor rates.
     Differs,
@@ -88,7 +88,7 @@ pub enum Word {
     Faster,
     /// B is slower.
     Slower,
-    /// The guest has gone elsewhere.
+    /// The guest has moved to another process.
     Moved,
     /// The test passed.
     Pass,
@@ -120,18 +120,18 @@ impl fmt::Display for Word {
     }
 }
 
-/// What a result says first.
+/// The first lines of a result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// `None` for a measurement that went well.
     pub word: Option<Word>,
-    /// The answer, or why there is none.
+    /// The answer, or the reason why it is missing.
     pub text: String,
     /// Everything else that is wrong with the result.
     pub reasons: Vec<(Word, String)>,
     /// The main figures.
     pub figures: Vec<Fact>,
-    /// What to do about it.
+    /// What the user can do next.
     pub next: Option<String>,
 }
 
@@ -141,7 +141,7 @@ impl Report {
         self.answer = Some(answer);
     }
 
-    /// Answers with the headline behind `words`, if it was measured.
+    /// Sets an answer of `words` and the headline, if the headline was measured.
     pub fn answer_with_headline(&mut self, words: &str) {
         let label = self.headline.clone();
         if let Some(figure) = label.and_then(|label| self.find(label)) {
@@ -150,12 +150,12 @@ impl Report {
         }
     }
 
-    /// A figure's value in words, with its range: `None` if it was not measured.
+    /// A figure's value in words, with its range. `None` if it was not measured.
     pub fn told(&self, label: impl Into<Label>) -> Option<String> {
         self.find(label).map(Figure::told)
     }
 
-    /// What the result says first.
+    /// Returns the first lines of the result.
     pub fn verdict(&self) -> Verdict {
         let answer = self.answer.clone().unwrap_or_else(|| self.fallback());
         let wrong = |failed: &&super::Failed| matches!(failed.premise, Premise::WrongContents { .. });
@@ -192,7 +192,7 @@ impl Report {
         Verdict { word, text, reasons, figures, next: answer.next }
     }
 
-    /// The answer of a result without one, as Vellum wrote it before there were answers.
+    /// Returns an answer for a result that has none, because an older Vellum wrote it.
     fn fallback(&self) -> Answer {
         let cases = &self.cases;
         if !cases.is_empty() && !self.is_one_case() {

@@ -5,7 +5,7 @@
 //! (`bench/`, the built-in guests) and does not examine the host ([`vellum_host`]).
 //!
 //! Start here for the type.
-//! - [`answer`] has what every form says first.
+//! - [`answer`] has the answer, with which every form begins.
 //! - [`figure`] has the samples of a figure, [`premise`] the conditions of a valid result.
 //! - [`json`] writes and reads results.
 //! - [`view`] turns [`case`]s into the formats of other programs.
@@ -81,7 +81,7 @@ pub struct Report {
     /// Remarks that do not invalidate the result.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// What the result says first. Results of before there were answers have none.
+    /// The answer. Results of older versions have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answer: Option<Answer>,
     /// The main figure of the measurement. A comparison tests it on its own.

@@ -1,5 +1,5 @@
-//! Text for a terminal and Markdown for a mail. [`super::terminal`] and [`super::compare`] say what
-//! stands where; [`Page`] writes it in either form.
+//! Text for a terminal and Markdown for a mail. [`super::terminal`] and [`super::compare`] choose
+//! the content, and [`Page`] writes it in either form.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use super::table::Table;
 /// How a result is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// Plain text, so many columns wide.
+    /// Plain text with this number of columns.
     Text(usize),
     /// Markdown, to paste into a mail or an issue.
     Markdown,
@@ -25,7 +25,7 @@ pub enum Extent<'a> {
     Whole,
 }
 
-/// The narrowest and widest terminal that is used.
+/// The smallest and largest width that is used.
 const WIDTHS: (usize, usize) = (72, 220);
 
 /// Where the text beside a label begins.
@@ -52,7 +52,7 @@ impl Page {
         self.out
     }
 
-    /// The columns of the text. Markdown has no end of line.
+    /// The number of columns. Markdown lines have no limit.
     pub(crate) fn width(&self) -> usize {
         match self.form {
             Form::Text(width) => width,
@@ -60,7 +60,7 @@ impl Page {
         }
     }
 
-    /// An empty line, unless there is one.
+    /// Adds an empty line, unless there is one already.
     pub(crate) fn gap(&mut self) {
         self.list = false;
         if !self.out.is_empty() && !self.out.ends_with("\n\n") {
@@ -68,13 +68,13 @@ impl Page {
         }
     }
 
-    /// The verdict, and what belongs to it.
+    /// Writes a verdict with its details.
     pub(crate) fn verdict(&mut self, verdict: &Verdict) {
         self.answer(verdict);
         self.facts(verdict);
     }
 
-    /// The word and the text of a verdict.
+    /// Writes the word and the text of a verdict.
     pub(crate) fn answer(&mut self, verdict: &Verdict) {
         let word = verdict.word.map(|word| word.to_string());
         match (self.form, word) {
@@ -89,7 +89,7 @@ impl Page {
         }
     }
 
-    /// What else is wrong, the main figures, and what to do.
+    /// Writes the other problems of a verdict, the main figures, and what the user can do next.
     pub(crate) fn facts(&mut self, verdict: &Verdict) {
         for (word, reason) in &verdict.reasons {
             self.line(&word.to_string(), &words(reason), " ");
@@ -110,7 +110,7 @@ impl Page {
         }
     }
 
-    /// A heading with a remark at the right margin.
+    /// Writes a heading with a remark at the right margin.
     pub(crate) fn heading(&mut self, left: &str, right: &str) {
         let (left, right) = (printable(left), printable(right));
         match self.form {
@@ -127,7 +127,7 @@ impl Page {
         }
     }
 
-    /// A command that is quoted already.
+    /// Writes a command that is quoted already.
     pub(crate) fn command(&mut self, command: &str) {
         match self.form {
             Form::Text(_) => {
@@ -141,7 +141,7 @@ impl Page {
         }
     }
 
-    /// A label at the margin and `items` beside it, wrapped.
+    /// Writes a label at the margin and `items` beside it, wrapped.
     pub(crate) fn line(&mut self, label: &str, items: &[String], separator: &str) {
         match self.form {
             Form::Text(width) => {
@@ -160,7 +160,7 @@ impl Page {
         }
     }
 
-    /// A line of text at the margin, wrapped.
+    /// Writes a line of text at the margin, wrapped.
     pub(crate) fn text(&mut self, text: &str) {
         match self.form {
             Form::Text(width) => wrapped(&mut self.out, "", 0, &words(text), " ", width),
@@ -210,7 +210,7 @@ fn wrapped(out: &mut String, first: &str, hang: usize, items: &[String], separat
     out.push('\n');
 }
 
-/// Text whose characters mean nothing in Markdown: no markup, no links, no cells.
+/// Escapes text for Markdown, so that it adds no markup, links or table cells.
 pub(super) fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('<', "&lt;").replace("](", "]\\(");
     text.replace('|', "\\|").replace('*', "\\*").replace('`', "\\`")

@@ -124,7 +124,7 @@ impl Table {
     }
 }
 
-/// What becomes of a row.
+/// Whether a row is shown.
 enum Shown {
     Yes,
     /// Rows are left out here, and a line says so.

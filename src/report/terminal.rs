@@ -19,11 +19,10 @@ pub use super::page::{Extent, Form};
 /// Fits a mail and half a screen.
 pub const WIDTH: usize = 100;
 
-/// How many notes a short form has.
+/// The most notes in a short form.
 const NOTES: usize = 4;
 
-/// The results in this form: the verdicts first, the worst before the others, then what else is
-/// asked for.
+/// Renders the results in this form. A short form begins with all verdicts, the worst first.
 pub fn render(reports: &[Report], form: Form, extent: Extent) -> String {
     let mut page = Page::new(form);
     match extent {

@@ -83,7 +83,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// What the result says first.
+/// The first lines of the result.
 fn answer(report: &Report, config: &Config) -> Answer {
     let size = humanised("bytes", config.region.total(config.overlap) as f64);
     let value = |label: Label| report.find(label).map(Figure::value);

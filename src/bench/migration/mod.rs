@@ -180,7 +180,7 @@ pub fn run(config: &Config) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// What the result says first.
+/// The first lines of the result.
 fn answer(report: &Report, config: &Config) -> Answer {
     let told = |name: &str| report.told(name).unwrap_or_else(|| "unknown".into());
     let limit = humanised("s", config.downtime.as_secs_f64());

@@ -51,7 +51,7 @@ pub(super) fn measure(report: &mut Report, config: &Config, part: &str) -> Resul
     })?;
     let alone = micros();
     pair.leave_alone(config.around)?;
-    // The bandwidth of a connection, of which the stream gets half, and the minimal answer beside
+    // The bandwidth of a connection (the stream gets half of it) and the minimal answer time beside
     // such a stream.
     let measured = |result: std::io::Result<Answer>| {
         result.map_err(|error| Error::Host("a userfaultfd and two connections", error))
@@ -217,7 +217,7 @@ struct Notice {
 struct Moved {
     /// When the guest had filled its memory.
     alone: u64,
-    /// When the client ended, which is when no memory was missing any more.
+    /// When the client ended, which is when all memory had arrived.
     whole: u64,
     told: Notice,
     came: Came,

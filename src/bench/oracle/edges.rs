@@ -446,7 +446,7 @@ fn report(config: &Config, seen: &Examined) -> Report {
     report
 }
 
-/// What the result says first.
+/// The first lines of the result.
 fn answer(config: &Config, seen: &Examined) -> Answer {
     let (method, lost, written) = (config.method.name(), seen.lost.len(), seen.written);
     let place = match config.mind {

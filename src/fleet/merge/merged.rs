@@ -169,7 +169,7 @@ pub struct Merged {
     pub vanished: Lines,
     /// Tasks that the batch system started more than once.
     pub requeued: Lines,
-    /// Tasks with more than one result, of which one counts.
+    /// Tasks with more than one result. Only the last one counts.
     pub doubled: Lines,
     /// Files that are not results of this plan, and the reasons.
     pub refused: Lines,

@@ -17,8 +17,8 @@ difference was shown. The interval is Student's on the logarithms (Welch's witho
 values. The headline (*) is tested at 95 % on its own. All other figures share one 95 % level (Holm); each interval uses its \
 figure's level.";
 
-/// Tables of compared figures with the explanation of their columns, for those who weigh figures
-/// themselves.
+/// Tables of compared figures with the explanation of their columns, for callers of
+/// [`super::weigh`].
 pub struct Tables(Page);
 
 impl Tables {
@@ -68,7 +68,7 @@ impl Comparison {
 }
 
 impl Question {
-    /// What the comparison shows.
+    /// Returns the outcome of the comparison.
     pub(crate) fn verdict(&self) -> Verdict {
         let of = |change| self.rows.iter().filter(move |row| row.change() == Some(change)).count();
         let [slower, faster, higher, lower] =

@@ -136,7 +136,7 @@ fn article(out: &mut String, i: usize, result: &Report) {
     out.push_str("</article>\n");
 }
 
-/// What a result or a comparison says first.
+/// Writes the first lines of a result or a comparison.
 fn verdict(out: &mut String, verdict: &Verdict) {
     let (class, word) = match verdict.word {
         None => ("plain", String::new()),

@@ -19,7 +19,7 @@ const NAME: usize = 26;
 pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     let span = |row: &Weighed| {
         let ratio = row.ratio.filter(|ratio| placeable(*ratio))?;
-        // What cannot be drawn is as good as open.
+        // An end that is too far away to be drawn is shown at the limit.
         let (low, high) = row.interval.unwrap_or((ratio, ratio));
         Some((low.max(ratio / FAR), ratio, high.min(ratio * FAR)))
     };
@@ -49,7 +49,7 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
                 [(*low, height(i)), (*high, height(i))],
                 colour.stroke_width(2),
             )])?;
-            // Shapes tell them apart without colours.
+            // The shapes differ too, for readers who cannot see the colours.
             match row.change() {
                 Some(Change::Slower) => chart.draw_series([TriangleMarker::new(at, 6, colour.filled())])?,
                 None => chart.draw_series([Cross::new(at, 4, colour.stroke_width(2))])?,
@@ -73,7 +73,7 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     Some(Plot { title: title.into(), svg, legend })
 }
 
-/// The colour of a row, and what the legend says of it.
+/// The colour of a row and its text in the legend.
 fn look(row: &Weighed) -> (usize, &'static str) {
     match row.change() {
         Some(Change::Slower) => (1, "▲ slower"),

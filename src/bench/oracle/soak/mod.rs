@@ -488,7 +488,7 @@ pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
     report
 }
 
-/// What the result says first.
+/// The first lines of the result.
 fn answer(config: &Config, held: &Outcome, cases: &[Case]) -> Answer {
     let sum = |of: fn(&Tally) -> u64| held.tallies.iter().map(of).sum::<u64>();
     let (events, lost) = (sum(|tally| tally.events), sum(|tally| tally.lost));

@@ -29,7 +29,7 @@ pub(super) trait Run {
     /// Tells the guest's clock that the vCPU was stopped.
     fn stood_still(&self) {}
 
-    /// Empties the dirty rings, one of which is full. Returns false on failure.
+    /// Empties the dirty rings after one has become full. Returns false on failure.
     fn drain_rings(&self) -> bool {
         false
     }

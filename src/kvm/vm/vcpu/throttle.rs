@@ -63,7 +63,7 @@ impl fmt::Debug for Throttle {
 }
 
 impl Shared {
-    /// Sleeps until its vCPU's nap ends, unless it is told not to run any more.
+    /// Sleeps until its vCPU's nap ends, unless it is told to stop running.
     pub(super) fn sleep(&self) {
         let mut inner = self.lock();
         while self.command() == Command::Run
