@@ -40,7 +40,7 @@ impl Memory {
         }
         let mut found = |run: Range<u64>| found(first + run.start..first + run.end);
         match (self.config.backing, pagemap, self.file()) {
-            // What has parted from its file is in that or was written since, or both.
+            // A page with content is in the file, or it was written after the fork, or both.
             (Backing::Memfd, Some(pagemap), Some(file)) if self.is_forked() => {
                 pagemap::data(&file, offset, count, &mut found)?;
                 pagemap.there(slot.mapping(), offset, count, found)?;
