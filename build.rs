@@ -1,5 +1,5 @@
-//! Which commit this is built from: `VELLUM_COMMIT`, as it follows the version, and nothing where there is no clone; and how the program
-//! is linked.
+//! Sets `VELLUM_COMMIT`, the commit that follows the version (empty outside a clone), and the
+//! options of the linker.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,9 +7,10 @@ use std::process::Command;
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rustc-env=VELLUM_COMMIT={}", commit().unwrap_or_default());
-    // A position-independent program adds its address to some 7,000 pointers before main. A bit map of where they are (DT_RELR, which musl
-    // reads since 1.2.4) is a hundredth of the size of a table with 24 bytes for each, and is read in fewer instructions. Programs for Arm
-    // are linked by rust-lld, which takes no such argument of a C compiler.
+    // A position-independent program relocates some 7,000 pointers before main. A bitmap of their
+    // places (DT_RELR, which musl supports since 1.2.4) is a hundredth of the size of a table with
+    // 24 bytes for each, and takes fewer instructions to read. Programs for Arm are linked by
+    // rust-lld, which does not take this argument of a C compiler.
     if std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64") {
         println!("cargo::rustc-link-arg-bins=-Wl,-z,pack-relative-relocs");
         if is_dist() {
@@ -21,18 +22,20 @@ fn main() {
     }
 }
 
-/// Whether this is a build for packages or benchmarks. Cargo names no custom profile to build scripts: PROFILE is `release` for each that
-/// inherits from it. Of those only `dist` and `bench` have line tables.
+/// Whether this is a build for packages or benchmarks. Cargo does not tell build scripts the name
+/// of a custom profile: PROFILE is `release` for each profile that inherits from it. Of these only
+/// `dist` and `bench` have line tables.
 fn is_dist() -> bool {
     let is = |name, value| std::env::var(name).as_deref() == Ok(value);
     is("PROFILE", "release") && is("DEBUG", "true")
 }
 
-/// The functions that run until a guest's first byte.
+/// The functions that run before a guest's first byte.
 const ORDER: &str = "resources/start-up.order";
 
-/// A script of GNU ld's that puts these together, before all others: where the compiler leaves them they lie in nearly every 64 KiB of the
-/// program, of which the kernel maps all for each that runs. Other linkers take no script, or another one.
+/// A script for GNU ld that puts these functions together before all others. Otherwise they are
+/// spread over nearly every 64 KiB of the program, and the kernel maps all of a 64 KiB block when
+/// one function in it runs. Other linkers take no such script.
 fn order() -> Option<PathBuf> {
     let linker = std::env::var("RUSTC_LINKER").unwrap_or_else(|_| "cc".into());
     let version = Command::new(linker).arg("-Wl,--version").output().ok()?;
@@ -57,13 +60,13 @@ fn git(arguments: &[&str]) -> Option<String> {
 
 fn commit() -> Option<String> {
     let root = std::env::var("CARGO_MANIFEST_DIR").ok()?;
-    // A clone of something else, in which this has been unpacked, says nothing of it.
+    // The enclosing clone may be of another project in which this source was unpacked.
     if Path::new(&git(&["rev-parse", "--show-toplevel"])?).canonicalize().ok()?
         != Path::new(&root).canonicalize().ok()?
     {
         return None;
     }
-    // Each of these is written whenever another commit is checked out or made.
+    // Git writes these files whenever another commit is checked out or made.
     for name in ["HEAD", "logs/HEAD"] {
         let path = git(&["rev-parse", "--git-path", name])?;
         if Path::new(&path).exists() {

@@ -1,6 +1,6 @@
-//! `vellum fork`: machines that share a running one's memory until they write to it. Built-in
-//! guests say at their end whether each page has what they must have written: those that were
-//! forked, and the one that they were forked from.
+//! `vellum fork`: machines that share a running machine's memory until they write to it. At their
+//! end, built-in guests report whether each page has what they wrote, both the forks and the
+//! machine that was forked.
 
 use std::fs;
 use std::io::Read;
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-/// A machine that was forked. It does not outlive its test.
+/// A fork. It does not outlive its test.
 struct Forked<'a> {
     env: &'a TestEnv,
     name: String,
@@ -50,21 +50,21 @@ impl Forked<'_> {
         eventually(LIMIT, "its process ends", || Ok(process(self.pid).is_none().then_some(())))
     }
 
-    /// Ends it, and says whether each of its pages was right.
+    /// Ends the fork. Returns whether all of its pages were right.
     fn end(self) -> Result<bool, Failed> {
         self.env.ctl(&format!("{} stop", self.name))?;
         self.is_over()?;
         is_right(&self.json())
     }
 
-    /// The same, where all must be.
+    /// Ends the fork, whose pages must all be right.
     fn ends_right(self) -> Result<(), Failed> {
         let name = self.name.clone();
         ensure(self.end()?, || format!("{name} has a page that is wrong"))
     }
 }
 
-/// Forks `from` into `names`, which the arguments `more` name.
+/// Forks `from` into `names`. The arguments `more` name them.
 fn fork<'a>(env: &'a TestEnv, from: &str, more: &str) -> Result<Vec<Forked<'a>>, Failed> {
     let output = env.vellum(&format!("fork {from} {more}"))?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -77,14 +77,14 @@ fn fork<'a>(env: &'a TestEnv, from: &str, more: &str) -> Result<Vec<Forked<'a>>,
     Ok(machines)
 }
 
-/// Forks one machine, whose result goes where [`Forked::json`] says.
+/// Forks one machine. Its result goes to [`Forked::json`].
 fn fork_one<'a>(env: &'a TestEnv, from: &str, name: &str) -> Result<Forked<'a>, Failed> {
     let json = env.path(&format!("{name}.json"));
     let more = format!("--name {name} --json {}", json.display());
     fork(env, from, &more)?.pop().ok_or_else(|| "no machine was forked".into())
 }
 
-/// The result of a built-in guest that has ended: whether every page that it was to write is right.
+/// Reads the result of a built-in guest that has ended. Returns whether all of its pages are right.
 fn is_right(path: &PathBuf) -> Result<bool, Failed> {
     let text = fs::read_to_string(path)?;
     let result: Value = serde_json::from_str(&text)?;
@@ -101,22 +101,22 @@ fn stop(env: &TestEnv, name: &str, machine: Machine) -> Result<Output, Failed> {
     machine.end()
 }
 
-/// Ends the machine `name`, of which each page must be right.
+/// Ends the machine `name`. All of its pages must be right.
 fn stops_right(env: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed> {
     let output = stop(env, name, machine)?;
     ensure(output.status.success(), || format!("{name}: {output:?}"))
 }
 
-/// How many pages a built-in guest has written so far.
+/// The number of pages that a built-in guest has written so far.
 fn done(env: &TestEnv, name: &str) -> Result<u64, Failed> {
     let mut events = Client::connect(&env.socket(name))?;
     events.ask(&Do::Events {})?;
     eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
 }
 
-/// A guest that writes throughout is forked again and again, and so are some of those that were
-/// forked from it. Each machine has the memory of its pause, and goes its own way from there.
-/// `VELLUM_FORK=all` has 200 of them.
+/// A guest that writes all the time is forked repeatedly, and some of the forks are forked too.
+/// Each fork starts with the memory of the pause, and then writes on its own. With
+/// `VELLUM_FORK=all` there are 200 forks.
 fn writes_throughout(line: &str) -> Result<(), Failed> {
     let times = if std::env::var("VELLUM_FORK").is_ok_and(|value| value == "all") { 200 } else { 12 };
     let env = TestEnv::new()?;
@@ -130,7 +130,7 @@ fn writes_throughout(line: &str) -> Result<(), Failed> {
         if let Some(before) = before.take() {
             before.ends_right()?;
         }
-        // It goes on by itself, and so does the other.
+        // Both machines run on.
         let [own, other] = [done(&env, &name)?, done(&env, "here")?];
         env.has_written(&name, own)?;
         env.has_written("here", other)?;
@@ -164,8 +164,8 @@ fn a_guest_with_dirty_rings_writes_throughout() -> Result<(), Failed> {
     writes_throughout(&format!("--cpus 2 --memory 16m,backing=memfd --dirty-ring {WRITE}"))
 }
 
-/// A guest that has written to most of its memory since it was forked gets a new base each time.
-/// All machines are right, on whichever base.
+/// If a guest has written to most of its memory since the last fork, the next fork makes a new
+/// base. All machines are right, whichever base they have.
 #[test(kvm())]
 fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -179,7 +179,7 @@ fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
         let (answer, _) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
         ensure(answer["base"] == base, || format!("not base {base}: {answer}"))?;
     }
-    // Right away, little differs.
+    // Directly after a fork, little differs.
     env.ctl("here pause")?;
     machines.push(fork_one(&env, "here", "last")?);
     machines.push(fork_one(&env, "here", "again")?);
@@ -192,7 +192,7 @@ fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// Memory on both sides of the gap.
+/// Memory below and above the gap.
 #[test(real())]
 fn memory_above_4_gib_is_forked() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -209,7 +209,7 @@ fn memory_above_4_gib_is_forked() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// While it is followed on who writes to its memory, and from there on.
+/// A machine is forked while its dirty pages are tracked. The log stays right from then on.
 #[test(real())]
 fn a_log_of_dirty_pages_stays_right() -> Result<(), Failed> {
     for tracker in ["bitmap", "manual-protect", "initially-set"] {
@@ -245,8 +245,8 @@ fn a_log_of_dirty_pages_stays_right() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Of memory that was forked no file has all: it is moved and saved page by page, with what this
-/// machine alone has written, by the machine that was forked and by the one that came of it.
+/// After a fork, no file has all of a machine's memory. The machine that was forked and the fork
+/// can both migrate and be saved: their memory is copied page by page, including private pages.
 #[test(kvm())]
 fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -259,7 +259,8 @@ fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
         env.has_written(name, own + 2000)?;
     }
     let moves = "--verify --downtime 1s --timeout 3s,then=force";
-    // Those that would hand over its file say why not, and it goes on.
+    // Operations that would hand over the memory's file are refused with the reason, and the
+    // machine runs on.
     let there_in = env.receive("nobody", "")?;
     let refused = env.migrate("here", "nobody", "--link memfd")?;
     says(&refused, 2, "the memory of here was forked, and no descriptor has all of it")?;
@@ -291,14 +292,14 @@ fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
     there.is_over()
 }
 
-/// A dump has what the guest has written since, which is not in the base.
+/// A dump has the pages that the guest has written since the fork, which are not in the base.
 #[test(real())]
 fn a_dump_of_a_machine_that_was_forked_has_its_own_pages() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let here = env.run("here", "run --memory 16m,backing=memfd --passes 0 --workload write,rate=2000")?;
     env.has_written("here", 300)?;
     let _forked = fork_one(&env, "here", "forked")?;
-    // In order: this is memory that nobody had touched.
+    // Sequential writes go to untouched memory.
     let first = done(&env, "here")?;
     env.has_written("here", first + 1000)?;
     env.ctl("here pause")?;
@@ -313,14 +314,14 @@ fn a_dump_of_a_machine_that_was_forked_has_its_own_pages() -> Result<(), Failed>
     stops_right(&env, "here", here)
 }
 
-/// What a paused guest says that it has written, once it goes on; it is paused again.
+/// The number of pages that a paused guest has written, read while it is resumed for a moment.
 fn done_when_paused(env: &TestEnv) -> Result<u64, Failed> {
     let mut events = Client::connect(&env.socket("here"))?;
     events.ask(&Do::Events {})?;
     eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
 }
 
-/// A PC with devices: its serial port goes on where it was, without a byte lost, in each of them.
+/// A PC with devices: in each machine, the serial port continues without a lost byte.
 #[test(kvm())]
 fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -341,7 +342,7 @@ fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
         eventually(LIMIT, "it counts", || Ok(fs::read(&path).ok().filter(|bytes| bytes.len() > 600)))
     };
     counts("here.out")?;
-    // What it lacks is named, and nothing is left of it.
+    // The refusal names the missing device, and no machine is left behind.
     let refused = env.vellum("fork here --name there --serial null")?;
     says(&refused, 2, "there: rng: the machine has present, and the new one missing: give the target one")?;
     for name in ["there", "then"] {
@@ -361,7 +362,7 @@ fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
     ensure(wrong.is_none(), || format!("{wrong:?} of {}", counted.len()))
 }
 
-/// Many at once: each is a machine of its own, and is listed.
+/// Many forks at once: each is a machine of its own, and is listed.
 #[test(real())]
 fn many_are_made_at_once() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -381,7 +382,7 @@ fn many_are_made_at_once() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// The command ends so, and says this in one line.
+/// Checks that the command exits with `status` and prints `line`.
 fn says(output: &Output, status: i32, line: &str) -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&output.stderr);
     let right = output.status.code() == Some(status) && said.contains(line) && said.lines().count() == 1;
@@ -415,7 +416,7 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
     ] {
         says(&env.vellum(line)?, status, line_says)?;
     }
-    // Another operation, whichever it is.
+    // Any other operation is refused meanwhile.
     let mut client = Client::connect(&env.socket("here"))?;
     let files = [memfd(c"pages", 0, None)?, memfd(c"map", 0, None)?, memfd(c"state", 0, None)?];
     let snapshot: Do = serde_json::from_value(serde_json::json!({
@@ -431,7 +432,7 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// More machines than the pool has huge pages for: said before the first.
+/// If the pool lacks huge pages for all forks, the error comes before the first fork.
 #[test(kvm(), huge_pages(2 << 20, 16))]
 fn too_few_huge_pages_are_said_before_the_first() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -442,8 +443,7 @@ fn too_few_huge_pages_are_said_before_the_first() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// Whoever is killed in the middle of a fork leaves nothing behind: no machine that nobody knows
-/// of, and one that goes on.
+/// If the client is killed during a fork, no unreported machine stays, and the source runs on.
 #[test(real())]
 fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -460,14 +460,15 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
         if let Some(stdout) = &mut client.stdout {
             stdout.read_to_string(&mut said)?;
         }
-        // Those that it has told of run on; the others come to their ends.
+        // The forks that the client has reported run on. The others end.
         eventually(LIMIT, "it forks no more", || {
             Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
         })?;
         for number in 0..3 {
             let name = format!("k{at}_{number}");
             if said.contains(&format!("{name} runs, ")) {
-                // Unless the client was killed between telling of it and noting that.
+                // The client may have been killed between reporting a machine and the note of that
+                // here.
                 env.vellum(&format!("ctl {name} stop"))?;
             }
         }
@@ -480,18 +481,19 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
-/// Whether a machine and what is forked from it have every page right, with this mistake.
+/// Forks a machine with this fault planted. Returns whether all pages of the source and its forks
+/// are right.
 fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
-    // What writes faster takes long to check.
+    // A faster writer takes long to check.
     let write = "--workload write,order=random,rate=50000,write=80";
     let here =
         env.run("here", &format!("run --cpus 2 --memory 8m,slots=3,backing=memfd --passes 0 {write}"))?;
     env.has_written("here", 8000)?;
     let mut right = true;
     for at in 0..3 {
-        // It waits while the other goes on, which writes the same: of two that are equally far,
-        // either has what the other has.
+        // The fork waits while the source writes the same sequence. If both were equally far, each
+        // would have the content that the other expects.
         let json = env.path(&format!("f{at}.json"));
         let more = format!("--name f{at} --paused --json {}", json.display());
         let forked = fork(&env, "here", &more)?.pop().ok_or("no machine was forked")?;
@@ -502,7 +504,7 @@ fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
     Ok(stop(&env, "here", here)?.status.success() && right)
 }
 
-/// What is planted here, and caught.
+/// Adds the tests of planted faults, which must be caught.
 fn add_planted(tests: &mut Tests) {
     tests.add("without_a_mistake_all_pages_are_right", kvm(), || {
         ensure(goes_right(None)?, || "a page is wrong".into())

@@ -1,5 +1,5 @@
-//! Faults that are planted in Vellum, in snapshots and in QEMU's streams: each is named, with its
-//! address where it has one.
+//! Faults planted in Vellum, in snapshots and in QEMU's streams. The image must report the kind of
+//! each, with the address if there is one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,16 +17,16 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::{boots, disk, emulator, ends, has_passed, line, logged, moves, succeeds};
 
-/// Faults that a debug build makes: the log is LOST, and what is older than it should be is named
-/// with its address.
+/// Faults that a debug build plants: the log ends with LOST, and stale pages are reported with
+/// their addresses.
 #[test(boots())]
 fn pages_that_a_migration_loses_are_named() -> Result<Completion, Failed> {
     if !POSSIBLE {
         return Ok(Completion::ignored_with(IMPOSSIBLE));
     }
-    // What is lost depends on the moment: some of a vCPU's own pages, the array of positions alone,
-    // nothing, where no vCPU ran between the last pass and the end, or the stack of an image that
-    // prints, which may print without end.
+    // What is lost depends on timing: some of a vCPU's own pages, or only the array of positions,
+    // or nothing, if no vCPU ran between the last pass and the end. Or the stack of an image that
+    // is printing, which may then print for ever.
     eventually(LIMIT, "a page is lost and named", || {
         let env = TestEnv::planted(Some("no-last-harvest"))?;
         let mut there = moves(&env, "--downtime 1s --timeout 10s,then=force")?;
@@ -42,7 +42,7 @@ fn pages_that_a_migration_loses_are_named() -> Result<Completion, Failed> {
             let babbles = fs::metadata(env.path("there.log"))?.len() > 1 << 16;
             Ok((ended || names(&log) || babbles).then_some(()))
         })?;
-        // It may have ended by itself meanwhile, and in any way.
+        // The machine may have ended by itself meanwhile, in any way.
         env.vellum("ctl there stop")?;
         there.end()?;
         let log = logged(&env, &["here.log", "there.log"])?;
@@ -53,31 +53,30 @@ fn pages_that_a_migration_loses_are_named() -> Result<Completion, Failed> {
     Ok(Completion::Completed)
 }
 
-/// A snapshot's files, which a restore that maps them does not compare with their sums.
+/// A snapshot's files. A restore that maps them does not verify their checksums.
 struct Files {
     env: TestEnv,
     before: Vec<u8>,
-    /// The arguments of its devices.
+    /// The arguments of the machine's devices.
     devices: String,
 }
 
 const PAGE: usize = 4096;
 
 impl Files {
-    /// Of two points that the image has been saved at, the second one, and in the directory `old`
-    /// the first.
+    /// Saves the image at two points: the first in the directory `old`, and the second.
     fn new() -> Result<Self, Failed> {
         Self::of(TestEnv::new()?, "", String::new())
     }
 
-    /// The same in `env`, of an image with more options and a machine with these devices.
+    /// The same in `env`, for an image with more options and a machine with these devices.
     fn of(env: TestEnv, more: &str, devices: String) -> Result<Self, Failed> {
         let cmdline = format!("passes=40 rate=8000 seed=5 report=500ms {more}");
         let mut command = line(&env, 2, "16m", &cmdline, "here.log")?;
         let here = env.start("here", command.args(devices.split_whitespace()))?;
         has_passed(&env, "here.log")?;
-        // While the image prints, its stack is in use. It is to judge with the memory of another
-        // time.
+        // While the image prints, its stack is in use. It must be able to judge with memory of
+        // another time.
         let save = |dir: &str| {
             eventually(LIMIT, "it does not print", || {
                 succeeds(env.vellum(&format!("snapshot here {} --paused", env.path(dir).display()))?)?;
@@ -92,7 +91,7 @@ impl Files {
         save("old")?;
         let pass = logged(&env, &["here.log"])?.pass;
         succeeds(env.vellum("ctl here resume")?)?;
-        // Two passes further, so that every part has changed.
+        // Waits two passes, so that every part has changed.
         eventually(LIMIT, "two passes are over", || {
             Ok((logged(&env, &["here.log"])?.pass > pass.map(|pass| pass + 2)).then_some(()))
         })?;
@@ -107,9 +106,9 @@ impl Files {
         Ok(fs::read(self.env.path(dir).join("ram-0"))?)
     }
 
-    /// What the image says that is restored from the second point with this RAM, until it has found
-    /// all of these: a kind, and the address of the page, if there is one. Of nothing to be found,
-    /// until it ends.
+    /// Restores the second point with this RAM. Returns the image's log when it has reported all of
+    /// `wanted`: a kind, and the page's address if there is one. If nothing is wanted, returns the
+    /// log at the image's end.
     fn restored(&self, ram: &[u8], wanted: &[(&str, Option<usize>)]) -> Result<Log, Failed> {
         let log = self.runs_on(ram, wanted)?;
         let right = match wanted {
@@ -127,7 +126,7 @@ impl Files {
         let more = format!("--memory map --serial file={} {}", console.display(), self.devices);
         let line = format!("{} {more}", dir.display());
         let mut restored = self.env.restore("restored", &line)?;
-        // It was saved as it stood still.
+        // It was saved while paused.
         succeeds(self.env.vellum("ctl restored resume")?)?;
         let log = || Ok::<Log, Failed>(read(&[self.before.clone(), fs::read(&console)?].concat()));
         eventually(LIMIT, "it finds what is wrong", || {
@@ -137,7 +136,7 @@ impl Files {
             Ok((ended || found).then_some(()))
         })?;
         if !wanted.is_empty() {
-            // It may have ended by itself meanwhile; a machine that neither ends nor stops fails
+            // It may have ended by itself meanwhile. A machine that neither ends nor stops fails
             // below.
             self.env.vellum("ctl restored stop")?;
         }
@@ -148,20 +147,20 @@ impl Files {
     }
 }
 
-/// Whether a fault of this kind is there, in the page at this address.
+/// Whether the log has a fault of this kind in the page at this address.
 fn finds(log: &Log, kind: &str, at: Option<usize>) -> bool {
     let is_at = |address: u64| at.is_none_or(|at| address as usize & !(PAGE - 1) == at);
     log.faults.iter().any(|fault| fault.kind == kind && is_at(fault.address))
 }
 
-/// One page, or part of it, is not what it was: the first fault has the kind, and each page is
-/// named.
+/// A page, or part of it, is changed. The first fault has the expected kind, and each page is
+/// reported.
 #[test(boots())]
 fn what_is_wrong_with_a_page_is_named() -> Result<(), Failed> {
     let files = Files::new()?;
     let (new, old) = (files.ram("new")?, files.ram("old")?);
     files.restored(&new, &[])?;
-    // Pages of vCPU 0's, in the middle of its own ones.
+    // Pages that vCPU 0 writes, in the middle of its range.
     let (a, b) = (4 << 20, (4 << 20) + 5 * PAGE);
     let page = |ram: &[u8], at: usize| ram[at..at + PAGE].to_vec();
     ensure(page(&new, a) != page(&old, a), || "the page has not changed".into())?;
@@ -187,21 +186,20 @@ fn what_is_wrong_with_a_page_is_named() -> Result<(), Failed> {
     Ok(())
 }
 
-/// All of memory is older than the registers, and the other way around.
+/// All of memory is older than the registers, and the reverse.
 #[test(boots())]
 fn registers_and_memory_of_two_times_are_named() -> Result<(), Failed> {
     let files = Files::new()?;
     let (new, old) = (files.ram("new")?, files.ram("old")?);
     files.restored(&old, &[("lost-write", None), ("position", None)])?;
-    // The state of the first point with the memory of the second.
+    // The first point's state with the second's memory.
     fs::remove_dir_all(files.env.path("new"))?;
     fs::rename(files.env.path("old"), files.env.path("new"))?;
     files.restored(&new, &[("future", None), ("position", None)])?;
     Ok(())
 }
 
-/// State that is older, or newer, than memory; a clock, an interrupt and what a device writes that
-/// are lost.
+/// State that is older or newer than memory, and a lost clock value, interrupt or device write.
 #[test(boots())]
 fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
     if !POSSIBLE {
@@ -214,8 +212,8 @@ fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
         ("timer-lost", &["timer"]),
     ] {
         let wanted: Vec<_> = kinds.iter().map(|kind| (*kind, None)).collect();
-        // Where a stack is in use that is newer than the registers, the image crashes before it has
-        // judged.
+        // If a stack that is in use is newer than the registers, the image crashes before it can
+        // judge.
         let log = eventually(LIMIT, planted, || {
             let env = TestEnv::planted(Some(planted))?;
             let disk = disk(&env)?;
@@ -223,15 +221,15 @@ fn state_that_a_snapshot_loses_is_named() -> Result<Completion, Failed> {
             let log = files.runs_on(&files.ram("new")?, &wanted)?;
             let named = kinds.iter().all(|kind| finds(&log, kind, None));
             let crashed = planted == "old-vcpu" && matches!(log.verdict(), Verdict::Crashed(_));
-            // A clock that is set back has caught up, where the machine stands still for a second
-            // before it goes on.
+            // If the machine stands still for a second before it runs on, a clock that was set back
+            // has caught up.
             let late = planted == "clock-set-back" && log.verdict() == Verdict::Whole;
             ensure(named || crashed || late, || format!("{planted}: {log:?}"))?;
             Ok(named.then_some(log))
         })?;
         let found = |kind| log.faults.iter().filter(move |fault| fault.kind == kind);
         let right = match planted {
-            // The vCPU whose registers are old takes its own pages for newer ones.
+            // The vCPU with old registers takes its own pages for newer ones.
             "old-vcpu" => found("future").all(|fault| fault.vcpu == 1 && fault.found > fault.expected),
             "clock-set-back" => found("kvmclock-back").all(|fault| fault.found < fault.expected),
             _ => kinds.iter().all(|kind| found(kind).all(|fault| fault.address >= 1 << 20)),
@@ -246,8 +244,7 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
     if !POSSIBLE {
         return Ok(Completion::ignored_with(IMPOSSIBLE));
     }
-    // Whether a request ends between the last look at its buffer and the end, depends on the
-    // moment.
+    // Whether a request ends between the last look at its buffer and the end depends on timing.
     eventually(LIMIT, "a device's write is lost and named", || {
         let env = TestEnv::planted(Some("vmm-writes-left-out"))?;
         ends(moves(&env, "--downtime 1s --timeout 10s,then=force")?, 0)?;
@@ -262,9 +259,9 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
     Ok(Completion::Completed)
 }
 
-/// Changes pages in a file of QEMU's migration stream: a record is its offset in RAM with flags, in
-/// big-endian order, and the page (docs/devel/migration in QEMU). A page of the image has its
-/// address in its first word, so that nothing else is taken for one.
+/// Changes pages in a file of QEMU's migration stream. A record is an offset in RAM with flags, in
+/// big-endian order, and the page (docs/devel/migration in QEMU). The first word of each of the
+/// image's pages is its address, so nothing else is mistaken for one.
 fn damage(path: &Path) -> std::io::Result<()> {
     let mut file = fs::read(path)?;
     let mut pages = BTreeMap::new();
@@ -272,7 +269,7 @@ fn damage(path: &Path) -> std::io::Result<()> {
     while at + 8 + PAGE <= file.len() {
         let number = u64::from_be_bytes(file[at..at + 8].try_into().expect("8 bytes"));
         let (address, flags) = (number & !0xfff, number & 0xfff);
-        // RAM_SAVE_FLAG_PAGE, and RAM_SAVE_FLAG_CONTINUE: of the same block as the record before.
+        // RAM_SAVE_FLAG_PAGE and RAM_SAVE_FLAG_CONTINUE: the same block as in the record before.
         if address >= 2 << 20 && flags == 0x28 && file[at + 8..at + 16] == address.to_le_bytes() {
             pages.insert(address, at);
             at += 8 + PAGE;
@@ -310,20 +307,20 @@ fn damage(path: &Path) -> std::io::Result<()> {
                 file[end - 8..end].copy_from_slice(&page(&start, address, pass - 1)[2].to_le_bytes());
             }
             "zeroed" => file[here].fill(0),
-            // The last one, because what is behind it moves.
+            // The last one, because it moves everything after it.
             _ => drop(file.drain(here.start - 8..here.end)),
         }
     }
     fs::write(path, file)
 }
 
-/// What is done to the pages from these addresses on.
+/// The damage to the pages from each of these addresses on.
 const DAMAGED: [(u64, &str); 6] = [
     (0x40_0000, "older"),
     (0x48_0000, "swapped"),
     (0x50_0000, "shifted"),
     (0x58_0000, "torn"),
-    // In the middle of what could be a huge page.
+    // In the middle of a possible huge page.
     (0x67_3000, "zeroed"),
     (0x78_0000, "dropped"),
 ];
@@ -349,14 +346,15 @@ fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
     ensure(wanted == found, || format!("{found:x?}"))
 }
 
-/// The source is told to go on when it has moved: the driver says so, whatever the image says.
+/// The source is resumed after its machine has moved. The driver must report that, whatever the
+/// image says.
 #[test(emulator())]
 fn a_source_of_qemu_that_goes_on_is_named() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let real = tools::find("qemu-system-x86_64").ok_or("no qemu")?;
     let (bin, socket) = (env.path("bin"), env.path("second-monitor"));
     fs::create_dir(&bin)?;
-    // The source has another monitor.
+    // The source has a second monitor.
     let script = format!(
         "#!/bin/sh\ncase \"$*\" in *first.qmp*) set -- \"$@\" -qmp unix:{},server=on,wait=off ;; esac\nexec {} \"$@\"\n",
         socket.display(),

@@ -1,6 +1,6 @@
-//! `vellum judge`: the image boots and judges, under Vellum and QEMU; it survives each kind of
-//! move, beside the built-in guest; what a planted fault loses is named; and no log passes that is
-//! not whole.
+//! `vellum judge`: the image boots and judges under Vellum and QEMU, and survives each kind of
+//! move, as the built-in guest does. It reports what a planted fault loses. An incomplete log never
+//! passes.
 
 mod drivers;
 mod faults;
@@ -21,11 +21,11 @@ support::vellum!();
 
 fn main() -> ExitCode {
     let mut tests = Tests::from_args();
-    // Each is one machine that fills its memory.
+    // Each test is one machine that fills its memory.
     for (cpus, memory, protocol) in
         [(1, "64m", "pvh"), (2, "64m", "linux64"), (4, "64m", "pvh"), (2, "2g", "pvh")]
     {
-        // An emulated host takes minutes to fill as much.
+        // An emulated host takes minutes to fill this much.
         let need = if memory == "2g" { boots().and(real()) } else { boots() };
         tests.add(format!("{cpus}_vcpus_and_{memory}_by_{protocol}_are_whole"), need, move || {
             boots_under_vellum(cpus, memory, protocol)
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-/// The image is for x86-64 alone.
+/// The image is for x86-64 only.
 fn boots() -> Need {
     kvm()?;
     match cfg!(target_arch = "x86_64") {
@@ -64,7 +64,7 @@ fn emulator() -> Need {
     tools::program("qemu-system-x86_64")
 }
 
-/// The image in a file.
+/// Writes the image to a file.
 fn elf(env: &TestEnv) -> Result<PathBuf, Failed> {
     let path = env.path("judge.elf");
     if !path.exists() {
@@ -73,7 +73,7 @@ fn elf(env: &TestEnv) -> Result<PathBuf, Failed> {
     Ok(path)
 }
 
-/// The arguments of a disk that the image reads.
+/// The arguments of a disk for the image.
 fn disk(env: &TestEnv) -> Result<String, Failed> {
     let path = env.path("judge.raw");
     if !path.exists() {
@@ -83,7 +83,7 @@ fn disk(env: &TestEnv) -> Result<String, Failed> {
     Ok(format!("--disk {},readonly", path.display()))
 }
 
-/// The arguments of a machine that the image runs, whose console is a file called `console`.
+/// The arguments of a machine that boots the image with its console in the file `console`.
 fn line(env: &TestEnv, cpus: u32, memory: &str, cmdline: &str, console: &str) -> Result<Command, Failed> {
     let mut command = env.command(&format!("run --kernel {} --cpus {cpus}", elf(env)?.display()));
     command.args(["--memory", memory, "--cmdline", cmdline]);
@@ -118,8 +118,7 @@ fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
     disk(&env)?;
     let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", env.path("judge.raw").display());
-    // On `microvm` a bzImage was not seen to start. Its virtio-mmio is of version 1, or of version
-    // 2.
+    // A bzImage was not seen to start on `microvm`. Its virtio-mmio has version 1 or 2.
     let (ways, device, transport) = match machine {
         "pc" => ([(Format::Elf, "on"), (Format::BzImage, "on")], "virtio-blk-pci", "pci"),
         _ => ([(Format::Elf, "on"), (Format::Elf, "off")], "virtio-blk-device", "mmio"),
@@ -142,12 +141,12 @@ fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The options of an image that moves. It takes some seconds, in which it does little, so that a
-/// busy host does not make them minutes. It says twice a second how far it is: while it prints, its
-/// stack is in use, and an image that loses its stack says nothing of use.
+/// The options of an image that is moved. It runs for some seconds with little work, so that a busy
+/// host does not make them minutes. It reports progress only twice a second: its stack is in use
+/// while it prints, and an image that loses its stack cannot report.
 const MOVING: &str = "passes=16 rate=8000 seed=5 report=500ms";
 
-/// Waits until the image has reported a pass that began in the console of this name.
+/// Waits until this console has a report of a pass that has begun.
 fn has_passed(env: &TestEnv, console: &str) -> Result<(), Failed> {
     let path = env.path(console);
     eventually(LIMIT, "the image has begun a pass", || {
@@ -165,7 +164,7 @@ fn succeeds(output: Output) -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-/// The log of a machine that printed into each of these files in turn.
+/// The log of a machine that printed to these files in turn.
 fn logged(env: &TestEnv, consoles: &[&str]) -> Result<Log, Failed> {
     let mut text = Vec::new();
     for console in consoles {
@@ -174,7 +173,7 @@ fn logged(env: &TestEnv, consoles: &[&str]) -> Result<Log, Failed> {
     Ok(read(&text))
 }
 
-/// Starts the image as `here`, with memory that may be handed over.
+/// Starts the image as `here`, with memory that can be handed over.
 fn starts(env: &TestEnv) -> Result<Machine, Failed> {
     let mut command = line(env, 2, "16m,backing=memfd", MOVING, "here.log")?;
     let machine = env.start("here", command.args(disk(env)?.split(' ')))?;
@@ -192,14 +191,14 @@ fn moves(env: &TestEnv, mode: &str) -> Result<Machine, Failed> {
     Ok(there)
 }
 
-/// Moves the image to `there`, where it ends.
+/// Moves the image to `there`, where it runs to its end.
 fn migrates(mode: &str) -> Result<Log, Failed> {
     let env = TestEnv::new()?;
     ends(moves(&env, mode)?, 0)?;
     logged(&env, &["here.log", "there.log"])
 }
 
-/// The built-in guest moves in the same way; every page is right.
+/// Moves the built-in guest in the same way. All of its pages must be right.
 fn built_in_migrates(mode: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
@@ -234,8 +233,8 @@ fn a_postcopy_migration_is_whole() -> Result<(), Failed> {
     built_in_migrates("--mode postcopy")
 }
 
-/// A snapshot while the image runs, which goes on; and each way to restore it, whose console begins
-/// in the middle.
+/// Takes a snapshot of the running image, which runs on, and restores it in each way. The restored
+/// console begins in the middle.
 #[test(boots())]
 fn a_snapshot_and_each_restore_are_whole() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -286,7 +285,7 @@ fn an_upgrade_is_whole() -> Result<(), Failed> {
     whole(&logged(&env, &["here.log"])?)
 }
 
-/// The image's own bad input: one line, and no verdict.
+/// The image refuses invalid options with one line and without a verdict.
 #[test(boots())]
 fn what_the_image_is_asked_wrongly_it_refuses() -> Result<(), Failed> {
     for (memory, cmdline, says) in [

@@ -1,4 +1,4 @@
-//! `vellum judge read` and `vellum judge image`: no log passes that is not whole.
+//! `vellum judge read` and `vellum judge image`: an incomplete log never passes.
 
 use std::fs;
 use std::process::Output;
@@ -10,7 +10,7 @@ use vellum_judge::read::{Verdict, read};
 
 use crate::succeeds;
 
-/// A log of the image that is whole.
+/// A complete log of the image.
 fn log() -> Result<Vec<u8>, Failed> {
     Ok(fs::read("tests/fuzz/corpus/judge/whole.log")?)
 }
@@ -25,7 +25,7 @@ fn judged(env: &TestEnv, log: &[u8], more: &str) -> Result<Output, Failed> {
 fn a_log_passes_only_if_it_is_whole() -> Result<(), Failed> {
     let log = log()?;
     ensure(read(&log).verdict() == Verdict::Whole, || format!("{:?}", read(&log)))?;
-    // Without any of its lines, and cut anywhere.
+    // Each line is removed, and the log is cut at each place.
     let lines: Vec<&[u8]> = log.split_inclusive(|byte| *byte == b'\n').collect();
     for without in 0..lines.len() {
         let rest = [&lines[..without], &lines[without + 1..]].concat().concat();
@@ -39,10 +39,10 @@ fn a_log_passes_only_if_it_is_whole() -> Result<(), Failed> {
     for cut in 0..end + "# end WHOL".len() {
         ensure(read(&log[..cut]).verdict() != Verdict::Whole, || format!("cut at {cut}"))?;
     }
-    // Twice: the machine was started again.
+    // The log twice, as if the machine had been restarted.
     let twice = read(&[log.clone(), log.clone()].concat()).verdict();
     ensure(matches!(twice, Verdict::Crashed(_)), || format!("{twice:?}"))?;
-    // With another digit of a checksum, or of the seed.
+    // With one digit of a checksum or of the seed changed.
     let text = String::from_utf8(log)?;
     for (from, to) in [("checksum=0x", "checksum=0x1"), ("seed=", "seed=1"), ("# ram 0x1", "# ram 0x2")] {
         let changed = read(text.replacen(from, to, 1).as_bytes()).verdict();

@@ -38,7 +38,6 @@ fn images() -> Need {
 
 /// The user of `--login` logs in on the console with the printed password, can use sudo, and can
 /// use SSH. The image is unchanged.
-/// as it was.
 #[test(images())]
 fn images_of_clouds_boot_by_themselves_to_a_login() -> Result<(), Failed> {
     for (at, (disk, what, place)) in IMAGES.into_iter().enumerate() {
