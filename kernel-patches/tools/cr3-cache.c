@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A guest without an operating system that speaks the CR3 cache's hypercall, and
- * the VMM that disturbs it.
+ * A guest without an operating system that uses the CR3 cache's hypercall, and the VMM that
+ * disturbs it.
  *
- *	cr3-cache test [SEED [STEPS]]	each rule of the cache, then a hostile guest
- *	cr3-cache bench			exits and time of a switch
+ * 	cr3-cache test [SEED [STEPS]]	each rule of the cache, then a hostile guest
+ * 	cr3-cache bench			exits and time of a switch
  *
- * The guest switches between address spaces that differ in what they have at
- * one address: the number of the space.  It looks there after each switch.
+ * The guest switches between address spaces. At one address, each has the number of the space. The
+ * guest reads it after each switch.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Of the kernel that carries the series, by -I. */
+/* The header of the kernel with the series, by -I. */
 #include <asm/kvm_cr3_cache.h>
 
 #define PAGE		4096ul
@@ -63,7 +63,7 @@ struct space {
 	uint64_t key, genuine, number, pad;
 };
 
-/* The assembly below knows the offsets. */
+/* The assembly below uses the offsets. */
 struct mailbox {
 	uint64_t op, arg[4], ret;	/* 0, 8, 40 */
 	uint64_t steps, spaces;		/* 48, 56 */
@@ -105,7 +105,7 @@ asm(".pushsection .rodata\n"
     "	mov %rax, 40(%r15)\n	jmp guest\n"
     "do_invlpg:\n	mov 8(%r15), %rax\n	invlpg (%rax)\n	jmp guest\n"
 
-    /* steps switches: in turn, or at random where there is a seed */
+    /* steps switches: in turn, or at random with a seed */
     "do_switches:\n	mov 48(%r15), %rbx\n	mov 104(%r15), %r12\n"
     "next:\n	test %rbx, %rbx\n	jz switched\n	dec %rbx\n"
     "	mov 88(%r15), %rax\n	test %rax, %rax\n	jnz random\n"
@@ -165,7 +165,7 @@ static int must(int r, const char *what)
 	return r;
 }
 
-/* What is tested comes first: the message may say what it changed. */
+/* The condition comes first, because the message may use what it changed. */
 #define check(holds, ...) ({ bool it_holds = (holds); report(it_holds, __VA_ARGS__); })
 
 __attribute__((format(printf, 2, 3)))
@@ -182,7 +182,7 @@ static bool report(bool holds, const char *format, ...)
 		va_end(args);
 		printf("\n");
 		fflush(stdout);
-		/* A guest that does not come back has the rest fail as well. */
+		/* If the guest does not come back, all further tests fail as well. */
 		if (failed == MOST_FAILED) {
 			printf("%d checks, %d failed: what follows is left out\n", checks, failed);
 			exit(1);
@@ -208,7 +208,7 @@ static int set_slot(struct vm *vm, int slot, uint64_t gpa, uint64_t size, void *
 	return ioctl(vm->fd, KVM_SET_USER_MEMORY_REGION, &region);
 }
 
-/* Everything but the cache's page, which stands in a slot by itself. */
+/* All memory except the cache's page, which has a slot of its own. */
 static void set_slots(struct vm *vm)
 {
 	must(set_slot(vm, 0, 0, CACHE, vm->memory, 0), "slot 0");
@@ -275,7 +275,7 @@ static void reset_registers(struct vm *vm)
 	must(ioctl(vm->vcpu, KVM_SET_REGS, &regs), "KVM_SET_REGS");
 }
 
-/* What is loaded for a space, without PCIDs and with them. */
+/* The CR3 value of each space, without and with PCIDs. */
 static void set_spaces(struct vm *vm)
 {
 	for (int i = 0; i < SPACES; i++) {
@@ -340,7 +340,7 @@ static void destroy(struct vm *vm, bool memory)
 	}
 }
 
-/* Up to the next exit to user space; MMIO reads as zero. */
+/* Runs up to the next exit to user space. MMIO reads as zero. */
 static unsigned int enter(struct vm *vm)
 {
 	for (;;) {
@@ -355,7 +355,7 @@ static unsigned int enter(struct vm *vm)
 	}
 }
 
-/* One operation of the guest: it waits behind its OUT before and after. */
+/* One operation of the guest. It waits at its OUT before and after. */
 static bool operate(struct vm *vm, enum op op)
 {
 	unsigned int exit;
@@ -431,7 +431,9 @@ static void begin(struct vm *vm, const char *name, bool pcid)
 	check(do_register(vm) > 0, "registration: %" PRId64, (int64_t)vm->mailbox->ret);
 }
 
-/* Has all of a few spaces published; others may be, which have to go first if these are as many as entries. */
+/*
+ * Gets all of a few spaces published. If they are as many as entries, others must be dropped first.
+ */
 static void warm(struct vm *vm, int spaces)
 {
 	uint64_t steps = 4 * spaces;
@@ -452,7 +454,7 @@ static void end(struct vm *vm)
 	fflush(stdout);
 }
 
-/* Throws all roots away: what a memslot that goes does. */
+/* Drops all roots, as a deleted memslot does. */
 static void change_slots(struct vm *vm)
 {
 	static uint8_t other[4096] __attribute__((aligned(4096)));
@@ -472,7 +474,7 @@ static void test_hits(bool pcid)
 		exits = statistic(&vm, "exits");
 		switches(&vm, spaces, 1000, true);
 		exits = statistic(&vm, "exits") - exits;
-		/* Interrupts of the host are among them. */
+		/* Interrupts of the host are included. */
 		check(vm.mailbox->hits == 1000 && exits < 20, "%d spaces: %" PRIu64 " hits of 1000, %" PRIu64 " exits",
 		      spaces, vm.mailbox->hits, exits);
 		check(with(&vm, OP_READ_CR3, 0, 0, 0, 0) == vm.mailbox->space[vm.mailbox->at].genuine,
@@ -488,7 +490,7 @@ static void test_hits(bool pcid)
 	end(&vm);
 }
 
-/* Without PCIDs PWT is part of CR3, and none of the root. */
+/* Without PCIDs PWT is part of CR3, but not of the root. */
 static void test_same_root(void)
 {
 	struct vm vm;
@@ -504,7 +506,7 @@ static void test_same_root(void)
 	end(&vm);
 }
 
-/* As from another vCPU: user space may latch one, and it is taken when the state is asked for. */
+/* User space may latch an INIT as from another vCPU. It takes effect when the state is read. */
 static void test_init(void)
 {
 	struct kvm_vcpu_events events;
@@ -560,7 +562,7 @@ static void test_registration(void)
 	end(&vm);
 }
 
-/* What another owner of a role may do with the pages is not what the guest may do now. */
+/* What another role may do with the pages, the guest must not be able to do in this role. */
 static void test_roles(void)
 {
 	struct vm vm;
@@ -582,7 +584,7 @@ static void test_flush(void)
 {
 	struct vm vm;
 
-	/* The guest's page table goes out of sync by this write; the reload is its flush. */
+	/* This write makes the guest's page table go out of sync. The reload is the flush. */
 	begin(&vm, "a reload of the same CR3 is a flush", false);
 	warm(&vm, 2);
 	with(&vm, OP_LOAD, PML4(0), 0, 0, 0);
@@ -594,7 +596,7 @@ static void test_flush(void)
 		check(with(&vm, OP_PEEK, WHERE, 0, 0, 0) == 100 + number, "%" PRIu64 " is there", vm.mailbox->ret);
 	}
 
-	/* Another address space's table, with the flush that is owed on the way back. */
+	/* Another address space's table. The switch back owes the flush. */
 	for (int i = 0; i < 6; i++) {
 		uint64_t number = i & 1 ? 1 : 6;
 
@@ -609,7 +611,7 @@ static void test_flush(void)
 	end(&vm);
 }
 
-/* A flush of everything reaches what is then switched to without an exit. */
+/* A flush of everything also affects spaces that are then switched to without an exit. */
 static void test_flush_all(bool pcid)
 {
 	static const char *const names[] = { "CR4.PGE", "INVPCID", "the hypercall", "INVPCID of one context" };
@@ -654,7 +656,7 @@ static void test_pcid(void)
 
 	begin(&vm, "INVPCID and PCID forms", true);
 	warm(&vm, 4);
-	/* Type 1: all of the context that space 2 has. */
+	/* Type 1: everything of the context of space 2. */
 	with(&vm, OP_LOAD, PML4(0) | 1, 0, 0, 0);
 	with(&vm, OP_INVPCID, 1, 3, 0, 0);
 	for (int i = 0; i < KVM_CR3_CACHE_ENTRIES; i++)
@@ -662,7 +664,7 @@ static void test_pcid(void)
 	warm(&vm, 4);
 	check(statistic(&vm, "cr3_cache_drop_flush") > 0, "not counted");
 
-	/* Bit 63 is in every value, so that a load that is a flush exits. */
+	/* Bit 63 is in every value, so a load that is a flush exits. */
 	warm(&vm, 4);
 	for (int i = 0; i < KVM_CR3_CACHE_ENTRIES; i++)
 		check((entries(&vm)[i].guest_cr3 & entries(&vm)[i].host_cr3 & NOFLUSH) &&
@@ -675,7 +677,7 @@ static void test_pcid(void)
 	check(with(&vm, OP_PEEK, WHERE, 0, 0, 0) == 106, "a load with a flush does not flush");
 	check(statistic(&vm, "cr3_cache_misses") == flush + 1, "a load with a flush does not exit");
 
-	/* A PCID that has the host's bit is the guest's own affair, and is not published. */
+	/* A PCID with the host's bit is the guest's own, and is not published. */
 	vm.mailbox->space[3].genuine = PML4(3) | 0x801;
 	vm.mailbox->space[3].key = vm.mailbox->space[3].genuine | NOFLUSH;
 	with(&vm, OP_POKE, OWN(1, 2), NUMBER(1) | PTE, 0, 0);
@@ -687,7 +689,7 @@ static void test_pcid(void)
 	end(&vm);
 }
 
-/* A page directory where KVM's root is, as numbers go. */
+/* A page directory with the same address as one of KVM's roots. */
 static void test_collision(void)
 {
 	unsigned int tried = 0;
@@ -699,10 +701,10 @@ static void test_collision(void)
 
 		warm(&vm, 4);
 		gpa = entries(&vm)[i % KVM_CR3_CACHE_ENTRIES].host_cr3 & ~(PAGE - 1);
-		/* What the guest has there already stays. */
+		/* Existing memory of the guest is kept. */
 		if (gpa < CACHE + PAGE)
 			continue;
-		/* Space 7: in the guest's memory, or in a slot of its own. */
+		/* Space 7 is in the guest's memory, or in a slot of its own. */
 		if (gpa < MEMORY)
 			memcpy(at(&vm, gpa), at(&vm, PML4(7)), PAGE);
 		else
@@ -720,7 +722,7 @@ static void test_collision(void)
 	end(&vm);
 }
 
-/* A page directory is freed, is data for a while, and then another's page directory. */
+/* A page directory is freed, holds data for a while, and then becomes another space's. */
 static void test_release(void)
 {
 	struct vm vm;
@@ -765,7 +767,7 @@ static bool stop_at(struct vm *vm, unsigned int offset)
 	vm->mailbox->op = OP_SWITCH;
 	exit = enter(vm);
 	debug(vm, 0, 0);
-	/* Not all offsets are of instructions. */
+	/* Not every offset is an instruction. */
 	return exit == KVM_EXIT_DEBUG;
 }
 
@@ -777,7 +779,7 @@ static uint64_t rip(struct vm *vm)
 	return regs.rip;
 }
 
-/* At each instruction of the section: what was read before must not be loaded after. */
+/* At each instruction of the section: a value read before the stop must not be loaded after it. */
 static void test_section(bool pcid)
 {
 	unsigned int stops = 0;
@@ -797,7 +799,7 @@ static void test_section(bool pcid)
 	}
 	check(stops == 11, "%u stops in the section", stops);
 
-	/* It gets through although it is stepped through. */
+	/* The section completes even if it is single-stepped. */
 	warm(&vm, 4);
 	debug(&vm, KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP, 0);
 	ask(&vm, 4, 20, true);
@@ -810,7 +812,7 @@ static void test_section(bool pcid)
 	end(&vm);
 }
 
-/* At each instruction of the section to a KVM without the cache, and back. */
+/* At each instruction of the section, a move to a KVM without the cache, and back. */
 static void test_migration(bool pcid)
 {
 	struct kvm_cr3_cache state, none = {};
@@ -857,7 +859,7 @@ static void test_migration(bool pcid)
 	end(&vm);
 }
 
-/* Emptying the page has to reach the dirty log: the last pass of a migration takes it. */
+/* Emptying the page must reach the dirty log, from which a migration's last pass takes it. */
 static void test_dirty_log(void)
 {
 	uint64_t bitmap = 0;
@@ -898,7 +900,9 @@ static void test_slots(void)
 	end(&vm);
 }
 
-/* Somebody else writes to the page: to the guest's own harm at most, and here not even that. */
+/*
+ * Another thread writes to the page. This could harm only the guest, and here not even the guest.
+ */
 static void test_overwritten(void)
 {
 	struct vm vm;
@@ -911,11 +915,16 @@ static void test_overwritten(void)
 		warm(&vm, 4);
 		entry = (void *)&entries(&vm)[i % KVM_CR3_CACHE_ENTRIES];
 		value = entry->host_cr3;
-		/* Roots can be side by side in memory: another's value would be loaded, and lead there. */
+		/*
+		 * Roots can be adjacent in memory: another root's value would be loaded, and map
+		 * its space.
+		 */
 		for (int j = 0; j < KVM_CR3_CACHE_ENTRIES; j++)
 			if (value < entries(&vm)[j].host_cr3 + PAGE)
 				value = entries(&vm)[j].host_cr3 + PAGE;
-		/* 0 would be no entry: the guest does not load it, and nobody learns of it. */
+		/*
+		 * 0 would be an empty entry. The guest does not load it, and KVM does not notice.
+		 */
 		entry->host_cr3 = i & 1 ? value : 0x1234567890ull * (i + 1);
 		switches(&vm, 4, 8, true);
 	}
@@ -924,7 +933,7 @@ static void test_overwritten(void)
 	end(&vm);
 }
 
-/* A second vCPU of the same machine, with a mailbox of its own. */
+/* A second vCPU of the same VM, with a mailbox of its own. */
 static void create_second(struct vm *vm, struct vm *second)
 {
 	int size = must(ioctl(kvm, KVM_GET_VCPU_MMAP_SIZE, 0), "KVM_GET_VCPU_MMAP_SIZE");
@@ -961,8 +970,9 @@ static bool set_msr(struct vm *vm, uint32_t index, uint64_t value)
 }
 
 /*
- * Another vCPU changes a page table that this one has a root for: the shadow page may go out of sync, and a hit syncs nothing.
- * So what is there before the flush that is owed may be the old number or the new one, and what is there after it is the new one.
+ * Another vCPU changes a page table below a root of this one. The shadow page may go out of sync,
+ * and a hit syncs nothing. Before the flush that is owed, the old or the new number may be there.
+ * After it, the new one must be.
  */
 static void test_unsync(void)
 {
@@ -977,7 +987,7 @@ static void test_unsync(void)
 		warm(&vm, 4);
 		with(&vm, OP_LOAD, PML4(0), 0, 0, 0);
 		with(&second, OP_POKE, OWN(1, 2), NUMBER(number) | PTE, 0, 0);
-		/* By way of the entry. */
+		/* Through the entry. */
 		for (int entry = 0; entry < KVM_CR3_CACHE_ENTRIES; entry++)
 			if (entries(&vm)[entry].guest_cr3 == PML4(1))
 				with(&vm, OP_LOAD, entries(&vm)[entry].host_cr3, 0, 0, 0);
@@ -994,7 +1004,7 @@ static void test_unsync(void)
 	end(&vm);
 }
 
-/* As KVM_FEATURE_PV_TLB_FLUSH has it: another vCPU leaves word that this one, which does not run, is to flush. */
+/* KVM_FEATURE_PV_TLB_FLUSH: another vCPU requests a flush of this one, which does not run. */
 static void test_flush_by_another(void)
 {
 	struct vm vm, second;
@@ -1020,7 +1030,7 @@ static void test_flush_by_another(void)
 	end(&vm);
 }
 
-/* A KVM in the guest must not think that it has the list: vmcs02 has none. */
+/* A KVM in the guest must not see the list, because vmcs02 has none. */
 static void test_nested(void)
 {
 	struct { struct kvm_msrs head; struct kvm_msr_entry entry; } msrs = {
@@ -1045,7 +1055,7 @@ static void *slot_changes(void *vm)
 	return NULL;
 }
 
-/* On one CPU these can only meet where the host preempts one of them. */
+/* On one CPU these meet only if the host preempts one of them. */
 static void test_zaps(uint64_t steps)
 {
 	pthread_t thread;
@@ -1073,7 +1083,7 @@ static uint64_t random64(uint64_t *seed)
 	return *seed;
 }
 
-/* Anything goes, and the guest may well be lost; the host must not be. */
+/* Anything is allowed. The guest may be lost, but the host must not be. */
 static void test_hostile(uint64_t seed, uint64_t steps)
 {
 	uint64_t shutdowns = 0, state = seed * 2 + 1;
@@ -1126,7 +1136,7 @@ static void test_hostile(uint64_t seed, uint64_t steps)
 		}
 		exit = enter(&vm);
 		if (exit != KVM_EXIT_IO) {
-			/* It has no page table any more, or no code. */
+			/* It has lost its page table or its code. */
 			struct kvm_vcpu_events events = {};
 
 			shutdowns++;
@@ -1192,7 +1202,7 @@ int main(int argc, char **argv)
 	has_cache = ioctl(kvm, KVM_CHECK_EXTENSION, KVM_CAP_CR3_CACHE);
 	printf("%d entries\n", has_cache);
 
-	/* Without a cache, too: what a stock KVM or one with EPT needs. */
+	/* This also works without a cache, as with a stock KVM or EPT. */
 	if (argc > 1 && !strcmp(argv[1], "bench")) {
 		bench();
 		return !!failed;

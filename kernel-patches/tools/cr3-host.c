@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs the host's side of the CR3 cache in user space; the script `cr3-host` says whose.
+ * Runs the host's side of the CR3 cache in user space. The script `cr3-host` names the source.
  *
- * Here are a guest of one vCPU, which switches among address spaces by way of its page;
- * a processor, which exits at a load of CR3 unless the value is among its targets; pages
- * that are roots, or free, or another address space's root by now; and the order in which KVM
- * calls the cache when a vCPU exits and enters, which is x86.c's and vmx.c's and is not
- * under test.  The vCPU may exit before each instruction of the section, and what
- * happens then is drawn.
+ * This file has a guest of one vCPU, which switches among address spaces through its page; a
+ * processor, which exits at a load of CR3 unless the value is a target; pages that are roots, or
+ * free, or already another address space's root; and the order in which KVM calls the cache when a
+ * vCPU exits and enters. That order is x86.c's and vmx.c's and is not under test. The vCPU may exit
+ * before each instruction of the section. What happens then is random.
  *
- * Addresses of roots are such as the guest has for page directories, too.
+ * The guest has page directories at the same addresses as roots.
  */
 #define _GNU_SOURCE
 #include <limits.h>
@@ -68,7 +67,7 @@ enum { KVM_REQ_MMU_RELOAD, KVM_REQ_MMU_FREE_OBSOLETE_ROOTS = 0, KVM_REQ_LOAD_MMU
 #define static_branch_unlikely(key) (*(key) > 0)
 #define static_branch_inc(key) (++*(key))
 #define static_branch_dec(key) (--*(key))
-/* Work is done at once, which is the earliest that it may be. */
+/* Work is done at once, which is the earliest possible time. */
 struct work_struct { int unused; };
 struct delayed_work { void (*function)(struct work_struct *work); };
 #define DECLARE_DELAYED_WORK(name, work) struct delayed_work name = { work }
@@ -110,7 +109,7 @@ static int atomic_xchg(atomic_t *value, int other)
 #include <asm/kvm_cr3_cache.h>
 #include "types.h"
 
-/* ---- what is not under test ---- */
+/* ---- not under test ---- */
 
 union kvm_mmu_page_role {
 	u32 word;
@@ -181,7 +180,7 @@ static struct kvm_vcpu vcpu_now, *vcpu = &vcpu_now;
 static bool tdp_enabled, tdp_mmu_enabled, force_flush_and_sync_on_reuse;
 static int kvm_nr_cr3_targets = 4;
 
-/* The guest's memory where its page is, and another that a slot may have there. */
+/* The guest's memory at its page, and another memory that a slot may have there. */
 static struct kvm_cr3_cache_page backing[2];
 static int which_backing;	/* -1: no slot */
 
@@ -230,7 +229,7 @@ static struct kvm_mmu_page *page_of(hpa_t hpa)
 #define __clear_sp_write_flooding_count(...)
 #define kvm_mmu_commit_zap_page(...)
 
-/* A page that is no root any more is at once anybody's. */
+/* A page that is no longer a root can be reused at once. */
 static void mmu_free_root_page(struct kvm *kvm, hpa_t *hpa, int *list)
 {
 	if (!VALID_PAGE(*hpa))
@@ -304,7 +303,7 @@ void kvm_mmu_free_roots(struct kvm_vcpu *vcpu, struct kvm_mmu *mmu, ulong roots)
 #endif
 static void kvm_mmu_unload(struct kvm_vcpu *vcpu) { FREE_ROOTS(KVM_MMU_ROOTS_ALL); }
 
-/* ---- what is ---- */
+/* ---- under test ---- */
 
 #include "cr3_cache.c"
 #include "extract.h"
@@ -313,10 +312,13 @@ static void kvm_mmu_unload(struct kvm_vcpu *vcpu) { FREE_ROOTS(KVM_MMU_ROOTS_ALL
 
 #define CACHE (&vcpu->arch.cr3_cache)
 
-/* What the guest loads for a space.  The last three are such as KVM must not publish, for it could not tell them from others. */
+/*
+ * The guest's CR3 for a space. KVM must not publish the last three, because it could not
+ * distinguish them from others.
+ */
 static u64 value_of(int space)
 {
-	/* And so their page directories are others' as well. */
+	/* So their page directories are also those of other spaces. */
 	u64 value = BASE + space % (SPACES - 3) * PAGE_SIZE;
 
 	if (cr4_pcide)
@@ -353,7 +355,7 @@ static void set_role(u32 other)
 	mmu.roots_changed = true;
 }
 
-/* The page that the processor walks from must be the root that the guest wants. */
+/* The processor's root must be the root that the guest wants. */
 static void look(const char *when)
 {
 	struct kvm_mmu_page *page = page_of(vmcs.cr3);
@@ -366,7 +368,7 @@ static void look(const char *when)
 		fail("%s: the guest runs in another address space than %llx", when, (unsigned long long)cr3_of_guest);
 }
 
-/* Before the vCPU runs: everything that it could load is a root of its own. */
+/* Before the vCPU runs: everything that it could load must be one of its roots. */
 static void look_at_targets(void)
 {
 	const struct kvm_cr3_cache_entry *in_page;
@@ -437,7 +439,7 @@ static void load_root(void)
 	mmu.roots_added = true;
 }
 
-/* vcpu_enter_guest() as far as it concerns the cache. */
+/* The part of vcpu_enter_guest() that concerns the cache. */
 static void enter(void)
 {
 	if (!stock)
@@ -514,7 +516,7 @@ static void do_register(bool well)
 	uses = CACHE->registered;
 }
 
-/* Memory that is in no slot now is not the guest's any more. */
+/* Memory without a slot is not the guest's any longer. */
 static void forget_other_memory(void)
 {
 	for (int i = 0; i < 2; i++)
@@ -532,12 +534,12 @@ static void new_vcpu(void)
 	set_role(ROLE.other);
 }
 
-/* To another host, which may know nothing of the cache, and on. */
+/* Saves, moves to another host, perhaps one without the cache, and continues. */
 static void save_and_move(void)
 {
 	struct kvm_cr3_cache saved;
 
-	/* As the end of KVM_RUN. */
+	/* As at the end of KVM_RUN. */
 	kvm_cr3_cache_restart(vcpu);
 	if (kvm_cr3_cache_get(vcpu, &saved))
 		fail("KVM_GET_CR3_CACHE");
@@ -548,7 +550,7 @@ static void save_and_move(void)
 	switch (rnd(4)) {
 	case 0:	/* it stays */
 		return;
-	/* What is in no slot is not saved. */
+	/* Memory without a slot is not saved. */
 	case 1:
 		stock = true;
 		saved.flags = 0;
@@ -562,7 +564,7 @@ static void save_and_move(void)
 	}
 }
 
-/* Something happens while the vCPU is not in the guest. */
+/* A random event while the vCPU is not in the guest. */
 static void something(void)
 {
 	struct kvm_cr3_cache_entry *entry;
@@ -636,7 +638,7 @@ static void exit_now(bool disturbed)
 	enter();
 }
 
-/* Hypercalls, and what else the guest does between its switches. */
+/* Hypercalls and other actions of the guest between switches. */
 static void between(void)
 {
 	leave();
@@ -702,14 +704,20 @@ static void own_value(void)
 	enter();
 }
 
-/* Whether others write to the page without end, and the processor is one that does not find all of its list. */
+/*
+ * Whether other threads write to the page all the time, and the processor does not find all of its
+ * list.
+ */
 static bool hostile;
 
-/* The guest's section, from where RIP is. */
+/* Runs the guest's section from RIP on. */
 static void by_section(bool stepped)
 {
 	struct kvm_cr3_cache_entry *entries;
-	/* Another vCPU that writes to the page whenever this one has begun; a processor that does not look at bit 63 of the list. */
+	/*
+	 * Another vCPU writes to the page whenever this one has begun; a processor ignores bit 63
+	 * in the list.
+	 */
 	bool scribbled = hostile && !rnd(8), blind = hostile && !rnd(4);
 	unsigned long value;
 	int turns = 0;
@@ -768,7 +776,10 @@ static void by_section(bool stepped)
 				enter();
 				continue;
 			}
-			/* What is written to the page again and again is not KVM's to see to, nor anything on a host without the cache. */
+			/*
+			 * KVM is not responsible for repeated writes to the page, nor for a host
+			 * without the cache.
+			 */
 			if (value & BIT(40) && (stock || scribbled))
 				value = wanted;
 			if (!stock && value != wanted)

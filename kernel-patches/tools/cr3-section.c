@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs the section that reads the CR3 cache's page in user space; the script `cr3-section`
- * says whose.
+ * Runs the section that reads the CR3 cache's page in user space. The script `cr3-section` names
+ * the source.
  *
- * A child process is the vCPU.  Its parent is KVM: it steps the child through the section by
- * ptrace, so that each instruction is the processor's own, and carries out the load of CR3
- * itself, which the child may not.  Before each instruction the vCPU may exit.  KVM then
- * does what its host series does: if RIP is in the section and not at its start, it becomes
- * the start; after that the page may change.  All pairs of two such exits are tried, each
- * before any instruction, each with any change, for a value in each place of the page and
- * for one that is not there.
+ * A child process is the vCPU. Its parent is KVM: it steps the child through the section by ptrace,
+ * so that the processor executes each instruction, and emulates the load of CR3. Before each
+ * instruction the vCPU may exit. KVM then does what the host's series does: if RIP is in the
+ * section and not at its start, it sets RIP to the start. After that the page may change. All pairs
+ * of two such exits are tried, each before any instruction and with any change, for a value at each
+ * place of the page and for a missing value.
  *
- * A change gives each entry another host_cr3, as after a zap, moves the entries to other
- * places, or empties the page: the vCPU is then on a KVM that knows nothing of the cache,
- * and no exit after that one sets RIP.
+ * A change gives each entry another host_cr3, as after a zap, moves the entries to other places, or
+ * empties the page. An empty page means that the vCPU is on a KVM without the cache, and no later
+ * exit sets RIP.
  *
- * What must hold: what is loaded is published for what the guest wants, at that moment; the
- * answer says whether it was loaded; without a change a value that is published is found;
- * RDI, RSI, RSP, the stack and the page stay as they are; no register has an address of the
- * host in the end; the load is the last instruction of the section, and the section is not
- * longer than KVM allows.
+ * These rules are checked: a loaded value is published at that moment for the value that the guest
+ * wants; the return value says whether it was loaded; without a change a published value is found;
+ * RDI, RSI, RSP, the stack and the page are unchanged; no register has an address of the host at
+ * the end; the load is the last instruction of the section; and the section is not longer than KVM
+ * allows.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -40,14 +39,14 @@ typedef uint64_t u64;
 
 #define ENTRIES 4
 #define MAX_SECTION 256
-/* More than a section of that length has, each started anew by two exits. */
+/* More steps than the longest section has if two exits restart it. */
 #define MAX_STEPS 600
 #define STACK_WORDS 64
 
 enum change { NEW_ROOTS, OTHER_PLACES, STOCK_KVM, NR_CHANGES };
 
 struct exit_at {
-	/* Before which instruction since the section was entered; -1 for no exit */
+	/* The instruction since the section's start before which it exits; -1 for no exit */
 	int step;
 	enum change change;
 };
@@ -64,7 +63,7 @@ static struct {
 	u64 stack[STACK_WORDS];
 } *memory;
 
-/* What KVM goes by, which is not the page. */
+/* KVM's own list. It does not read the page. */
 static struct entry published[ENTRIES];
 static u64 last_host_cr3;
 static bool restarts = true;
@@ -92,7 +91,9 @@ static void __attribute__((noreturn)) broken(const char *call)
 	exit(2);
 }
 
-/* Each root is another page; bit 11 is in each value of the host and in none of the guest. */
+/*
+ * Each root is another page. Bit 11 is set in each of the host's values and in none of the guest's.
+ */
 static u64 new_host_cr3(void)
 {
 	return last_host_cr3 += 1 << 12;
@@ -142,7 +143,7 @@ static bool is_published(u64 guest, u64 host)
 	return false;
 }
 
-/* Which register the instruction at @rip loads into CR3: 0F 22 with reg 3; else -1 */
+/* The register that the instruction at @rip loads into CR3: 0F 22 with reg 3; else -1 */
 static int loads_cr3(u64 rip)
 {
 	const unsigned char *code = (const unsigned char *)rip;
@@ -192,8 +193,8 @@ static bool in_section(u64 rip)
 }
 
 /*
- * One call for a value that is in @place of the page, or nowhere, with two exits.  Returns how
- * many instructions it had.
+ * One call for a value that is in @place of the page, or nowhere, with two exits. Returns the
+ * number of instructions.
  */
 static int call(int place, const struct exit_at *exits)
 {
@@ -216,7 +217,7 @@ static int call(int place, const struct exit_at *exits)
 	regs.rdi = (u64)memory->entries;
 	regs.rsi = wanted;
 	regs.rsp = (u64)sp;
-	/* As many other values as there are: none of them may matter. */
+	/* Registers with other values, none of which may matter. */
 	regs.rax = regs.rdx = regs.rcx = 0xdead;
 	regs.orig_rax = -1;
 	set(&regs);
@@ -316,7 +317,7 @@ int main(int argc, char **argv)
 		undisturbed = call(place, none);
 		calls++;
 
-		/* The second exit may come while the section is gone through once more. */
+		/* The second exit may come while the section runs again. */
 		for (int one = 0; one < undisturbed; one++)
 			for (int two = one; two < 2 * undisturbed; two++)
 				for (int changes = 0; changes < NR_CHANGES * NR_CHANGES; changes++) {

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs what tlb.c of a guest with the CR3 cache decides in a context switch; the script
- * `cr3-slots` says whose.
+ * Runs the decisions of tlb.c in a guest with the CR3 cache at a context switch. The script
+ * `cr3-slots` names the source.
  *
- * The guest has one CPU, and contexts whose page tables change: by this CPU, or by another that
- * sends no interrupt, since the context is not loaded here.  Each change makes a flush due and
- * counts tlb_gen up.  A context that ends leaves its page directory to another one.
+ * The guest has one CPU, and contexts whose page tables change: by this CPU, or by another CPU,
+ * which sends no interrupt because the context is not loaded here. Each change makes a flush due
+ * and increments tlb_gen. A context that ends leaves its page directory to another one.
  *
- * The host shadows each page directory with a root.  It holds the four that were used last, and
- * publishes them while the CPU has a page registered.  What a root maps is what was in the page
- * directory when the root was synced last, as if each change after that were missed: a real one
- * misses what is in page tables that are out of sync.  A load of the guest's own value syncs,
- * unless it has bit 63 and the host holds the root; the load of a published one does not.
+ * The host shadows each page directory with a root. It holds the four that were used last, and
+ * publishes them while the CPU has a registered page. A root maps what was in the page directory
+ * when the root was last synced, as if it missed each later change. (A real root misses only
+ * changes in page tables that are out of sync.) A load of the guest's own value syncs, unless it
+ * has bit 63 and the host holds the root. The load of a published value does not sync.
  *
- * After each switch the root must be of the context that is loaded, and have each of its changes
- * up to the tlb_gen that the switch has seen.
+ * After each switch the root must belong to the loaded context, and have each of its changes up to
+ * the tlb_gen that the switch has seen.
  *
- * What is not the kernel's own here is switch_mm_irqs_off() and flush_tlb_func() around the
- * functions under test; they are as short as they are in switch_to() and flush() below.
+ * switch_mm_irqs_off() and flush_tlb_func() around the functions under test are not the kernel's
+ * own here. switch_to() and flush() below are short versions of them.
  */
 #include <stdarg.h>
 #include <stdbool.h>
@@ -47,7 +47,7 @@ static struct {
 static unsigned int seed;
 static unsigned long steps_done;
 static u64 rnd_state;
-/* In a pause the CPU has no page registered. */
+/* During a pause the CPU has no registered page. */
 static bool pcids, tlb_slots_without_pcid, registered, pauses;
 
 static void __attribute__((noreturn)) fail(const char *format, ...)
@@ -90,7 +90,7 @@ static void kvm_cr3_cache_flush(void) { }
 #define inline
 #include EXTRACT
 
-/* The guest's contexts, and the page directories that they have in turn. */
+/* The guest's contexts, and the page directories that they use in turn. */
 #define MMS 9
 #define PGDS 11
 static struct mm_struct mms[MMS];
@@ -100,7 +100,7 @@ static u64 last_ctx_id = 1;
 static pgd_t *pgd_at(int nr) { return (pgd_t *)((u64)(nr + 1) << 12); }
 static struct mm_struct *owner_of(u64 cr3) { return owner[((cr3 & ~CR3_NOFLUSH) >> 12) - 1]; }
 
-/* The host: the current root first, then those that were used before. */
+/* The host's roots: the current one, then those used before. */
 #define ROOTS 4
 static struct root { u64 cr3, ctx_id, gen; } roots[ROOTS];
 static unsigned long hits, loads, flushes;
@@ -113,7 +113,7 @@ static void sync(struct root *root)
 	root->gen = mm->context.tlb_gen.counter;
 }
 
-/* Makes the root of @cr3 the current one; true if it was held. */
+/* Makes the root of @cr3 the current one. Returns true if it was held. */
 static bool use_root(u64 cr3)
 {
 	struct root root = { .cr3 = cr3 };
@@ -141,7 +141,7 @@ static void write_cr3(u64 cr3)
 
 static bool kvm_cr3_cache_load(u64 cr3)
 {
-	/* With PCIDs the host publishes values with bit 63, and without those without. */
+	/* With PCIDs the host publishes values with bit 63, without PCIDs values without it. */
 	for (int i = 1; registered && i < ROOTS; i++) {
 		if (!roots[i].ctx_id || (roots[i].cr3 | (pcids ? CR3_NOFLUSH : 0)) != cr3)
 			continue;
@@ -182,7 +182,7 @@ static void switch_to(struct mm_struct *next)
 		fail("a context runs on a root that lacks a flush");
 }
 
-/* The loaded context owes itself a flush: by a load of the same value, or of one address. */
+/* The loaded context flushes itself: by a load of the same value, or for one address. */
 static void flush(bool one)
 {
 	struct mm_struct *mm = cpu_tlbstate.loaded_mm;
@@ -191,7 +191,7 @@ static void flush(bool one)
 
 	if (cpu_tlbstate.ctxs[asid].ctx_id != mm->context.ctx_id)
 		fail("the loaded context has no slot");
-	/* INVLPG reaches all roots, but brings in that address alone. */
+	/* INVLPG affects all roots, but only for that address. */
 	if (one && cpu_tlbstate.ctxs[asid].tlb_gen + 1 == gen) {
 		for (int i = 0; i < ROOTS; i++)
 			if (roots[i].ctx_id == mm->context.ctx_id && roots[i].gen + 1 == gen)
@@ -231,7 +231,7 @@ static void some_step(void)
 			flush(rnd(2));
 		break;
 	case 12:
-		/* A context ends, and another one takes what it leaves. */
+		/* A context ends, and another one takes its page directory. */
 		if (mm == cpu_tlbstate.loaded_mm)
 			break;
 		for (int i = 0; i < PGDS; i++)

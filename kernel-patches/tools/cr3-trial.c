@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Whether a guest looks into its page of the CR3 cache, by a kernel's own code; the script
- * `cr3-trial` says whose.
+ * Tests when a guest uses its page of the CR3 cache, with a kernel's own code. The script
+ * `cr3-trial` names the source.
  *
- * Each load of CR3 either owes a flush, and is never looked up, or may be found in the page.
- * What the page has is the tool's to say.
+ * Each load of CR3 either owes a flush, and is not looked up, or may be found in the page. The tool
+ * decides what the page contains.
  */
 #include <stdarg.h>
 #include <stdbool.h>
@@ -28,10 +28,10 @@ typedef uint16_t u16;
 
 static void *cr3_cache_page;
 static unsigned int kvm_cr3_cache_left;
-/* Whether the host has the cache, and how often it was asked for it. */
+/* Whether the host has the cache, and how often the guest asked for it. */
 static bool offered;
 static unsigned long registered;
-/* What the page has for the value that is loaded. */
+/* Whether the page has the value that is loaded. */
 static bool published;
 static unsigned long looked;
 
@@ -78,7 +78,7 @@ static void begin(void)
 	registered = looked = 0;
 }
 
-/* Loads @n times, of which each @nth hits and the others miss, or owe a flush. */
+/* @n loads, of which each @nth hits. The others miss, or owe a flush. */
 static unsigned long loads(unsigned long n, unsigned long nth, bool flushes)
 {
 	unsigned long before = looked;
@@ -96,7 +96,7 @@ static unsigned long loads(unsigned long n, unsigned long nth, bool flushes)
 int main(void)
 {
 	const unsigned long most = CR3_CACHE_MAX_PAUSE, trial = CR3_CACHE_TRIAL;
-	/* A trial that none hits. */
+	/* A trial without a hit. */
 	const unsigned long vain = CR3_CACHE_MARGIN + 1;
 	const unsigned long round = most + trial, n = 100 * round;
 	unsigned long seen, pause = 0, longest = 0;
@@ -113,7 +113,7 @@ int main(void)
 	}
 	for (unsigned long nth = 3; nth <= 64; nth += 3) {
 		begin();
-		/* Until each pause is the longest. */
+		/* Until each pause has the maximum length. */
 		loads(4 * round, nth, false);
 		seen = loads(n, nth, false);
 		if (seen > 101 * trial)
@@ -139,12 +139,15 @@ int main(void)
 	seen = loads(n, 1, false);
 	if (seen != n)
 		fail("a guest that hits now looks at %lu of %lu", seen, n);
-	/* And again hardly any: the pauses begin short. */
+	/* Hardly any hits again: the pauses start short. */
 	seen = loads(vain + CR3_CACHE_MIN_PAUSE + vain, 0, false);
 	if (seen != 2 * vain)
 		fail("the first pause is not %d loads", CR3_CACHE_MIN_PAUSE);
 
-	/* A host without the cache is asked now and then, and one that has it finds the guest again. */
+	/*
+	 * The guest asks a host without the cache now and then. A host with the cache gets the
+	 * guest back.
+	 */
 	begin();
 	loads(4 * round, 0, false);
 	offered = false;
@@ -162,7 +165,7 @@ int main(void)
 	if (cr3_cache_page)
 		fail("its page stays registered while it is not looked into");
 
-	/* Nobody has registered. */
+	/* The guest has not registered. */
 	begin();
 	cr3_cache_page = NULL;
 	if (loads(n, 1, false) || loads(n, 0, true) || registered)

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs a kernel's dirty ring in user space; the script `dirty-ring` says whose.
+ * Runs a kernel's dirty ring in user space. The script `dirty-ring` names the source.
  *
- * One vCPU has a ring, and its memory is logged. A page that is not writable takes a fault when
- * the guest writes to it: it becomes writable, and its entry is pushed. User space harvests
- * entries and has KVM reset them, which protects their pages. A page that can be written to, and
- * whose entry user space has had reset, is lost: no later write to it is in the ring.
+ * One vCPU has a ring, and its memory is logged. When the guest writes to a page that is not
+ * writable, it faults: the page becomes writable, and its entry is pushed. User space harvests
+ * entries and makes KVM reset them, which protects their pages. A page that is writable after user
+ * space had its entry reset is lost: no later write to it is in the ring.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -62,11 +62,11 @@ struct kvm_pre_fault_memory { u64 gpa, size, flags; };
 struct kvm_vcpu;
 
 #define ENTRIES 1024
-/* In each of two memslots. */
+/* Pages of each of the two memslots. */
 #define PAGES 4096ul
 
 static int warnings;
-/* When a signal is pending: at which look for one; 0 for never. */
+/* The check for a signal at which one becomes pending; 0 for never. */
 static int signal_at, looks;
 static bool writable[2 * PAGES], in_ring[2 * PAGES];
 static struct kvm_memory_slot slots[2] = { { 0, PAGES }, { 1, PAGES } };
@@ -126,7 +126,7 @@ static void begin(void)
 	next = 0;
 }
 
-/* The guest writes to a page, or KVM maps it as if it did. */
+/* The guest writes to a page, or KVM maps it as for a write. */
 static void fault(u64 page)
 {
 	if (writable[page])
@@ -135,7 +135,7 @@ static void fault(u64 page)
 	kvm_dirty_ring_push(&vcpu, page / PAGES, page % PAGES);
 }
 
-/* What is new in the ring; the pages go to `pages` in its order. */
+/* Collects new entries of the ring. Their pages go to `pages` in order. */
 static u32 harvest(u64 *pages)
 {
 	u32 nr = 0;
@@ -174,7 +174,7 @@ static u32 rnd(u32 n)
 	return (rnd_state >> 8) % n;
 }
 
-/* The n-th of the pages that the guest writes. */
+/* The n-th page that the guest writes. */
 static u64 nth(int pattern, int n)
 {
 	switch (pattern) {
@@ -208,7 +208,7 @@ static int resets(void)
 			ended += looks >= at;
 			for (int n = 0; n < done; n++)
 				lost += writable[pages[n]];
-			/* The rest of them, at once. */
+			/* Resets the remaining entries at once. */
 			signal_at = 0;
 			reset(&done);
 			for (int n = 0; n < nr && !lost; n++)

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs a kernel's stage-2 page-table code in user space; the script `late-fault` says whose.
+ * Runs a kernel's stage-2 page-table code in user space. The script `late-fault` names the source.
  *
- * A vCPU of arm64 takes a write fault on a page that is logged, and goes on only when the log
- * went off, another vCPU's fault has made a block there, and the log is on again. It then has
- * memory mapped by pages, as its fault was, and relaxes permissions. The page that is logged is
- * the only one that may be writable afterwards.
+ * An arm64 vCPU takes a write fault on a logged page. It continues only after the log went off,
+ * another vCPU's fault made a block there, and the log went on again. It then has memory mapped by
+ * pages, like its fault, and relaxes permissions. Afterwards only the logged page may be writable.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -78,7 +77,7 @@ typedef u64 phys_addr_t, kvm_pfn_t;
 #define cond_resched()
 #define lockdep_assert_held_write(lock)
 #define kvm_call_hyp(function, ...)
-/* Neither LPA2 nor XNX nor what else a CPU may have; it has FWB and DIC, so that nothing is cleaned. */
+/* A CPU without LPA2, XNX and other options. It has FWB and DIC, so nothing is cleaned. */
 #define cpus_have_final_cap(capability) ((capability) == ARM64_HAS_STAGE2_FWB || (capability) == ARM64_HAS_CACHE_DIC)
 #define alternative_has_cap_unlikely(capability) false
 #define system_supports_lpa2() false
@@ -94,7 +93,7 @@ enum { ARM64_HAS_STAGE2_FWB = 1, ARM64_HAS_CACHE_DIC, ARM64_KVM_HVHE, ARM64_HAS_
 #define PAGE_S2_MEMATTR(attr, ...) (KVM_S2_##attr << 2)
 enum { KVM_S2_NORMAL = 15, KVM_S2_NORMAL_NC = 5, KVM_S2_DEVICE_nGnRE = 1, KVM_S2_AS_S1 = 7 };
 enum { MT_NORMAL, MT_DEVICE_nGnRE, MT_NORMAL_NC };
-/* Registers of which nothing here depends on the values. */
+/* Registers whose values do not matter here. */
 #define VTCR_EL2_FLAGS 0
 #define VTCR_EL2_PS 0x70000ul
 #define VTCR_EL2_PS_SHIFT 16
@@ -148,7 +147,7 @@ static void __attribute__((noreturn)) fail(const char *what)
 
 #define BLOCK (2ul << 20)
 #define IPA BLOCK
-/* The page that is written to late. */
+/* The page of the late write. */
 #define LATE (IPA + 5 * PAGE_SIZE)
 
 static void *page(void) { return aligned_alloc(PAGE_SIZE, PAGE_SIZE); }
@@ -175,7 +174,7 @@ static struct kvm_pgtable pgt;
 
 static int map(u64 ipa, u64 size, u64 prot)
 {
-	/* Memory is where its IPA is, a gigabyte higher. */
+	/* Memory is one gigabyte above its IPA. */
 	return kvm_pgtable_stage2_map(&pgt, ipa, size, ipa + (1ul << 30), prot | KVM_PGTABLE_PROT_R | KVM_PGTABLE_PROT_X, &mmu, 0);
 }
 
@@ -187,7 +186,7 @@ static s8 level_at(u64 ipa, kvm_pte_t *pte)
 	return kvm_pgtable_get_leaf(&pgt, ipa, pte, &level) || !(*pte & 1) ? -1 : level;
 }
 
-/* user_mem_abort(), in logged memory, of a write fault on an entry that maps this much. */
+/* user_mem_abort() for logged memory, on a write fault on an entry of this size. */
 static int write_fault(u64 ipa, u64 granule)
 {
 	enum kvm_pgtable_prot prot = KVM_PGTABLE_PROT_R | KVM_PGTABLE_PROT_W | KVM_PGTABLE_PROT_X;
@@ -214,7 +213,7 @@ int main(void)
 	pgt = (struct kvm_pgtable){ .ia_bits = 39, .start_level = 1, .mm_ops = &mm_ops, .mmu = &mmu };
 	pgt.pgd = (kvm_pteref_t)zalloc_page(NULL);
 
-	/* Logged: the page is mapped, and cannot be written to. The vCPU faults. */
+	/* Logged: the page is mapped read-only. The vCPU faults. */
 	if (map(LATE, PAGE_SIZE, 0))
 		fail("a page is not mapped");
 	granule = kvm_granule_size(level_at(LATE, &pte));
@@ -223,7 +222,7 @@ int main(void)
 		fail("no block is mapped");
 	if (kvm_pgtable_stage2_wrprotect(&pgt, IPA, BLOCK) || level_at(LATE, &pte) != 2 || pte & KVM_PTE_LEAF_ATTR_LO_S2_S2AP_W)
 		fail("the block is not write-protected");
-	/* The first vCPU goes on, and takes its fault again as long as it is told to. */
+	/* The first vCPU continues, and takes its fault again as long as it gets -EAGAIN. */
 	while ((ret = write_fault(LATE, granule)) == -EAGAIN && again++ < 4)
 		granule = kvm_granule_size(level_at(LATE, &pte));
 	if (ret)

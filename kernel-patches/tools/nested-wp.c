@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs what write-protects stage-2 page tables for the dirty log in user space; the script
- * `nested-wp` says whose.
+ * Runs the write protection of stage-2 page tables for the dirty log in user space. The script
+ * `nested-wp` names the source.
  *
  * A VM has a stage-2 page table, and three shadow stage-2 page tables of nested guests, one of
- * which is not valid. Each has a VMID and TLB entries that let the guest write. User space
- * switches the log on, and later clears a part of it. A guest that finds such an entry of a
- * table that is write-protected writes on, and nothing of it is logged.
+ * which is invalid. Each has a VMID and TLB entries that permit writes. User space switches the log
+ * on, and later clears a part of it. If a write-protected table still has such TLB entries, the
+ * guest continues to write, and none of its writes are logged.
  */
 #include <stdbool.h>
 #include <stdint.h>
@@ -48,14 +48,14 @@ static u64 kvm_phys_size(struct kvm_s2_mmu *mmu) { return 1ul << 40; }
 static void *kvm_memslots(struct kvm *kvm) { return &slot; }
 static struct kvm_memory_slot *id_to_memslot(void *slots, int id) { return slots; }
 
-/* Changes entries, and leaves the TLB to its callers, as kvm_pgtable_stage2_wrprotect() does. */
+/* Changes entries and leaves the TLB to its callers, like kvm_pgtable_stage2_wrprotect(). */
 static void kvm_stage2_wp_range(struct kvm_s2_mmu *mmu, phys_addr_t addr, phys_addr_t end) { mmu->protected = true; }
 
 static void kvm_flush_remote_tlbs_memslot(struct kvm *kvm, const struct kvm_memory_slot *memslot);
 
 #include "extract.h"
 
-/* As in virt/kvm/kvm_main.c, and what kvm_clear_dirty_log_protect() calls after mmu_lock. */
+/* Like virt/kvm/kvm_main.c, with the call of kvm_clear_dirty_log_protect() after mmu_lock. */
 static void kvm_flush_remote_tlbs_memslot(struct kvm *kvm, const struct kvm_memory_slot *memslot)
 {
 	kvm_arch_flush_remote_tlbs_range(kvm, memslot->base_gfn, memslot->npages);
@@ -73,7 +73,7 @@ static void begin(void)
 	}
 }
 
-/* How many tables are write-protected whose TLB entries are there; all valid ones have to be protected. */
+/* Counts the write-protected tables with TLB entries left. All valid tables must be protected. */
 static int left(const char *when)
 {
 	int left = kvm.arch.mmu.stale, unprotected = !kvm.arch.mmu.protected;

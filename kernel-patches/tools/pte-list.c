@@ -64,7 +64,7 @@ static inline void list_del(struct list_head *entry)
 }
 
 static size_t live_bytes, allocs, frees;
-/* While costs are measured: zeroed memory, handed out in a few instructions. */
+/* Zeroed memory for the measurements, allocated in a few instructions. */
 static char *arena;
 
 UNTRACED static void *desc_alloc(size_t size)
@@ -130,7 +130,7 @@ static void mmu_free_pte_list_short(struct pte_list_short *list)
 }
 #endif
 
-/* Each SPTE is in a table of its own, as those of one gfn mostly are. */
+/* Each SPTE is in a table of its own, as usual for the SPTEs of one gfn. */
 #define MAX_SPTES 1100
 static u64 *sptes[MAX_SPTES];
 
@@ -151,7 +151,7 @@ __attribute__((noinline)) static void del(struct kvm_rmap_head *head, u64 *spte)
 #ifdef __SANITIZE_THREAD__
 
 static uintptr_t lines[1 << 16];
-/* volatile: the compiler inserts the hooks after it has seen who writes what. */
+/* volatile, because the compiler inserts the hooks after its alias analysis. */
 static volatile unsigned int nr_lines;
 static volatile bool tracing;
 
@@ -239,7 +239,7 @@ static void check_chain(struct kvm_rmap_head *head, const bool *present, unsigne
 
 static void expect_count(unsigned int r, unsigned int count)
 {
-	/* Up to 5.10 the sum ends at the first desc with a hole, into which the spte goes. */
+	/* Up to 5.10 the sum ends at the first desc with a hole, which gets the spte. */
 	if (EXACT_COUNT ? r != count : r > count) {
 		printf("FAIL: pte_list_add returns %u, must be %u\n", r, count);
 		exit(1);

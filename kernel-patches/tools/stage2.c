@@ -1,34 +1,33 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs a kernel's stage-2 page-table code in user space; the script `stage2` says whose.
+ * Runs a kernel's stage-2 page-table code in user space. The script `stage2` names the source.
  *
- * Emulated hosts have no caches and no TLB that keeps what it should not, so a kernel
- * that leaves maintenance out passes every test there and is the fastest of all.  Here
- * each store to an entry, each TLB invalidation and each cache maintenance call is
- * recorded, and held against these rules:
+ * Emulated hosts have no caches, and no TLB that keeps stale entries. A kernel without maintenance
+ * passes every test there and is the fastest. Here each store to an entry, each TLB invalidation
+ * and each cache maintenance call is recorded and checked against these rules:
  *
- *   - a valid entry becomes another valid one, but for its permissions and access flag,
- *     only by being invalid in between (Arm ARM, break-before-make), and a block never
- *     takes the place of a table that is valid;
- *   - an entry becomes valid only when no TLB can have anything else for any of its
- *     addresses: what was valid there, and all below a table that was unlinked, has been
- *     invalidated by VMID, or by an IPA in it with its own level as the hint;
- *   - before memory is mapped cacheable its data is cleaned to the PoC, exactly the bytes
- *     that are mapped, unless FWB; before instructions can be fetched from it, on mapping
- *     and on relaxing permissions, the instruction cache is invalidated for it, unless DIC, or
- *     VPIPT without VHE, where the TLB invalidation does it; nothing else is maintained;
- *     and all of it while what the entry replaces is still valid;
- *   - what is unmapped is cleaned after that, exactly;
- *   - a table is freed when no entry leads to it, no TLB has the way to it, and it has no
- *     valid entry that is counted; nobody reads or writes it then;
- *   - nothing is written to a table that no entry leads to;
- *   - a table is referenced once by whoever allocated it and once by each valid entry;
- *   - a mapping takes no more tables than kvm_mmu_cache_min_pages();
- *   - after each operation every address translates as a plain array of pages says.
+ * - a valid entry becomes another valid one, except for its permissions and access flag, only by
+ *   being invalid in between (Arm ARM, break-before-make), and a block never replaces a valid
+ *   table;
+ * - an entry becomes valid only when no TLB can have anything else for any of its addresses: what
+ *   was valid there, and everything below an unlinked table, has been invalidated by VMID, or by an
+ *   IPA in it with its own level as the hint;
+ * - before memory is mapped cacheable, exactly the mapped bytes are cleaned to the PoC, unless FWB;
+ *   before instructions can be fetched from it, on mapping and on relaxing permissions, the
+ *   instruction cache is invalidated for it, unless DIC, or VPIPT without VHE, where the TLB
+ *   invalidation does it; nothing else is maintained; and all of it happens while the replaced
+ *   entry is still valid;
+ * - unmapped memory is cleaned afterwards, exactly;
+ * - a table is freed when no entry points to it, no TLB has a path to it, and it has no valid
+ *   counted entry; after that it is not accessed;
+ * - nothing is written to a table that no entry points to;
+ * - a table is referenced once by its allocator and once by each valid entry;
+ * - a mapping takes no more tables than kvm_mmu_cache_min_pages();
+ * - after each operation every address translates as in a plain array of pages.
  *
- * First come operations at random, then faults: vCPUs whose faults were taken before any
- * of them was handled are handled one after the other, as user_mem_abort() does under
- * the MMU lock, until each access succeeds.
+ * Random operations come first, then faults: the faults of several vCPUs are taken before any of
+ * them is handled. They are handled one after the other, as user_mem_abort() does under the MMU
+ * lock, until each access succeeds.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -54,7 +53,7 @@ static char setting[80];
 
 static void __attribute__((noreturn, format(printf, 1, 2))) fail(const char *form, ...);
 
-/* What the code under test needs of the kernel */
+/* The parts of the kernel that the code under test needs */
 
 #define PAGE_SIZE	(1UL << PAGE_SHIFT)
 #define PAGE_MASK	(~(PAGE_SIZE - 1))
@@ -151,7 +150,7 @@ static bool is_kernel_in_hyp_mode(void) { return vhe; }
 #define WINDOW		(2 * LARGEST)
 #define PAGES		(WINDOW / PAGE_SIZE)
 #define IPA		(1UL << 32)
-/* Each IPA has two frames: of the second ones an operation takes some. */
+/* Each IPA has two frames. An operation uses some of the second ones. */
 #define FRAMES		(1UL << 36)
 #define TABLES_PA	(1UL << 40)
 #define TABLES		2048
@@ -162,27 +161,27 @@ static struct page pages[TABLES];
 static struct kvm kvm = { .arch.vtcr = VTCR };
 static struct kvm_pgtable pgt;
 
-/* The guest's memory as it should be: one entry a page. */
+/* The expected guest memory: one entry per page. */
 static struct expected {
 	u32 frame;
 	u8 level, prot;
 	bool old;
 } *want;
 
-/* What a TLB or a walk may still have, of an entry that is gone. */
+/* What a TLB or a walk may still have of a removed entry. */
 static struct stale { u64 ipa, size; u32 level; struct page *table; } stale[1 << 20];
 static int stales;
-/* Maintenance that nothing was mapped for yet, and unmapped memory that nobody cleaned yet. */
+/* Maintenance before its mapping, and unmapped memory that has not been cleaned yet. */
 static struct area { u64 pa, size; } cleaned[8], invalidated[8], owed[1 << 20];
 static int cleans, invalidates, owing;
 static bool all_invalidated;
-/* An entry that was valid is not, and nothing has taken its place yet. */
+/* A valid entry has become invalid and has not been replaced yet. */
 static bool broken;
 
 static enum { MAP, UNMAP, ATTRS, FLUSH, DESTROY } operation;
 static bool unordered, untold;
 static unsigned long operations, installs, clean_calls, clean_bytes, icache_calls, icache_bytes, tlbis;
-/* For the one that faults are forced on. */
+/* For the vCPU that is forced to fault. */
 static unsigned long forced_calls, forced_bytes;
 
 static void fail(const char *form, ...)
@@ -338,9 +337,8 @@ static void __kvm_tlb_flush_vmid(struct kvm_s2_mmu *mmu)
 }
 
 /*
- * A hint says at which level the last entry of the walk is.  5.10 gives the level of a
- * table, too, when it unlinks one that is empty, which no entry is known to be wrong for
- * here: the kernel's own fix for that came much later.
+ * A hint gives the level of the walk's last entry. When 5.10 unlinks an empty table, it gives the
+ * table's level. No entry is known to be wrong for that here; the kernel's own fix came much later.
  */
 static void __kvm_tlb_flush_vmid_ipa(struct kvm_s2_mmu *mmu, u64 ipa, int level)
 {
@@ -467,7 +465,7 @@ static void becomes_valid(u64 ipa, u32 level, u64 pte)
 
 static bool reachable(struct page *page)
 {
-	/* A table below one that is unlinked stays linked to that. */
+	/* A table below an unlinked one stays linked to that. */
 	u64 *table = (u64 *)pgt.pgd;
 	u64 at = page->ipa, first = ARM64_HW_PGTABLE_LEVEL_SHIFT(START_LEVEL);
 
@@ -486,7 +484,7 @@ static bool reachable(struct page *page)
 	return false;
 }
 
-/* Each store to an entry comes here. */
+/* Every store to an entry calls this. */
 static void store(u64 *ptep, u64 new)
 {
 	struct page *page = virt_to_page(ptep);
@@ -526,7 +524,7 @@ static void store(u64 *ptep, u64 new)
 	unordered = true;
 }
 
-/* What the hardware finds: 0, or the leaf entry and its level. */
+/* The hardware's walk: 0, or the leaf entry and its level. */
 static u64 walk(u64 ipa, u32 *at)
 {
 	u64 *entry = (u64 *)pgt.pgd + (ipa >> ARM64_HW_PGTABLE_LEVEL_SHIFT(START_LEVEL));
@@ -560,7 +558,7 @@ static void compare(u64 page)
 		     prot, level, pte & BIT(10) ? "" : ", old", FRAMES + e->frame * PAGE_SIZE, e->prot, e->level);
 }
 
-/* After an operation on COUNT pages from FIRST. */
+/* Checks after an operation on COUNT pages from FIRST. */
 static void ended(u64 first, u64 count)
 {
 	operations++;
@@ -707,7 +705,7 @@ static void age(u64 page, bool old)
 	ended(page, 1);
 }
 
-/* Pages, and the levels above: where the operations of one run go, so that they meet. */
+/* A level, pages or above, for the operations of one run, so that they meet. */
 static u32 some_level(void)
 {
 	u32 dice = next(10);
@@ -753,8 +751,8 @@ static void at_random(int count)
 }
 
 /*
- * One fault as user_mem_abort() handles it: FOUND is what the CPU found when it faulted,
- * which others may have changed since; LEVEL is what memory is mapped by.
+ * One fault as user_mem_abort() handles it. FOUND is what the CPU found when it faulted; others may
+ * have changed it since. LEVEL is the level of the mapping.
  */
 struct fault { bool missing; u32 level; u8 access; };
 
@@ -818,7 +816,7 @@ static void together(int vcpus, int rounds)
 				faults[v] = take_fault(page, access[v]);
 			done = true;
 			for (int v = 0; v < vcpus; v++) {
-				/* Whoever's access is permitted took no fault. */
+				/* An access that is permitted takes no fault. */
 				if (faults[v].missing || !permitted(page, access[v])) {
 					handle(page, faults[v], level, logging);
 					done = false;
@@ -830,7 +828,7 @@ static void together(int vcpus, int rounds)
 	}
 }
 
-/* Blocks whose pages were write-protected and written one by one come back as blocks. */
+/* Blocks whose pages were write-protected and written one by one become blocks again. */
 static void rebuild(u32 level)
 {
 	u64 count = size_at(level) / PAGE_SIZE, page = level == 1 ? LARGEST / PAGE_SIZE : 0;
@@ -855,7 +853,7 @@ static void run(int count)
 	memset(want, 0, PAGES * sizeof(*want));
 	if (kvm_pgtable_stage2_init(&pgt, &kvm))
 		fail("no page table");
-	/* Tables of the first level may lie beside each other. */
+	/* Tables of the first level may be adjacent. */
 	for (u64 i = 0; i << ARM64_HW_PGTABLE_LEVEL_SHIFT(START_LEVEL - 1) < 1UL << IPA_BITS; i++) {
 		struct page *page = virt_to_page((u8 *)pgt.pgd + i * PAGE_SIZE);
 

@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs a kernel's TDP MMU in user space; the script `tdp-faults` says whose.
+ * Runs a kernel's TDP MMU in user space. The script `tdp-faults` names the source.
  *
- * A vCPU is a task that is in turns the guest's CPU and KVM.  As a CPU it walks
- * the tables without any lock, through a TLB and a cache of tables, and sets
- * accessed and dirty bits.  As KVM it handles its faults without mmu_lock where that
- * will do, else under mmu_lock held for read.  One more task does what holds mmu_lock
- * for write, and one is RCU.  Tasks take turns on one thread, at random, at each read and
- * write of an SPTE and each lock: a seed gives the same run again.  Rules that are checked:
+ * A vCPU is a task that is alternately the guest's CPU and KVM. As a CPU it walks the tables
+ * without a lock, through a TLB and a cache of tables, and sets accessed and dirty bits. As KVM it
+ * handles its faults without mmu_lock if possible, otherwise with mmu_lock held for read. Another
+ * task does the work that holds mmu_lock for write, and one is RCU. Tasks take turns on one thread,
+ * at random, at each read and write of an SPTE and each lock. A seed repeats a run. These rules are
+ * checked:
  *
- *   - the host takes a page away: no CPU gets to it once the MMU notifier is done,
- *     and if a CPU has written to it since KVM last said so, KVM has said so by then;
- *   - nothing is mapped where a TLB still has what was mapped before;
- *   - a fault takes no write access away, and sets no dirty bit behind the dirty log's back;
- *   - aging, which flushes no TLB, takes no write access away either;
- *   - while a slot is logged, what a CPU has written since its bit was last cleared has its
- *     bit set, or a fault without mmu_lock that made it writable is about to set that;
- *   - no CPU writes to a gfn that is write-protected, as a page table of a nested guest is;
- *   - whoever does not hold mmu_lock for write walks the tables under RCU, and who holds it
- *     for write does not look at a table once it is removed;
- *   - nothing is written to a table once it is removed, and it is freed after a grace
- *     period; nobody reads it then, CPUs neither;
- *   - lists change under their lock;
- *   - nobody waits for ever;
- *   - in the end each table is linked and listed, none is frozen, and all are freed.
+ * - the host takes a page away: no CPU reaches it once the MMU notifier is done, and if a CPU has
+ *   written to it since KVM last reported that, KVM has reported it by then;
+ * - nothing is mapped where a TLB still has an old mapping;
+ * - a fault removes no write access, and sets no dirty bit without the dirty log;
+ * - aging, which flushes no TLB, removes no write access either;
+ * - while a slot is logged, a page that a CPU has written since its bit was last cleared has its
+ *   bit set, or a fault without mmu_lock that made it writable is about to set it;
+ * - no CPU writes to a write-protected gfn, such as a nested guest's page table;
+ * - a task without mmu_lock for write walks the tables under RCU, and a task with it does not
+ *   access a table once it is removed;
+ * - nothing is written to a removed table, and it is freed after a grace period; after that no task
+ *   and no CPU reads it;
+ * - lists change under their lock;
+ * - no task waits for ever;
+ * - at the end each table is linked and listed, none is frozen, and all are freed.
  *
- * Most of these are looked at wherever KVM reads or writes an SPTE, whether or not
- * another task comes in between.  There, too, a CPU may set accessed and dirty bits.
+ * Most of these are checked wherever KVM reads or writes an SPTE, whether or not another task runs
+ * in between. A CPU may set accessed and dirty bits there, too.
  *
- * Here are also the few things that the code needs of the kernel: locks, RCU, TLB
- * flushes.  A flush waits for CPUs in guest mode to leave it, as an IPI does, and takes
- * from their TLBs what lies in its range, nothing else.
+ * This file also has the few parts of the kernel that the code needs: locks, RCU, TLB flushes. A
+ * flush waits until CPUs in guest mode have left it, as an IPI does, and removes from their TLBs
+ * only what is in its range.
  */
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -49,7 +49,7 @@ typedef unsigned long ulong;
 typedef unsigned int uint;
 
 #define VCPUS 3
-/* Tasks behind the vCPUs */
+/* The tasks after the vCPUs */
 #define MANAGER VCPUS
 #define RCU (VCPUS + 1)
 #define TASKS (VCPUS + 2)
@@ -73,15 +73,15 @@ static u32 rnd(u32 n)
 struct task {
 	ucontext_t context;
 	bool ended;
-	/* It sleeps until there were so many turns. */
+	/* The number of turns for which it still sleeps. */
 	u64 sleeps;
 	/* What it holds: mmu_lock, for read or for write, and a spinlock. */
 	char mmu_lock, spinlock;
-	/* A CPU has just set the dirty bit of a page: 0, or its page frame number */
+	/* The frame number of a page whose dirty bit a CPU has just set, or 0 */
 	u64 dirtied;
-	/* Without mmu_lock it has made a gfn writable, and is going to tell the dirty log: 0 for none */
+	/* A gfn that it made writable without mmu_lock and has yet to log, or 0 */
 	u64 to_log;
-	/* Odd in a read-side section of RCU */
+	/* Odd within an RCU read-side section */
 	unsigned long rcu_sections;
 };
 
@@ -107,14 +107,14 @@ static void turn(void)
 		swapcontext(&last->context, &self->context);
 }
 
-/* Where another task could come in between, it often does... */
+/* Another task often runs where it could interfere... */
 static void window(void)
 {
 	if (!rnd(8))
 		turn();
 }
 
-/* ...and now and then for so long that the others finish what they are at. */
+/* ...and sometimes for so long that the others finish their work. */
 static void wide_window(void)
 {
 	if (!rnd(256)) {
@@ -125,8 +125,8 @@ static void wide_window(void)
 }
 
 /*
- * Between a look at an SPTE and what is made of it, where no lock keeps faults without
- * mmu_lock out: for so long that others get something done, which takes many turns.
+ * Between reading an SPTE and acting on it, where no lock excludes faults without mmu_lock: gives
+ * others enough turns to finish something.
  */
 static void after_a_look(u32 one_in, u32 most)
 {
@@ -155,7 +155,7 @@ static void after_a_look(u32 one_in, u32 most)
 #define min(a, b) ((a) < (b) ? (a) : (b))
 #define __ffs(x) __builtin_ctzl(x)
 #define module_param_named(...)
-/* Of all that these are used for, SPTEs alone have 64 bits. */
+/* Among the types that these are used for, only SPTEs have 64 bits. */
 #define is_spte(x) __builtin_types_compatible_p(__typeof__(x), u64)
 #define READ_ONCE(x) ({								\
 	wide_window();								\
@@ -200,10 +200,10 @@ static u64 cmpxchg64(u64 *p, u64 expected, u64 new)
 	if (!rnd(4))
 		cpu_writes(p);
 	old = *p;
-	/* What a CPU has set meanwhile makes this fail, and is seen. */
+	/* If a CPU has set a bit meanwhile, this fails, and the bit is seen. */
 	self->dirtied = 0;
 	if (old == expected) {
-		/* What was seen before the table was removed is no harm if it fails. */
+		/* A value read before the table was removed does no harm if this fails. */
 		not_removed(p);
 		if (!old && tlbs_have(p))
 			die("an SPTE is set while a TLB still has what was there before");
@@ -262,7 +262,7 @@ static void list_del(struct list_head *entry)
 	entry->next = entry->prev = NULL;
 }
 
-/* Locks, which know their owners */
+/* Locks that know their owners */
 typedef bool spinlock_t;
 #define spin_lock_init(l) (*(l) = false)
 
@@ -294,7 +294,7 @@ static void read_lock(rwlock_t *l)
 	self->mmu_lock = 'r';
 }
 
-/* It closes the door first, as queued locks do. */
+/* It keeps new readers out first, as queued locks do. */
 static void write_lock(rwlock_t *l)
 {
 	do
@@ -393,7 +393,7 @@ static void rcu_task(void)
 	}
 }
 
-/* KVM's types, as far as the TDP MMU looks at them */
+/* KVM's types, as far as the TDP MMU uses them */
 #define PAGE_SHIFT 12
 #define PAGE_SIZE 4096
 #define PT64_ROOT_MAX_LEVEL 5
@@ -475,7 +475,7 @@ struct kvm_vcpu {
 	} stat;
 };
 
-/* Between what it makes writable and this, a fault without mmu_lock may be held up. */
+/* A fault without mmu_lock may be delayed between making a page writable and this. */
 static void kvm_vcpu_mark_page_dirty(struct kvm_vcpu *vcpu, gfn_t gfn)
 {
 	wide_window();
@@ -501,7 +501,7 @@ static struct kvm_vcpu vcpus[VCPUS];
 #define trace_kvm_mmu_spte_requested(...) ((void)0)
 #define trace_kvm_mmu_get_page(...) ((void)0)
 
-/* The page of a table has its struct page right behind it. */
+/* The struct page of a table's page is directly after it. */
 struct page {
 	u64 spte[512], private;
 	bool linked, removed, freed;
@@ -517,7 +517,7 @@ struct page {
 #define kmem_cache_free(cache, p) free(p)
 #define clear_page(p) memset(p, 0, PAGE_SIZE)
 
-/* Freed tables stay around for a while, to see who still reads them. */
+/* Freed tables stay for a while, to detect later reads. */
 static struct page *quarantine[256];
 static u64 freed_tables;
 
@@ -593,21 +593,24 @@ static void before_write(u64 *sptep)
 		cpu_writes(sptep);
 }
 
-/* Whoever stores without an exchange knows nothing of what cpu_writes() did. */
+/* A store without an exchange misses what cpu_writes() did. */
 static void after_store(u64 spte)
 {
 	if ((spte & PT_DIRTY_MASK) && spte_to_pfn(spte) == self->dirtied)
 		self->dirtied = 0;
 }
 
-/* Here may have been linked a table: SPTEs that map pages are not writable without the other bit. */
+/* A table may have been linked here. SPTEs that map pages are writable only with the other bit. */
 static void written_to(u64 *sptep)
 {
 	if (is_shadow_present_pte(*sptep) && (*sptep & PT_WRITABLE_MASK) && !(*sptep & SPTE_HOST_WRITEABLE))
 		((struct page *)__va(*sptep & PT64_BASE_ADDR_MASK))->linked = true;
 }
 
-/* Faults flush nothing when a page stays mapped, and the dirty log does not hear of dirty bits that they set. */
+/*
+ * Faults flush nothing if a page stays mapped, and the dirty log does not learn of dirty bits that
+ * they set.
+ */
 static void replaced(u64 old, u64 new)
 {
 	if (!is_shadow_present_pte(old) || !is_shadow_present_pte(new) || spte_to_pfn(old) != spte_to_pfn(new))
@@ -648,7 +651,7 @@ void unaccount_huge_nx_page(struct kvm *kvm, struct kvm_mmu_page *sp)
 	list_del(&sp->lpage_disallowed_link);
 }
 
-/* Whether the dirty log is enabled, and a gfn that holds a page table of a nested guest: 0 for none */
+/* Whether the dirty log is enabled, and a gfn with a nested guest's page table, or 0 */
 static bool logging;
 static gfn_t protected_gfn;
 
@@ -657,7 +660,7 @@ static bool has_protected(gfn_t gfn, gfn_t pages)
 	return protected_gfn && protected_gfn >= gfn && protected_gfn < gfn + pages;
 }
 
-/* The size that the host maps is drawn for each fault. */
+/* The size that the host maps is random for each fault. */
 static int host_level[TASKS];
 
 int kvm_mmu_hugepage_adjust(struct kvm_vcpu *vcpu, gfn_t gfn, int max_level, kvm_pfn_t *pfn, bool disallowed,
@@ -665,7 +668,7 @@ int kvm_mmu_hugepage_adjust(struct kvm_vcpu *vcpu, gfn_t gfn, int max_level, kvm
 {
 	int level = min(host_level[self - tasks], max_level);
 
-	/* disallow_lpage, and a slot whose dirty log is enabled */
+	/* disallow_lpage, and a slot with the dirty log enabled */
 	if (logging || has_protected(gfn & -KVM_PAGES_PER_HPAGE(level), KVM_PAGES_PER_HPAGE(level)))
 		level = PG_LEVEL_4K;
 
@@ -733,7 +736,7 @@ typedef struct {
 #include "tdp_iter.c"
 #include "tdp_mmu.c"
 
-/* Shadow pages, which there are none of */
+/* There are no shadow pages */
 #define walk_shadow_page_lockless_begin(vcpu) BUG()
 #define walk_shadow_page_lockless_end(vcpu) BUG()
 #define shadow_last_sptep(vcpu, addr, spte, level) ({ BUG(); (u64 *)NULL; })
@@ -745,9 +748,9 @@ typedef struct {
 #include "fast.c"
 
 /*
- * The guest: two areas of 1 GiB, in each of them a few pages, none of which is the
- * first of a huge page.  The host gives all of an area another version when it takes
- * it away.  A page frame number holds area, version and offset.
+ * The guest: two areas of 1 GiB with a few pages each, none of which is the first of a huge page.
+ * When the host takes an area away, all of the area gets another version. A page frame number has
+ * area, version and offset.
  */
 #define AREAS 2
 #define PMDS 3
@@ -757,7 +760,7 @@ typedef struct {
 
 static u32 version[AREAS];
 static bool written[AREAS][PMDS][PTES], reported[AREAS][PMDS][PTES];
-/* The dirty log's bits, and what was written since they were last cleared */
+/* The dirty log's bits, and the pages written since they were last cleared */
 static bool logged[AREAS][PMDS][PTES], to_be_logged[AREAS][PMDS][PTES];
 
 static gfn_t gfn_of(int area, int pmd, int pte)
@@ -814,15 +817,15 @@ struct tlb_entry {
 
 struct cpu {
 	bool guest_mode;
-	/* Its last fault was on something that is mapped. */
+	/* Its last fault was on a mapped page. */
 	bool present;
-	/* Ranges that it was asked to flush, and how many */
+	/* The ranges that it was asked to flush, and their number */
 	int pending;
 	struct {
 		gfn_t gfn, pages;
 	} flush[PENDING];
 	struct tlb_entry tlb[4];
-	/* Where the table for a gfn is, by level */
+	/* The table for a gfn, by level */
 	struct {
 		gfn_t gfn;
 		u64 *table;
@@ -845,7 +848,7 @@ void kvm_flush_remote_tlbs_with_address(struct kvm *kvm, u64 gfn, u64 pages)
 	for (i = 0; i < VCPUS; i++) {
 		n = cpus[i].pending;
 		if (n == PENDING) {
-			/* It has lost count, and will flush all. */
+			/* It has lost count and flushes everything. */
 			cpus[i].flush[0].gfn = 0;
 			cpus[i].flush[0].pages = AREAS * AREA_GFNS;
 			n = 0;
@@ -859,7 +862,7 @@ void kvm_flush_remote_tlbs_with_address(struct kvm *kvm, u64 gfn, u64 pages)
 		while (cpus[i].guest_mode && cpus[i].pending)
 			turn();
 
-	/* The host writes back what was reported: the next write has to be reported again. */
+	/* The host writes back what was reported, so the next write must be reported again. */
 	for (area = 0; area < AREAS; area++)
 		for (pmd = 0; pmd < PMDS; pmd++)
 			for (pte = 0; pte < PTES; pte++)
@@ -882,7 +885,7 @@ static bool to_be_flushed(struct cpu *cpu, gfn_t gfn, gfn_t pages)
 	return false;
 }
 
-/* What a CPU does before it enters the guest */
+/* A CPU's work before it enters the guest */
 static void flush_pending(struct cpu *cpu)
 {
 	struct tlb_entry *entry;
@@ -906,11 +909,11 @@ static u64 gfn_at(u64 *sptep)
 	return sp->gfn + KVM_PAGES_PER_HPAGE(sp->role.level - !sp->root_count) * (sptep - sp->spt);
 }
 
-/* A CPU outside of the guest that was asked for a flush will do that first. */
+/* A CPU outside of the guest with a pending flush will flush first. */
 static bool tlbs_have(u64 *sptep)
 {
 	struct kvm_mmu_page *sp = sptep_to_sp(sptep);
-	/* role.level: a table's is that of the SPTE it hangs on, the root's is its own. */
+	/* role.level: a table has that of the SPTE that points to it, the root has its own. */
 	gfn_t pages = KVM_PAGES_PER_HPAGE(sp->role.level - !sp->root_count);
 	gfn_t gfn = gfn_at(sptep);
 	struct tlb_entry *entry;
@@ -926,7 +929,7 @@ static bool tlbs_have(u64 *sptep)
 	return found;
 }
 
-/* Sets accessed and dirty bits as the CPU does: only in the SPTE that it has read. */
+/* Sets accessed and dirty bits like a CPU: only if the SPTE still has the value that was read. */
 static bool cpu_set_bits(u64 *sptep, u64 spte, bool write)
 {
 	u64 new = spte | PT_ACCESSED_MASK | (write ? PT_DIRTY_MASK : 0);
@@ -938,9 +941,8 @@ static bool cpu_set_bits(u64 *sptep, u64 spte, bool write)
 }
 
 /*
- * Just before KVM writes an SPTE, some CPU writes to a page that it maps.  That CPU may
- * have come here by way of a table that is no longer linked, as long as TLBs were not
- * flushed, which is after KVM has written.
+ * Directly before KVM writes an SPTE, a CPU writes to a page that it maps. That CPU may have come
+ * through a table that is no longer linked, until TLBs are flushed, which is after KVM's write.
  */
 static void cpu_writes(u64 *sptep)
 {
@@ -971,7 +973,7 @@ static struct tlb_entry *tlb_find(struct cpu *cpu, gfn_t gfn)
 	return NULL;
 }
 
-/* One access by the CPU, to the end or to a fault. */
+/* One access by the CPU, up to its end or a fault. */
 static bool cpu_access(struct cpu *cpu, hpa_t root, gfn_t gfn, bool write)
 {
 	struct tlb_entry *hit = tlb_find(cpu, gfn);
@@ -1085,7 +1087,7 @@ static void vcpu_task(void)
 		for (attempts = 0;; attempts++) {
 			if (attempts == 100000)
 				die("faults on gfn %lx come to no end", gfn);
-			/* Entering the guest: what was asked for is done first. */
+			/* Entering the guest: pending flushes are done first. */
 			cpu->guest_mode = true;
 			flush_pending(cpu);
 			if (cpu_access(cpu, vcpu->arch.mmu->root_hpa, gfn, write)) {
@@ -1095,7 +1097,7 @@ static void vcpu_task(void)
 				break;
 			}
 			cpu->guest_mode = false;
-			/* KVM writes in its stead to what is write-protected. */
+			/* KVM emulates writes to write-protected pages. */
 			if (handle_fault(vcpu, gfn, write) == RET_PF_EMULATE)
 				break;
 			faults++;
@@ -1105,7 +1107,10 @@ static void vcpu_task(void)
 	}
 }
 
-/* What TLBs may write to, the tables let them write to, unless a flush is under way: nothing else would flush them. */
+/*
+ * If a TLB permits a write, so do the tables, unless a flush is under way: nothing else would flush
+ * the TLB.
+ */
 static void no_writer_is_forgotten(void)
 {
 	struct tlb_entry *entry;
@@ -1130,7 +1135,7 @@ static void no_writer_is_forgotten(void)
 	}
 }
 
-/* The host takes an area away, and has another one instead. */
+/* The host takes an area away and maps another one. */
 static void replace_area(int area)
 {
 	unsigned long start = area * AREA_GFNS * PAGE_SIZE;
@@ -1158,7 +1163,10 @@ static void replace_area(int area)
 	write_unlock(&vm.mmu_lock);
 }
 
-/* Whoever made it writable has yet to set its bit, and does so before its vCPU stops: a later look will find it. */
+/*
+ * The task that made it writable has yet to set its bit, and does so before its vCPU stops, so a
+ * later collection finds it.
+ */
 static bool is_going_to_be_logged(gfn_t gfn)
 {
 	int i;
@@ -1169,7 +1177,7 @@ static bool is_going_to_be_logged(gfn_t gfn)
 	return false;
 }
 
-/* The dirty log is enabled, collected in part, or disabled. */
+/* The dirty log is enabled, partly collected, or disabled. */
 static void use_log(struct kvm_memory_slot *slot)
 {
 	int area = rnd(AREAS), pmd = rnd(PMDS), pte;
@@ -1177,12 +1185,12 @@ static void use_log(struct kvm_memory_slot *slot)
 
 	write_lock(&vm.mmu_lock);
 	if (!logging) {
-		/* It may let go of the lock meanwhile: faults log from here on. */
+		/* It may drop the lock meanwhile: faults are logged from here on. */
 		logging = true;
 		memset(logged, 0, sizeof(logged));
 		kvm_tdp_mmu_wrprot_slot(&vm, slot, PG_LEVEL_4K);
 		kvm_flush_remote_tlbs(&vm);
-		/* What came through TLBs until then came before. */
+		/* Writes through TLBs until then came before. */
 		memset(to_be_logged, 0, sizeof(to_be_logged));
 	} else if (!rnd(3)) {
 		logging = false;
@@ -1192,7 +1200,10 @@ static void use_log(struct kvm_memory_slot *slot)
 			    !is_going_to_be_logged(gfn_of(area, pmd, pte)))
 				die("a page was written to, and is not in the dirty log");
 			mask |= logged[area][pmd][pte] ? BIT(pte) : 0;
-			/* First, as KVM does: faults that do not take mmu_lock may set it again from here on. */
+			/*
+			 * First, as KVM does: faults without mmu_lock may set it again from here
+			 * on.
+			 */
 			logged[area][pmd][pte] = false;
 		}
 		kvm_tdp_mmu_clear_dirty_pt_masked(&vm, slot, gfn_of(area, pmd, 0), mask, true);
@@ -1204,7 +1215,7 @@ static void use_log(struct kvm_memory_slot *slot)
 	write_unlock(&vm.mmu_lock);
 }
 
-/* A nested guest's page table appears in a page, or goes. */
+/* A nested guest's page table appears in a page or disappears. */
 static void protect(struct kvm_memory_slot *slot)
 {
 	gfn_t gfn = protected_gfn ? 0 : gfn_of(rnd(AREAS), rnd(PMDS), rnd(PTES));
@@ -1250,7 +1261,7 @@ static void manager_task(void)
 		case 4:
 		case 9:
 		case 10:
-			/* What was just write-protected is what faults make writable. */
+			/* Faults make pages writable that were just write-protected. */
 			if (logging) {
 				write_lock(&vm.mmu_lock);
 				if (kvm_tdp_mmu_wrprot_slot(&vm, slot, PG_LEVEL_4K))
@@ -1292,7 +1303,7 @@ static void manager_task(void)
 	}
 }
 
-/* The last of the vCPUs ends the others; the last task ends the run. */
+/* The last vCPU ends the other tasks. The last task ends the run. */
 static void task_body(void)
 {
 	int i, left = 0, vcpus_left = 0;

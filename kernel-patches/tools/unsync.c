@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs what marks shadow pages as unsync in user space; the script `unsync` says whose.
+ * Runs the code that marks shadow pages as unsync in user space. The script `unsync` names the
+ * source.
  *
- * The guest is a hypervisor: L1 runs on the TDP MMU, and KVM shadows the page tables
- * that L1 has made for L2.  One of these, a page of L1's memory, is shadowed by two
- * pages, of two roots, and write-protected.  Two vCPUs in L1 write to it at once.  Each
- * faults, holds mmu_lock for read, calls mmu_try_to_unsync_pages(), maps the page
- * writable, writes to it, and switches to L2, which flushes its TLB: KVM looks whether
- * the root has anything unsync below it, and if so takes mmu_lock for write and brings
- * the shadow up to date.  L2 must then see what its own vCPU wrote.
+ * The guest is a hypervisor: L1 runs on the TDP MMU, and KVM shadows the page tables that L1 has
+ * made for L2. One of these, a page of L1's memory, is shadowed by two pages, of two roots, and
+ * write-protected. Two vCPUs in L1 write to it at the same time. Each faults, holds mmu_lock for
+ * read, calls mmu_try_to_unsync_pages(), maps the page writable, writes to it, and switches to L2,
+ * which flushes its TLB: KVM checks whether the root has anything unsync below it, and if so takes
+ * mmu_lock for write and syncs the shadow. L2 must then see what its own vCPU wrote.
  *
- * A task is a vCPU.  They take turns on one thread, at random, at each access that the
- * code under test makes to memory, and now and then one sleeps for as long as the other
- * needs for all that: an interrupt of the host, or a host that is a guest.
+ * A task is a vCPU. Tasks take turns on one thread, at random, at each memory access of the code
+ * under test. Sometimes one sleeps for as long as the other needs for all that, as with an
+ * interrupt of the host, or with a host that is itself a guest.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -25,7 +25,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-/* What is not under test makes no turns. */
+/* Code that is not under test makes no turns. */
 #define quiet __attribute__((no_sanitize("thread")))
 
 typedef uint64_t u64;
@@ -50,7 +50,7 @@ struct task {
 	ucontext_t context;
 	char stack[64 << 10];
 	bool ended;
-	/* It does not run until there were so many turns. */
+	/* The number of turns for which it does not run. */
 	u64 sleeps;
 };
 
@@ -91,7 +91,7 @@ quiet void __tsan_func_entry(void *pc) { }
 quiet void __tsan_func_exit(void) { }
 quiet void __tsan_init(void) { }
 
-/* The kernel's basics.  Tasks share one CPU, on which memory is ordered. */
+/* The kernel's basics. Tasks share one CPU, on which memory is ordered. */
 #define likely(x) (x)
 #define unlikely(x) (x)
 #define BITS_PER_LONG 64
@@ -137,7 +137,7 @@ static inline bool __test_and_set_bit(long nr, volatile unsigned long *map)
 	return word >> nr % 64 & 1;
 }
 
-/* KVM's, as far as the code under test looks at it */
+/* KVM's types, as far as the code under test uses them */
 #define PG_LEVEL_4K 1
 #define PG_LEVEL_2M 2
 #define PT64_ROOT_4LEVEL 4
@@ -172,12 +172,12 @@ static struct kvm vm;
 static struct kvm_mmu_page pages[ROOTS][LEVELS];
 static u64 tables[ROOTS][LEVELS][512];
 
-/* The guest's page table: whether L1 may write to it, and what is in it and its shadows */
+/* The guest's page table: whether L1 may write to it, its content, and its shadows' content */
 static bool writable;
 static u64 content, shadow[ROOTS];
 static u64 faults, syncs;
 
-/* A leaf is pages[][0]; the entry for it is the 7th of the page above. */
+/* A leaf is pages[][0]. Its entry is the 7th of the page above. */
 #define INDEX 7
 
 quiet static struct kvm_mmu_page *sptep_to_sp(u64 *sptep)
@@ -225,7 +225,7 @@ quiet static void write_lock(void)
 	vm.writer = true;
 }
 
-/* What mmu_sync_children() comes down to: all is write-protected again, then copied. */
+/* The effect of mmu_sync_children(): everything is write-protected again, and then copied. */
 quiet static void sync_children(int root)
 {
 	struct kvm_mmu_page *sp = pages[root];
@@ -264,7 +264,7 @@ quiet static void vcpu(int id)
 	u64 wrote;
 
 	for (times = 0; times < 3; times++) {
-		/* The guest writes; a write either faults or is done. */
+		/* The guest's write either faults or succeeds. */
 		for (;;) {
 			turn();
 			if (writable) {

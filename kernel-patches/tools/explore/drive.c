@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The drivers. Each run is a child that forks from a process with a VM, so all runs begin alike.
+ * The drivers. Each run is a child forked from a process with a VM, so all runs begin alike.
  *
- * Random runs are by PCT: tasks have priorities, and at `depth` points the one that runs falls
- * below all others. Exhaustive runs take fixed programs and give way at each point where tasks meet
- * in memory, and at each pair of such points. A run that fails is shrunk: operations and changes
- * of task are taken out one by one, as long as it fails in the same way.
+ * Random runs use PCT: tasks have priorities, and at `depth` points the running task falls below
+ * all others. Exhaustive runs take fixed programs and change tasks at each point where tasks meet
+ * in memory, and at each pair of such points. A failing run is shrunk: operations and changes of
+ * task are removed one by one, as long as it fails in the same way.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +26,7 @@ static const char *self_path;
 extern char __executable_start[], etext[];
 extern const struct { unsigned long address; const char *name; } lacking_symbols[];
 
-/* What each setup is called; the drivers take them in turn. */
+/* The setups' names. The drivers take them in turn. */
 static const struct { const char *name; struct setup setup; } setups[] = {
 	{ "tdp-mmu", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .eager = 1 } },
 	{ "tdp-mmu-huge", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .huge = 1 } },
@@ -50,7 +50,7 @@ static double now(void)
 	return time.tv_sec + time.tv_nsec / 1e9;
 }
 
-/* ---- What kernel code does that user space may not ---- */
+/* ---- Privileged instructions of kernel code ---- */
 
 static void fault_handler(int signal, siginfo_t *info, void *context)
 {
@@ -62,7 +62,7 @@ static void fault_handler(int signal, siginfo_t *info, void *context)
 	if (pc >= (unsigned long)__executable_start && pc < (unsigned long)etext) {
 		unsigned char *code = (unsigned char *)pc;
 
-		/* cli and sti: no interrupt comes here but at points. */
+		/* cli and sti: interrupts come only at points. */
 		if (*code == 0xfa || *code == 0xfb) {
 			*code = 0x90;
 			return;
@@ -90,7 +90,7 @@ static void prepare_process(void)
 	sigaction(SIGBUS, &action, NULL);
 	mprotect((void *)start, ((unsigned long)etext - start + 4095) & -4096ul, PROT_READ | PROT_WRITE | PROT_EXEC);
 	arena = mmap((void *)0x100000000000ul, ARENA_SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	/* Guest memory, where KVM reads it */
+	/* Guest memory at the addresses where KVM reads it */
 	mmap((void *)USER_BASE, 16ul << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 	result = mmap(NULL, sizeof(*result), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }
@@ -104,7 +104,7 @@ static void random_program(void)
 	int id, i, ops;
 
 	memset(&program, 0, sizeof(program));
-	/* Pages that are mapped before the log is on are what a fault of the log loses. */
+	/* A fault of the log loses pages that were mapped before the log is on. */
 	ops = rnd(5);
 	for (i = 0; i < ops; i++) {
 		program.before[i].task = rnd(VCPUS);
@@ -128,7 +128,7 @@ static void random_program(void)
 	ops = 2 + rnd(8);
 	for (i = 0; i < ops; i++) {
 		program.ops[USER][i] = (struct op){ logged[rnd(sizeof(logged))], rnd(PAGES) };
-		/* What becomes of L2 while L1's memory is gone is not modelled. */
+		/* L2's behaviour while L1's memory is gone is not modelled. */
 		if (setup.nested && program.ops[USER][i].code == DO_MOVE)
 			program.ops[USER][i].code = DO_AGE;
 	}
@@ -178,7 +178,7 @@ static bool run_once(bool events)
 
 /* ---- Shrinking ---- */
 
-/* Numbers differ as operations go. */
+/* Numbers change when operations are removed. */
 static bool same_failure(const char *why)
 {
 	const char *said = result->why;
@@ -270,7 +270,10 @@ static const char *task_name(int id)
 static struct { const void *pc; char text[300]; } lines[MAX_LINES];
 static int known_lines;
 
-/* The kernel's functions and lines, innermost first, of the places where tasks stop: one call of addr2line */
+/*
+ * Finds the kernel's functions and lines, innermost first, of the places where tasks stop, by one
+ * call of addr2line.
+ */
 static void find_lines(void)
 {
 	char command[64 << 10], line[1024];
@@ -343,7 +346,7 @@ static void print_trace(const char *indent)
 		if (event->kind == AT_YIELD && !event->pc) {
 			const char *text = result->text + event->value;
 
-			/* A vCPU that waits for something faults again and again. */
+			/* A vCPU that waits for something faults repeatedly. */
 			if (!strcmp(text, last)) {
 				repeated++;
 				continue;
@@ -386,7 +389,10 @@ static void report_failure(const char *which, double until)
 		shrink(until);
 		run_once(true);
 	} else {
-		/* A task that gave way is not told from one that waited. The run as it was fails again. */
+		/*
+		 * A task that yielded cannot be told from one that waited. The run without
+		 * shrinking still fails.
+		 */
 		puts("    # its changes of task alone do not make it fail; it is not shrunk");
 		schedule.depth = depth;
 		run_once(true);
@@ -407,7 +413,10 @@ static bool random_runs(uint64_t seed, uint64_t most, double until)
 		seed_random(seed);
 		random_program();
 		schedule.depth = 1 + rnd(4);
-		/* Runs have some thousands to some tens of thousands of points; all of a run follows from its seed. */
+		/*
+		 * Runs have thousands to tens of thousands of points. Everything in a run follows
+		 * from its seed.
+		 */
 		schedule.length = 500 << rnd(7);
 		if (run_once(false)) {
 			char which[128];
@@ -420,7 +429,10 @@ static bool random_runs(uint64_t seed, uint64_t most, double until)
 	return true;
 }
 
-/* What the exhaustive driver runs: vCPUs on two pages, beside one operation of user space, after some before. */
+/*
+ * The programs of the exhaustive driver: vCPUs on two pages and one operation of user space, after
+ * some setup.
+ */
 static bool nth_program(unsigned int n)
 {
 	static const unsigned char beside[] = { DO_LOG_ON, DO_COLLECT, DO_CLEAR, DO_RESET, DO_LOG_OFF, DO_MOVE, DO_NOTIFY, DO_AGE };
@@ -456,7 +468,7 @@ static bool nth_program(unsigned int n)
 	return true;
 }
 
-/* Where tasks meet: the places at which it matters who goes first */
+/* Finds the places where tasks meet, at which their order matters. */
 static uint32_t meeting_points(struct change *points, uint32_t most, uint32_t after_task, uint32_t after_count)
 {
 	uint32_t found = 0;
@@ -490,7 +502,7 @@ static bool give_way_once(struct change *change, uint32_t n, unsigned int progra
 
 #define MOST_POINTS 20000
 
-/* Every schedule with at most two changes of task that nothing forces */
+/* Runs every schedule with at most two unforced changes of task. */
 static bool exhaustive_runs(double until)
 {
 	static struct change points[MOST_POINTS], later[MOST_POINTS];
@@ -545,7 +557,7 @@ out:
 	return true;
 }
 
-/* One setup by one driver, in a process of its own */
+/* One setup by one driver, in a process of its own. */
 static bool test(const struct setup *of, bool exhaustive, uint64_t seed, uint64_t most, double time)
 {
 	double start = now();
@@ -613,7 +625,10 @@ int main(int argc, char **argv)
 		if (only && strcmp(only, setups[i].name))
 			continue;
 		for (int exhaustive = 0; exhaustive < 2; exhaustive++) {
-			/* Half of the time each; without one, some seconds of the exhaustive driver. */
+			/*
+			 * Half of the time each. Without a time limit, some seconds for the
+			 * exhaustive driver.
+			 */
 			double share = timed ? time / (2 * tests) : exhaustive ? 5 : 1e9;
 			bool passed = test(&setups[i].setup, exhaustive, seed, most, share);
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What the two sides of the harness know of each other. Kernel code, and the files that stand in
- * for the rest of the kernel, are compiled with the kernel's flags and headers. The scheduler and
- * the drivers are compiled with those of the C library. Only plain types cross.
+ * The interface between the two sides of the harness. Kernel code and its stand-ins are compiled
+ * with the kernel's flags and headers. The scheduler and the drivers are compiled with those of the
+ * C library. Only plain types cross.
  */
 #ifndef EXPLORE_H
 #define EXPLORE_H
@@ -16,13 +16,13 @@
 
 enum kind { AT_READ, AT_WRITE, AT_ATOMIC, AT_LOCK, AT_UNLOCK, AT_WAIT, AT_YIELD };
 
-/* One step of a task's program. */
+/* A step of a task's program. */
 struct op {
 	unsigned char code, page;
 };
 
 enum op_code {
-	/* vCPUs; the last two where L1 has a nested guest */
+	/* vCPUs; the last two if L1 has a nested guest */
 	DO_NONE, DO_READ, DO_WRITE, DO_TABLE, DO_NESTED,
 	/* user space */
 	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE,  
@@ -31,12 +31,12 @@ enum op_code {
 };
 
 struct program {
-	/* Before anything runs side by side: a task's number is in `task`. */
+	/* Operations before the tasks run concurrently. `task` is a task's number. */
 	struct { struct op op; unsigned char task; } before[OPS];
 	struct op ops[USER + 1][OPS];
 };
 
-/* What is the same in all runs of one process. */
+/* The properties that all runs of one process share. */
 struct setup {
 	int tdp;		/* two-dimensional paging */
 	int tdp_mmu;		/* the TDP MMU, else rmaps */
@@ -63,7 +63,7 @@ void give_way(void);
 int on_task_stack(const void *address);
 void say(const char *format, ...);
 void fail(const char *format, ...) __attribute__((noreturn));
-/* `where`: the place in the kernel that failed */
+/* `where` is the place in the kernel that failed */
 void fail_at(const void *where, const char *format, ...) __attribute__((noreturn));
 unsigned int rnd(unsigned int n);
 int all_others_ended(int but);
@@ -80,12 +80,14 @@ void vm_task(int id);
 void vm_final_check(void);
 const char *op_name(int code);
 
-/* drive.c gives the kernel's side memory. */
+/* drive.c gives memory to the kernel's side. */
 extern char *arena;
 #define ARENA_SIZE (64ul << 20)
-/* Guest memory begins here in the arena, aligned to huge pages. */
+/* The start of guest memory in the arena, aligned to huge pages. */
 #define GUEST_BASE (32ul << 20)
-/* User space has it below the arena: KVM takes an address above PAGE_OFFSET for an error. */
+/*
+ * User space's address of it, below the arena: KVM takes an address above PAGE_OFFSET for an error.
+ */
 #define USER_BASE ((unsigned long)arena - (1ul << 30))
 
 #endif

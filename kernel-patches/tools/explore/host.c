@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The host's memory: its pages, its page tables, and its MMU notifiers.
+ * The host's memory: pages, page tables, and MMU notifiers.
  *
  * Guest memory is the upper half of the arena. User space's addresses of it are below the arena.
- * The host's page tables for it are real ones, which KVM walks for the size of a mapping. The host
- * can put a block of 2 MiB somewhere else; what a page contains moves with it and is not modelled.
+ * The host's page tables for it are real, because KVM walks them for the size of a mapping. The
+ * host can move a block of 2 MiB. The contents of its pages move with it and are not modelled.
  */
 #include <linux/kvm_host.h>
 #include <linux/mmu_notifier.h>
@@ -15,7 +15,7 @@
 
 #define BLOCK (2ul << 20)
 #define BLOCKS 4
-/* Where a block is when it is not where it was at first */
+/* The other place of a block that the host has moved */
 #define ELSEWHERE (16ul << 20)
 
 extern unsigned long ex_vmemmap_base;
@@ -99,7 +99,7 @@ __used static int is_there(void *hva)
 	return !taken[block_of((unsigned long)hva)];
 }
 
-/* As the host's fault, it waits while the page is being moved. */
+/* Like the host's fault handler, it waits while the page is being moved. */
 __used static long x_gup(unsigned long hva, unsigned long n, struct page **pages)
 {
 	wait_for(is_there, (void *)hva, "a page that the host moves", __builtin_return_address(0));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* What the files that are compiled with the kernel's flags share. */
+/* Shared by the files that are compiled with the kernel's flags. */
 #ifndef HOST_H
 #define HOST_H
 
@@ -18,7 +18,7 @@ void set_signal(bool pending);
 
 /* host.c */
 void host_init(struct mm_struct *mm);
-/* The page that the host has at an address, and whether it is taken away at the moment */
+/* The host's page at an address, and whether it is being taken away */
 unsigned long host_pfn(unsigned long hva);
 void host_replace(unsigned long hva);
 void host_age(unsigned long hva);

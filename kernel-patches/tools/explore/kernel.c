@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What stands in for the rest of the kernel: memory, locks, RCU, SRCU, files, the host's pages.
+ * Stand-ins for the rest of the kernel: memory, locks, RCU, SRCU, files, the host's pages.
  *
  * This file is compiled with the kernel's flags and headers. A symbol that KVM needs and that is
- * not here has an address at which nothing is mapped: who uses it ends the run with its name. So
- * no function is stubbed without a word here. STANDS_FOR gives a function the kernel's name
- * without its prototype, which differs between kernels; the registers of the arguments do not.
+ * missing here gets an unmapped address. A run that uses it ends with its name, so no function is
+ * stubbed silently. STANDS_FOR gives a function the kernel's name without its prototype, which
+ * differs between kernels. The registers of the arguments do not differ.
  */
 #include <linux/kvm_host.h>
 #include <linux/fs.h>
@@ -30,9 +30,9 @@ __used static long nothing(void)
 
 /* ---- Memory: each allocation has its own place in the arena, and none is used twice in a run. ---- */
 
-/* For each 16 bytes of the arena whether they were freed. */
+/* For each 16 bytes of the arena, whether they were freed. */
 static u8 freed[ARENA_SIZE >> 4];
-/* The second page is the zero page, host.c says. */
+/* The second page is the zero page (host.c). */
 static unsigned long arena_end = 2 * PAGE_SIZE;
 
 void kernel_check_access(const void *address, const void *pc)
@@ -70,7 +70,7 @@ void *harness_alloc(unsigned long size)
 	return allocate(size, PAGE_SIZE, __GFP_ZERO);
 }
 
-/* The size of an object stands before it. */
+/* An object's size is stored before it. */
 __used static void *x_kmalloc(unsigned long size, gfp_t flags)
 {
 	unsigned long *p = allocate(size + 64, 64, flags);
@@ -107,7 +107,7 @@ __used static void *x_kvcalloc(unsigned long n, unsigned long size)
 	return x_kmalloc(n * size, __GFP_ZERO);
 }
 
-/* Whole pages, with the size before them as well */
+/* Whole pages, also with their size before them */
 __used static void *x_vzalloc(unsigned long size)
 {
 	char *p = allocate(size + PAGE_SIZE, PAGE_SIZE, __GFP_ZERO) + PAGE_SIZE;
@@ -213,7 +213,7 @@ STANDS_FOR(__alloc_pages_noprof, x_alloc_pages);
 STANDS_FOR(alloc_pages_node_noprof, x_alloc_pages_node);
 STANDS_FOR(free_pages, x_free_pages);
 STANDS_FOR(__free_pages, x_free_page_struct);
-/* No byte of these tables is looked at: the size comes with the call. */
+/* These tables are not read: the size comes with the call. */
 char kmalloc_tables[1 << 14] __aligned(64);
 STANDS_FOR(kmalloc_caches, kmalloc_tables);
 /* Statistics of memory use */
@@ -240,9 +240,9 @@ STANDS_FOR(page_offset_base, ex_page_offset_base);
 STANDS_FOR(vmemmap_base, ex_vmemmap_base);
 STANDS_FOR(phys_base, ex_phys_base);
 
-/* ---- Processors: a task has one of its own. Variables of a processor are copied when tasks change. ---- */
+/* ---- Processors: each task has one. The per-CPU variables are copied when tasks change. ---- */
 
-/* The linker names the ends of a section. */
+/* The linker defines symbols for the ends of a section. */
 extern char percpu_start[] asm("__start_percpu_of_kvm"), percpu_end[] asm("__stop_percpu_of_kvm");
 static char percpu_of[TASKS][4096] __aligned(64);
 static struct task_struct task_of[TASKS];
@@ -253,7 +253,7 @@ PERCPU(struct task_struct *, current_task);
 STANDS_FOR(const_current_task, ex_current_task);
 PERCPU(int, cpu_number);
 STANDS_FOR(const_cpu_number, ex_cpu_number);
-/* As long as the longest that a base has */
+/* As long as the longest in any base */
 PERCPU(unsigned long, __preempt_count);
 PERCPU(unsigned long, this_cpu_off);
 /* 6.2 to 6.14 have these in one structure. */
@@ -281,7 +281,7 @@ static void set_processor(int id)
 	ex_pcpu_hot.current_task = &task_of[id];
 	ex_pcpu_hot.preempt_count = PREEMPT_ENABLED;
 #endif
-	/* gcc does not know that the section has these variables. */
+	/* gcc does not know that these variables are in the section. */
 	barrier();
 }
 
@@ -293,7 +293,7 @@ void kernel_switch(int from, int to)
 	memcpy(percpu_start, percpu_of[to], size);
 }
 
-/* Called once, as user space's task. */
+/* Called once, by user space's task. */
 void kernel_init(void)
 {
 	int id;
@@ -312,7 +312,7 @@ void kernel_init(void)
 	host_init(&mm);
 }
 
-/* No task is ever asked to give up its processor; a change of task is the scheduler's. */
+/* No task is asked to give up its processor. The scheduler changes tasks. */
 asm(".globl preempt_schedule_thunk, __SCT__preempt_schedule, ___preempt_schedule\n"
     "preempt_schedule_thunk: __SCT__preempt_schedule: ___preempt_schedule: ret");
 DOES_NOTHING(preempt_notifier_inc);
@@ -330,7 +330,7 @@ STANDS_FOR(__SCT__cond_resched, x_cond_resched);
 DOES_NOTHING(__SCT__might_resched);
 STANDS_FOR(_cond_resched, x_cond_resched);
 
-/* ---- Locks, in the kernel's own words, so that what is inlined works too ---- */
+/* ---- Locks, in the kernel's own words, so that inlined code works too ---- */
 
 __used static int spin_is_free(void *lock)
 {
@@ -390,7 +390,7 @@ __used static int may_write(void *lock)
 	return !((rwlock_t *)lock)->raw_lock.cnts.counter;
 }
 
-/* rwlock_is_contended() looks at the lock of those that wait. */
+/* rwlock_is_contended() reads the waiters' lock. */
 static void wait_for_rwlock(rwlock_t *lock, int (*ready)(void *), void *pc)
 {
 	point(AT_LOCK, lock, pc);
@@ -438,7 +438,7 @@ __used static void x_write_unlock(rwlock_t *lock)
 	released(__builtin_return_address(0));
 }
 
-/* As __cond_resched_rwlock_write() of kernel/sched/core.c */
+/* Like __cond_resched_rwlock_write() of kernel/sched/core.c */
 __used static int x_cond_resched_write(rwlock_t *lock)
 {
 	if (!lock->raw_lock.wait_lock.val.counter)
@@ -506,11 +506,11 @@ STANDS_FOR(mutex_lock, x_mutex_lock);
 STANDS_FOR(mutex_lock_killable, x_mutex_lock);
 STANDS_FOR(mutex_trylock, x_mutex_trylock);
 STANDS_FOR(mutex_unlock, x_mutex_unlock);
-/* The host's mmap_lock: the host's page tables change in one step here. */
+/* The host's mmap_lock. The host's page tables change in one step here. */
 DOES_NOTHING(down_read);
 DOES_NOTHING(up_read);
 
-/* ---- RCU: a callback runs once every section that had begun is left. ---- */
+/* ---- RCU: a callback runs once all sections that had begun have ended. ---- */
 
 static int rcu_depth[TASKS];
 static unsigned int rcu_left[TASKS];
@@ -661,11 +661,11 @@ STANDS_FOR(__srcu_read_lock, x_srcu_read_lock);
 STANDS_FOR(__srcu_read_unlock, x_srcu_read_unlock);
 STANDS_FOR(synchronize_srcu, x_synchronize_srcu);
 STANDS_FOR(synchronize_srcu_expedited, x_synchronize_srcu);
-/* No process waits in its kernel for a notifier here. */
+/* No process waits in the kernel for a notifier here. */
 RETURNS_0(rcuwait_wake_up);
 DOES_NOTHING(finish_rcuwait);
 
-/* ---- KCSAN's words that order nothing here ---- */
+/* ---- KCSAN's calls that order nothing here ---- */
 DOES_NOTHING(kcsan_atomic_next);
 DOES_NOTHING(kcsan_nestable_atomic_begin);
 DOES_NOTHING(kcsan_nestable_atomic_end);
@@ -673,18 +673,18 @@ DOES_NOTHING(kcsan_disable_current);
 DOES_NOTHING(kcsan_enable_current);
 DOES_NOTHING(kcsan_enable_current_nowarn);
 
-/* ---- Copies between user space and the kernel: both are this process. ---- */
+/* ---- Copies between user space and the kernel, which are both this process ---- */
 
 __used static unsigned long x_copy(void *to, const void *from, unsigned long n)
 {
 	memcpy(to, from, n);
 	return 0;
 }
-/* The address is in rax; rdx gets the value, and rax whether that failed. */
+/* The address is in rax. rdx gets the value, and rax an error. */
 asm(".globl __get_user_8, __get_user_nocheck_8\n"
     "__get_user_8: __get_user_nocheck_8: mov (%rax), %rdx\n"
     "xor %eax, %eax\nret");
-/* From rsi to rdi; rcx gets what is left. */
+/* Copies from rsi to rdi. rcx gets the number of bytes left. */
 asm(".globl rep_movs_alternative\nrep_movs_alternative: rep movsb\nret");
 STANDS_FOR(_copy_from_user, x_copy);
 STANDS_FOR(_copy_to_user, x_copy);
@@ -754,7 +754,7 @@ DOES_NOTHING(_printk);
 DOES_NOTHING(printk);
 RETURNS_0(___ratelimit);
 
-/* ---- Parts of KVM and of the kernel that have no part in the memory of a guest ---- */
+/* ---- Parts of KVM and of the kernel that do not concern a guest's memory ---- */
 RETURNS_0(kvm_init_irq_routing);
 RETURNS_0(kvm_set_irq_routing);
 RETURNS_0(kvm_coalesced_mmio_init);
@@ -799,7 +799,7 @@ __used static int x_snprintf(char *buffer, unsigned long size)
 }
 STANDS_FOR(snprintf, x_snprintf);
 
-/* Whether a signal is pending for user space's task */
+/* Sets whether a signal is pending for user space's task. */
 void set_signal(bool pending)
 {
 	if (pending)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Simulated processors: tasks on stacks of their own that take turns on one thread.
+ * Simulated processors: tasks with stacks of their own that take turns on one thread.
  *
- * gcc compiles KVM as for KCSAN, so each access to memory calls a function here. Accesses to what is
- * not on a task's stack, atomic operations and locks are points at which another task may go on.
+ * gcc compiles KVM as for KCSAN, so each memory access calls a function here. Accesses outside of
+ * the task's stack, atomic operations and locks are points at which another task may continue.
  * Memory is ordered: the harness finds no fault that needs a weaker order.
  */
 #define _GNU_SOURCE
@@ -18,9 +18,9 @@
 #include "sched.h"
 
 #define STACK (256ul << 10)
-/* After so many points without a wait a task is held to spin, and gives way. */
+/* After this many points without a wait, a task counts as spinning and yields. */
 #define SPIN 60000
-/* A run of so many points comes to no end. */
+/* A run with this many points counts as endless. */
 #define ENDLESS 3000000
 
 struct result *result;
@@ -118,7 +118,7 @@ static int is_ready(int id)
 	return !task->ended && (!task->ready || task->ready(task->argument));
 }
 
-/* Of those that can go on, the one of the highest priority; -1 if none can. */
+/* The runnable task with the highest priority; -1 if there is none. */
 static int best(void)
 {
 	int found = -1;
@@ -151,7 +151,7 @@ static struct change *change_here(void)
 	return NULL;
 }
 
-/* What could go wrong with an unfair schedule is no fault of the kernel's. */
+/* A livelock under an unfair schedule is not a fault of the kernel. */
 static void look_for_spin(void)
 {
 	if (++tasks[self].since > SPIN) {
@@ -222,7 +222,7 @@ void point(enum kind kind, const void *address, const void *pc)
 	}
 }
 
-/* For a task that asks again and again: the others go on first. */
+/* For a task that polls: the others continue first. */
 void give_way(void)
 {
 	struct change *change;
@@ -249,7 +249,7 @@ void released(const void *pc)
 	point(AT_UNLOCK, NULL, pc);
 }
 
-/* Another task goes on until `ready` says so. */
+/* Runs other tasks until `ready` returns true. */
 void wait_for(int (*ready)(void *), void *argument, const char *what, const void *pc)
 {
 	struct task *task = &tasks[self];
@@ -327,7 +327,7 @@ void schedule_run(void)
 	self = USER;
 }
 
-/* gcc's calls; a plain access is a point as well as one that the kernel marked. */
+/* gcc's calls. A plain access is a point too, like a marked one. */
 #define ACCESS(name, kind)						\
 	void __tsan_##name(void *address);				\
 	void __tsan_##name(void *address)				\
@@ -353,7 +353,7 @@ HOOK(__tsan_init, void)
 HOOK(__tsan_read_range, void *address, unsigned long size)
 HOOK(__tsan_write_range, void *address, unsigned long size)
 
-/* The kernel's word for an atomic operation, or for a write of a structure as a whole. */
+/* The kernel's call for an atomic operation, or for a write of a whole structure. */
 void __kcsan_check_access(const volatile void *address, unsigned long size, int type);
 void __kcsan_check_access(const volatile void *address, unsigned long size, int type)
 {

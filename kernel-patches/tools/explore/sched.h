@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* What the scheduler and the drivers share; only the C library's side includes it. */
+/* Shared by the scheduler and the drivers; included only on the C library's side. */
 #ifndef SCHED_H
 #define SCHED_H
 
@@ -13,7 +13,7 @@
 #define MAX_SHARED 8192
 #define TEXT 400
 
-/* At its `count`-th point, or where it waits after that, `task` gives way to `next`. */
+/* At its `count`-th point, or where it waits after that, `task` yields to `next`. */
 struct change {
 	uint32_t count;
 	uint8_t task, next;
@@ -26,7 +26,7 @@ struct event {
 	uint64_t value;
 };
 
-/* A run's result; the child that runs it writes it for its parent. */
+/* A run's result. The child that runs it writes it for its parent. */
 struct result {
 	volatile int failed;
 	char why[TEXT];
@@ -35,16 +35,16 @@ struct result {
 	struct change changes[MAX_SWITCHES];
 	uint32_t events;
 	struct event event[MAX_EVENTS];
-	/* What `say` printed; an event's value is its place here. */
+	/* The output of `say`. An event's value is its offset here. */
 	uint32_t said;
 	char text[256 << 10];
-	/* Addresses, and who read and wrote them: a hash table. */
+	/* Addresses, and the tasks that read and wrote them: a hash table. */
 	struct { const void *address; uint8_t readers, writers; } shared[MAX_SHARED];
 };
 
 /* How a run is scheduled. */
 struct schedule {
-	/* PCT: how many changes of priority, and among how many points; 0: as `changes` say. */
+	/* PCT: the number of priority changes, and of points; 0: use `changes`. */
 	uint32_t depth, length;
 	uint8_t first;
 	uint32_t changes;

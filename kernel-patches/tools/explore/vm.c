@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The VM, its processors, and what its user space does.
+ * The VM, its processors, and the actions of its user space.
  *
- * User space's operations are KVM's ioctls. A processor of the guest is a task: it enters the
- * guest as vcpu_enter_guest() does, as far as requests and page tables are concerned; there it
- * reads and writes through a TLB, walks KVM's page tables, and sets accessed and dirty bits; its
- * faults are kvm_mmu_page_fault()'s. The rule: a page to which the guest has written since user
- * space was last told of it is in the log.
+ * User space's operations are KVM's ioctls. A processor of the guest is a task. It enters the guest
+ * like vcpu_enter_guest(), as far as requests and page tables are concerned. In the guest it reads
+ * and writes through a TLB, walks KVM's page tables, and sets accessed and dirty bits.
+ * kvm_mmu_page_fault() handles its faults. The rule: the log has each page that the guest has
+ * written since user space last collected it.
  */
 #include <linux/kvm_host.h>
 #include <linux/fs.h>
@@ -33,14 +33,17 @@ static struct kvm_vcpu *vcpus[VCPUS];
 
 static struct processor {
 	bool in_guest, kicked;
-	/* How often it was outside of the guest since */
+	/* How often it has left the guest since */
 	unsigned int exits;
 	bool emulated, hit;
 	struct entry { gfn_t gfn; unsigned long pfn; hpa_t root; u8 level; bool writable, dirty; } tlb[TLB_ENTRIES];
 	unsigned int next;
 } cpus[VCPUS];
 
-/* Whether the log is on, whether the memslot is being deleted or is, and pages that were written to since user space was told */
+/*
+ * Whether the log is on, whether the memslot is being deleted or deleted, and the pages written
+ * since user space's last collection
+ */
 static bool logging, going, absent, written[PAGES];
 static unsigned long got[LAST_GFN / 64 + 1];
 
@@ -49,7 +52,7 @@ static gfn_t base_gfn(void)
 	return setup.odd ? 0x201 : 0x200;
 }
 
-/* Ends of chunks and of huge pages, and pages within */
+/* Ends of chunks and of huge pages, and pages between them */
 static gfn_t gfn_of(int page)
 {
 	static const gfn_t gfns[PAGES] = { 0x210, 0x3c1, 0x3ff, 0x400, 0x401, 0x480, 0x5ff, 0x600 };
@@ -62,7 +65,7 @@ static unsigned long hva_of(gfn_t gfn)
 	return USER_BASE + ((gfn - 0x200) << PAGE_SHIFT);
 }
 
-/* ---- The vendor module: a kvm_amd, or a kvm_intel with EPT, as far as the MMU asks ---- */
+/* ---- The vendor module: a kvm_amd, or a kvm_intel with EPT, as far as the MMU uses it ---- */
 
 static struct processor *cpu_of(struct kvm_vcpu *vcpu)
 {
@@ -88,7 +91,7 @@ static int returns_0(void)
 	return 0;
 }
 
-/* An operation that the harness lacks has an address at which nothing is mapped. */
+/* An operation that the harness lacks has an unmapped address. */
 #define LACKING 0x70000000ul
 static const char *op_names[256];
 
@@ -130,7 +133,7 @@ static void vendor_init(void)
 #include <asm/kvm-x86-ops.h>
 }
 
-/* In the place of x86.c's, which make what is no part of the memory of a guest as well */
+/* Replace those of x86.c, which also set up what does not concern guest memory */
 int __wrap_kvm_arch_init_vm(struct kvm *kvm, unsigned long type)
 {
 	kvm->arch.vm_type = type;
@@ -177,7 +180,7 @@ void __wrap_kvm_arch_vcpu_put(struct kvm_vcpu *vcpu)
 {
 }
 
-/* A guest's access to an address without a memslot: a device's */
+/* A guest's access to an address without a memslot, i.e. to a device */
 int __wrap_x86_emulate_instruction(struct kvm_vcpu *vcpu, gpa_t gpa, int type, void *insn, int length)
 {
 	if (!going)
@@ -277,7 +280,7 @@ static void kick(int id)
 
 struct ipi { unsigned long mask; unsigned int exits[VCPUS]; bool inside[VCPUS]; };
 
-/* The host takes interrupts, except while it walks page tables with interrupts off. */
+/* The host takes interrupts unless it walks page tables with interrupts off. */
 static int all_have_left(void *argument)
 {
 	struct ipi *ipi = argument;
@@ -325,7 +328,7 @@ static void leave_guest(struct kvm_vcpu *vcpu)
 	released(__builtin_return_address(0));
 }
 
-/* vcpu_enter_guest(), of its requests those that are of the MMU */
+/* vcpu_enter_guest() with the requests that concern the MMU */
 static bool enter_guest(struct kvm_vcpu *vcpu)
 {
 	struct processor *cpu = cpu_of(vcpu);
@@ -381,7 +384,7 @@ static u64 read_spte(u64 *sptep)
 	return *(volatile u64 *)sptep;
 }
 
-/* One access of the guest: by its TLB, or by a walk of the tables, which fills the TLB. */
+/* One access of the guest: through its TLB, or by a walk of the tables, which fills the TLB. */
 static enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u64 *code, unsigned long *pfn)
 {
 	struct processor *cpu = cpu_of(vcpu);
@@ -417,7 +420,7 @@ static enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u
 		}
 		if (write && !(spte & writable)) {
 			*code |= PFERR_PRESENT_MASK;
-			/* A fault also takes the entry out of the TLB. */
+			/* A fault also removes the TLB entry. */
 			if (hit)
 				hit->level = 0;
 			return FAULT;
@@ -440,7 +443,7 @@ static enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u
 			.dirty = write || !ad,
 		};
 	}
-	/* What is in the TLB is used until an interrupt is taken. */
+	/* The TLB entry is used until an interrupt is taken. */
 	point(AT_READ, &cpu->kicked, __builtin_return_address(0));
 	if (cpu->kicked)
 		return INTERRUPTED;
@@ -448,7 +451,7 @@ static enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u
 	return DONE;
 }
 
-/* What a vCPU may reach at a guest's address; it also does what the access does. */
+/* Does the effect of an access that has reached memory at a guest's address. */
 typedef void (*reached)(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long pfn);
 
 static void memory_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long pfn)
@@ -562,7 +565,7 @@ static void clear(int page)
 
 static u32 ring_next[VCPUS];
 
-/* The pages of entries that user space has not seen; with `reset` they are given back. */
+/* The pages of entries that user space has not seen. With `reset` the entries are returned. */
 static unsigned long harvest(bool reset)
 {
 	unsigned long pages = 0;
@@ -633,7 +636,7 @@ static void log_off(void)
 	set_slot(LAST_GFN - base_gfn(), 0);
 }
 
-/* The memslot goes and comes again. */
+/* Deletes the memslot and adds it again. */
 static void move_slot(void)
 {
 	bool was = logging;
@@ -661,7 +664,7 @@ const char *op_name(int code)
 	return names[code];
 }
 
-/* Any thread of user space may ask for it, a vCPU's too. */
+/* Any thread of user space may request it, including a vCPU's. */
 static void set_init_set(struct op op)
 {
 	enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, op.page & 1 ? 3 : setup.manual);
@@ -685,11 +688,11 @@ static void user_op(struct op op)
 	}
 }
 
-/* ---- L1's page table for L2, of four levels: its pages are L1's memory, and the last one is what L1 changes. ---- */
+/* ---- L1's page table for L2, with four levels, in L1's memory. L1 changes its last page. ---- */
 
 #define TABLES 0x700ul
 #define LEAF_TABLE (TABLES + 3)
-/* What L2's pages are in turn */
+/* The pages that L2's addresses map in turn */
 #define TARGETS 0x710ul
 
 static unsigned long version[2], own_version[VCPUS][2];
@@ -737,14 +740,14 @@ static void nested_fault(struct kvm_vcpu *vcpu, struct x86_exception *exception)
 	cpu_of(vcpu)->emulated = true;
 }
 
-/* As nested_svm_transition_tlb_flush() */
+/* Like nested_svm_transition_tlb_flush() */
 static void nested_flush(struct kvm_vcpu *vcpu)
 {
 	kvm_make_request(KVM_REQ_MMU_SYNC, vcpu);
 	kvm_make_request(KVM_REQ_TLB_FLUSH_CURRENT, vcpu);
 }
 
-/* As nested_svm_init_mmu_context() */
+/* Like nested_svm_init_mmu_context() */
 static void enter_nested(struct kvm_vcpu *vcpu)
 {
 	vcpu->arch.hflags |= HF_GUEST_MASK;
@@ -773,7 +776,7 @@ static void leave_nested(struct kvm_vcpu *vcpu)
 	nested_flush(vcpu);
 }
 
-/* L1's write to the table comes to pass. */
+/* L1's write to the table takes effect. */
 static void table_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long pfn)
 {
 	int page = changed_page[vcpu->vcpu_id];
@@ -783,7 +786,7 @@ static void table_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned
 	*nested_entry(LEAF_TABLE, page) = nested_pte(target(page, version[page]));
 }
 
-/* L2 reads, after the flush by which its vCPU has entered it. */
+/* L2 reads, after the flush with which its vCPU has entered it. */
 static void nested_reached(struct kvm_vcpu *vcpu, gfn_t page, bool write, unsigned long pfn)
 {
 	unsigned long of;
@@ -801,7 +804,9 @@ static void vcpu_op(struct kvm_vcpu *vcpu, struct op op)
 		set_signal(true);
 		return;
 	case DO_INIT_SET:
-		/* Whether a log is cleared or collected is user space's own knowledge; it stays the same. */
+		/*
+		 * Only user space knows whether a log is cleared or collected; it stays the same.
+		 */
 		if (setup.manual)
 			set_init_set(op);
 		return;
@@ -848,7 +853,7 @@ void vm_task(int id)
 	}
 }
 
-/* One operation of a vCPU while nothing else runs */
+/* One operation of a vCPU while no other task runs */
 static void alone(int id, struct op op)
 {
 	kernel_switch(USER, id);
@@ -874,7 +879,10 @@ void vm_before(void)
 	}
 }
 
-/* Nothing else runs any more. Each vCPU writes to each page; then the log has to have what was written. */
+/*
+ * No other task runs any more. Each vCPU writes to each page. Then the log must have every written
+ * page.
+ */
 void vm_final_check(void)
 {
 	static unsigned long bitmap[LAST_GFN / 64 + 1];
