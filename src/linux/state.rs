@@ -7,8 +7,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::virtio::PciBus;
+use super::virtio::{self, PciBus};
 use super::{Error, LinuxMachine};
+use vellum_control::MigrationBlocker;
 use vellum_devices::virtio::transport::{self, Codec};
 use vellum_devices::virtio::{RestoreError, pci};
 use vellum_devices::vmgenid::VmGenId;
@@ -228,6 +229,10 @@ impl LinuxMachine {
         let (context, cpuid) = (self.context.clone(), self.features.cpuid.clone());
         let (vm, quiesced) = self.quiesced()?;
         let processors = Processors::save(&quiesced, &vm.fd, &context, cpuid)?;
+        // The guest may have mounted a directory since it was asked first.
+        if let Some(MigrationBlocker { name, why, .. }) = self.virtio.stays() {
+            return Err(virtio::Error::Stays(name, why).into());
+        }
         let state = State {
             irqchip: self.irqchip.save(&processors.held())?,
             processors,

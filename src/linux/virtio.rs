@@ -69,6 +69,9 @@ pub enum Error {
     /// Another process has locked a device's file.
     #[error("{0}: {1}")]
     Locked(String, OpenError),
+    /// A device cannot be saved.
+    #[error("{0}: {1}")]
+    Stays(String, String),
     /// The host refuses a descriptor or a thread.
     #[error("{0}: {1}")]
     Host(String, #[source] io::Error),
@@ -80,7 +83,7 @@ impl Diagnose for Error {
             Self::Open(key, error) => ErrorOrigin { field: Some(Field::Device(key)), ..error.origin() },
             Self::Locked(_, error) => error.origin(),
             Self::Second(key) | Self::Twice(key, _) => ErrorOrigin::user(Field::Device(key)),
-            Self::TooMany(..) => ErrorOrigin::USER,
+            Self::TooMany(..) | Self::Stays(..) => ErrorOrigin::USER,
             Self::Gsi(error) => error.origin(),
             Self::Kvm(..) | Self::Bus(_) | Self::Hangs(..) | Self::Host(..) => ErrorOrigin::HOST,
         }

@@ -33,6 +33,7 @@ use landlock::{
 };
 
 use rustix::thread::CapabilitySet;
+use serde::{Deserialize, Serialize};
 
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::{identity, seccomp};
@@ -40,7 +41,7 @@ use vellum_sys::{identity, seccomp};
 pub use violation::EXIT_STATUS;
 
 /// How the sandbox treats violations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// A violation ends the process.
     #[default]

@@ -68,21 +68,38 @@ fn a_tsc_of_another_frequency_is_refused_unless_that_is_allowed() -> Result<(), 
     Ok(())
 }
 
-/// A machine with a shared directory of this host can be neither migrated nor saved. The flag is
-/// named, and the machine runs on.
+/// A machine with a shared directory of this host moves, as long as its guest has not mounted that.
 #[test(real())]
-fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
+fn a_machine_with_a_directory_that_is_not_mounted_moves() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (kernel, shared) = (env.path("kernel"), env.path("shared"));
     fs::write(&kernel, Code::default().spin().elf64())?;
     fs::create_dir(&shared)?;
-    let share = format!("--share {}:data,as-root", shared.display());
+    let share = format!("--serial null --share {}:data,as-root", shared.display());
+    let here = env.run("here", &format!("run --kernel {} --memory 16m {share}", kernel.display()))?;
+    let there = env.receive("there", &share)?;
+    succeeds(&env.migrate("here", "there", "")?)?;
+    with(here.end_with(&["vellum-guard", "vellum-share"])?, 15)?;
+    ensure(env.standing("there").as_deref() == Some("running"), || "it does not run there".into())?;
+    succeeds(&env.vellum("ctl there stop")?)?;
+    with(there.end_with(&["vellum-guard", "vellum-share"])?, 0).map(drop)
+}
+
+/// A machine with a disk overlay can be neither migrated nor saved. The flag is named, and the
+/// machine runs on.
+#[test(real())]
+fn a_machine_with_a_disk_overlay_stays() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (kernel, disk) = (env.path("kernel"), env.path("disk"));
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    fs::write(&disk, vec![0; 1 << 20])?;
+    let disk = format!("--disk {},overlay=discard", disk.display());
     let here =
-        env.run("here", &format!("run --kernel {} --memory 16m --serial null {share}", kernel.display()))?;
+        env.run("here", &format!("run --kernel {} --memory 16m --serial null {disk}", kernel.display()))?;
     let snapshot = format!("snapshot here {}", env.path("snap").display());
     for line in [&format!("migrate here --to unix:{}", env.path("nobody").display()), &snapshot] {
         let said = String::from_utf8(with(env.vellum(line)?, 2)?.stderr)?;
-        let named = said.contains("--share: share0: ") && said.contains("neither saved nor moved");
+        let named = said.contains("--disk: disk0: ") && said.contains("neither saved nor moved");
         ensure(named && said.lines().count() == 1, || said.clone())?;
     }
     // Requests of other clients are refused too.
@@ -92,10 +109,10 @@ fn a_machine_with_a_shared_directory_stays() -> Result<(), Failed> {
     let asked = vellum_control::Do::Snapshot(serde_json::from_str(asked)?);
     let descriptors = [&ours, &theirs, &ours].map(std::os::fd::AsFd::as_fd);
     let refused = client.ask_with(&asked, &descriptors).err().map(|error| error.to_string());
-    ensure(refused.as_ref().is_some_and(|why| why.contains("share0: ")), || format!("{refused:?}"))?;
+    ensure(refused.as_ref().is_some_and(|why| why.contains("disk0: ")), || format!("{refused:?}"))?;
     ensure(env.standing("here").as_deref() == Some("running"), || "it does not run on".into())?;
     succeeds(&env.vellum("ctl here stop")?)?;
-    with(here.end_with(&["vellum-guard", "vellum-share"])?, 0).map(drop)
+    with(here.end()?, 0).map(drop)
 }
 
 /// The resident KiB of those mappings of process `pid` that are at least `least` KiB large.

@@ -11,9 +11,11 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::worker::Worker;
 use super::{
@@ -46,8 +48,7 @@ pub static KIND: Kind = Kind {
         Ok(config) => Ok(Arc::new(config)),
         Err(error) => Err(error.to_string()),
     },
-    // A machine with a share stays in its process.
-    read: |_| Err(serde::de::Error::custom("a share cannot be handed to another process")),
+    read: |written| Ok(Arc::new(serde_json::from_value::<FsConfig>(written)?)),
 };
 
 /// The shared directory that is the root of a command's guest, as a kind of device.
@@ -69,7 +70,7 @@ pub static ROOT: Kind = Kind {
 const ROOT_TAG: &str = "/dev/root";
 
 /// The guest's access to a directory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// The guest reads it.
     #[default]
@@ -81,7 +82,8 @@ pub enum Mode {
 }
 
 /// The configuration of a shared directory.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct FsConfig {
     /// The directory.
     pub path: PathBuf,
@@ -261,6 +263,10 @@ impl DeviceConfig for FsConfig {
         Some(&self.tag)
     }
 
+    fn written(&self) -> io::Result<Value> {
+        super::handoff::write(&Self { path: super::handoff::absolute(&self.path)?, ..self.clone() })
+    }
+
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {
         let device = Fs::open(self).map_err(|error| Box::new(error) as OpenError)?;
         Ok(Box::new(device))
@@ -273,9 +279,12 @@ pub(crate) struct Fs {
     key: &'static str,
     requests: Option<Requests>,
     worker: Option<Worker<Requests>>,
+    /// The guest has mounted the directory since this device was opened.
+    mounted: Arc<AtomicBool>,
 }
 
-/// Nothing is saved: open files belong to the server, which does not move.
+/// Nothing is saved. A guest that has not mounted the directory has no state in the server, and one
+/// that has stays with it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {}
@@ -305,14 +314,16 @@ impl Fs {
         };
         let client = Client::start(&root, served, user, config.sandbox);
         let client = client.map_err(|source| FsError::Serve { path: path.clone(), source })?;
+        let mounted = Arc::<AtomicBool>::default();
         let mut space = [0; TAG + 4];
         space[..tag.len()].copy_from_slice(tag);
         space[TAG..].copy_from_slice(&1u32.to_le_bytes());
         Ok(Self {
             config: space,
             key: config.kind().key,
-            requests: Some(Requests::new(client, path)),
+            requests: Some(Requests::new(client, path, mounted.clone())),
             worker: None,
+            mounted,
         })
     }
 }
@@ -366,7 +377,8 @@ impl VirtioDevice for Fs {
     }
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
-        Some((self.key, "files that the guest has open in it are open only in this process"))
+        let mounted = self.mounted.load(Ordering::Acquire);
+        mounted.then_some((self.key, "files that the guest has open in it are open only in this process"))
     }
 
     fn save(&self) -> DeviceState {

@@ -6,6 +6,8 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::virtio::Active;
 use crate::virtio::queue::Chain;
@@ -25,6 +27,8 @@ pub struct Requests {
     answer: Vec<u8>,
     /// The server has ended, and that was logged.
     over: bool,
+    /// The guest has mounted the directory.
+    mounted: Arc<AtomicBool>,
 }
 
 /// A request in progress, for status messages: its opcode.
@@ -43,7 +47,7 @@ impl fmt::Display for Asked {
 
 impl Requests {
     /// Requests for the directory `path`, served by `client`.
-    pub fn new(client: Client, path: &Path) -> Self {
+    pub fn new(client: Client, path: &Path, mounted: Arc<AtomicBool>) -> Self {
         Self {
             client,
             path: path.into(),
@@ -51,6 +55,7 @@ impl Requests {
             request: vec![0; MAX_REQUEST],
             answer: vec![0; MAX_ANSWER],
             over: false,
+            mounted,
         }
     }
 
@@ -125,6 +130,8 @@ impl Work for Requests {
         // Without a header there is no ID to answer.
         let Some(header) = Header::parse(&bytes, total) else { return 0 };
         begins(Asked(header.opcode));
+        // From the first request on, the guest and the server know of each other.
+        self.mounted.store(true, Ordering::Release);
         let fail =
             |writable: &mut Slices<'_>, error| writable.write(&out_header(0, error, header.unique)) as u32;
         if let fuse::READ | fuse::WRITE = header.opcode {
