@@ -1,9 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: GPL-2.0-only
-# How long the entry of a block is invalid while the block takes the place of its table: from the TLB invalidation, right after the entry was
-# made invalid, until what installs the block returns. Cache maintenance in between counts. Also how many faults vCPUs take while all blocks
-# come back, of which one a block is due, and how many of these are on a block whose entry another vCPU has made invalid. The first figure is
-# for a host whose clock counts instructions, the others for one whose CPUs run at once:
+# Measures how long a block's entry is invalid while the block replaces its table: from the TLB
+# invalidation, right after the entry was made invalid, until the function that installs the block
+# returns. Cache maintenance in between counts. Also counts the faults of vCPUs while all blocks
+# come back (one for each block is needed), and those of them on a block whose entry another vCPU
+# has made invalid. The first figure is for a host whose clock counts instructions, the others for
+# one with CPUs in parallel:
 #
 #     cargo lab run arm64 --kernel IMAGE --hugepages 40 --file .../invalid-time.sh:/invalid-time.sh -- sh /invalid-time.sh 64M 1
 #     cargo lab run arm64 --kernel IMAGE --multi --memory 4096 --hugepages 1088 --file … -- sh /invalid-time.sh 2G 4
@@ -16,22 +18,24 @@ for function in __kvm_tlb_flush_vmid_ipa __kvm_tlb_flush_vmid kvm_arch_commit_me
 	echo "p:stage2/$function $function" >> kprobe_events
 done
 if grep -q ' stage2_map_walker_try_leaf$' /proc/kallsyms; then
-	# Its return: what it does before the store is a part of the time.
+	# Probes its return, because its work before the store is part of the time.
 	echo "r:stage2/install stage2_map_walker_try_leaf" >> kprobe_events
 else
-	# Without the series that function is inlined. The table is freed just before the block is installed, when each of its entries has been
-	# visited, and nothing is cleaned after that. A probe of what visits them would be most of what is measured.
+	# Without the series that function is inlined. The table is freed directly before the block is
+	# installed, after each of its entries has been visited, and nothing is cleaned after that. A probe
+	# in the visits would dominate the measured time.
 	echo "p:stage2/install free_pages" >> kprobe_events
 fi
 echo 1 > events/stage2/enable
 echo 1 > events/kvm/kvm_guest_fault/enable
-# So little work leaves the host idle for a part of the time, for which vellum refuses its own figures.
+# The host idles for a part of the time, so vellum calls its own figures invalid.
 vellum bench page-table -b "$1" -v "$2" -s anonymous_hugetlb > /dev/null || :
 echo 0 > events/stage2/enable
 echo 0 > events/kvm/kvm_guest_fault/enable
-# What counts comes after the last change of a memslot, by which logging ends. Lines are `task-pid [cpu] flags seconds: event: (...)`.
+# Only what follows the last change of a memslot counts, which ends logging. Lines are `task-pid
+# [cpu] flags seconds: event: (...)`.
 awk '
-	# The number of the block of 2 MiB in which hexadecimal digits, 0x and a comma around them, point.
+	# The number of the 2 MiB block of a hexadecimal address, with 0x and a comma removed.
 	function block(hex,   i, n) {
 		hex = tolower(substr(hex, 3))
 		sub(/,$/, "", hex)

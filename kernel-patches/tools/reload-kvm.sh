@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: GPL-2.0-only
-# Runs inside a host whose KVM is modules: unloads and loads them again, with a machine before and after. What KVM left to RCU, page
-# tables of the TDP MMU among them, has to be done before its code is gone, and the second load must find nothing of the first.
+# Runs in a host with KVM as modules: unloads them and loads them again, with a machine before and
+# after. KVM's pending RCU callbacks, such as those that free tables of the TDP MMU, must run before
+# its code is gone, and the second load must find no remains of the first.
 parameters() { tr ' ' '\n' < /proc/cmdline | sed -n "s/^$1\.//p"; }
 in_force() { grep . /sys/module/kvm*/parameters/* 2> /dev/null; }
 machine() { vellum test dirty-log --memory 8m --events 5k --seed 1 > /tmp/machine 2>&1 || { cat /tmp/machine; exit 1; }; }

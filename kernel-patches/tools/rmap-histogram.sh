@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: GPL-2.0-only
-# Runs inside a host whose kernel has 5.10/pte-list-desc: reads the histogram of a VM's rmap chains while the VM's memslots come,
-# go and move. A walk that goes on in a set of memslots that was replaced ends in an oops.
+# Runs in a host with the kernel of 5.10/pte-list-desc: reads the histogram of a VM's rmap chains
+# while the VM's memslots are added, removed and moved. A walk that continues in a replaced set of
+# memslots ends in an oops.
 vellum bench memslot move_inactive map -s 30 -b 64m -l 2s > /dev/null 2>&1 &
 reads=0 short=0
 while kill -0 $! 2> /dev/null; do
@@ -8,7 +9,7 @@ while kill -0 $! 2> /dev/null; do
 	status=$?
 	# An oops kills the reader, and the benchmark then waits for it for ever.
 	[ $status -lt 128 ] || { echo "a read was killed, status $status"; exit 1; }
-	# There is no such file before the VM is, and none after.
+	# The file exists only while the VM does.
 	[ $status = 0 ] || continue
 	reads=$((reads + 1))
 	[ "$(echo "$text" | wc -l)" = 4 ] || short=$((short + 1))
