@@ -321,6 +321,50 @@ fn done_when_paused(env: &TestEnv) -> Result<u64, Failed> {
     eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
 }
 
+/// A directory that the guest has not mounted has a server of its own in each machine. The list has
+/// each fork below the machine that it came from, and what memory it occupies.
+#[test(real())]
+fn a_machine_with_a_directory_is_forked_and_listed() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (kernel, shared) = (env.path("kernel"), env.path("shared"));
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    fs::create_dir(&shared)?;
+    let as_root = if vellum_sys::host::is_root() { ",as-root" } else { "" };
+    let share = format!("--serial null --share {}:data{as_root}", shared.display());
+    let here =
+        env.run("here", &format!("run --kernel {} --memory 16m,backing=memfd {share}", kernel.display()))?;
+    // In the order of names the machine comes last.
+    let first = fork(&env, "here", &format!("--name b {share}"))?;
+    let second = fork(&env, "b", &format!("--name a {share}"))?;
+    let list = String::from_utf8(env.vellum("list --memory")?.stdout)?;
+    let lines: Vec<&str> = list.lines().skip(2).collect();
+    let begins = ["here ", "  b ", "    a "].iter().zip(&lines).all(|(name, line)| line.starts_with(name));
+    ensure(begins && lines.len() == 3, || list.clone())?;
+    for line in lines {
+        let figures: Vec<f64> = line
+            .split_whitespace()
+            .rev()
+            .take(3)
+            .filter_map(|word| word.trim_end_matches('m').parse().ok())
+            .collect();
+        let [part, private, shared] = figures[..] else { return Err(list.into()) };
+        // All three map the program and the page that the guest runs on.
+        ensure(shared > 0.0 && 0.0 < private && private < part && part < private + shared, || list.clone())?;
+    }
+    let list = String::from_utf8(env.vellum("list --memory --json")?.stdout)?;
+    let listed = list.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
+    let of = |name: &str| listed.iter().find(|status| status["name"] == name).ok_or_else(|| list.clone());
+    ensure(of("a")?["forked_from"] == of("b")?["pid"], || list.clone())?;
+    ensure(of("here")?["forked_from"].is_null(), || list.clone())?;
+    ensure(of("a")?["resident"]["private"].as_u64() > Some(0), || list.clone())?;
+    for machine in second.into_iter().chain(first) {
+        env.ctl(&format!("{} stop", machine.name))?;
+        machine.is_over()?;
+    }
+    env.ctl("here stop")?;
+    here.end_with(&["vellum-guard", "vellum-share"]).map(drop)
+}
+
 /// A PC with devices: in each machine, the serial port continues without a lost byte.
 #[test(kvm())]
 fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {

@@ -28,6 +28,9 @@ pub struct Status {
     /// Whether the memory was forked. No descriptor has all of it then.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub forked: bool,
+    /// The process of the machine that this one was forked from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forked_from: Option<u32>,
     /// The size of the balloon, if there is one.
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's vsock.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use guest_agent::{Argument, Event, Launch, Request};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::client::failure;
 use super::failure::Failure;
@@ -155,6 +155,12 @@ pub struct ListArgs {
     /// Print JSON, a line each
     #[arg(long)]
     json: bool,
+    /// Print what of each machine's memory is there: SHARED, which other processes map too, such as
+    /// the pages that it has in common with its forks; PRIVATE, which it alone has; and PART, the
+    /// private pages and of each shared one the part that falls to it. All mappings of its process
+    /// count: the guest's memory, and some MiB of Vellum's own
+    #[arg(long)]
+    memory: bool,
 }
 
 /// Run a command in a guest through its agent; the exit status is the command's
@@ -295,18 +301,25 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
             Ok(status) if args.json => {
                 let mut status = status;
                 status["name"] = name.into();
+                if let Some(pages) = status["pid"].as_u64().filter(|_| args.memory).and_then(Resident::of) {
+                    let Resident { shared, private, part } = pages;
+                    status["resident"] = json!({ "shared": shared, "private": private, "part": part });
+                }
                 print(format_args!("{status}\n"))?;
             }
             Ok(status) => {
                 let status: Status = serde_json::from_value(status).map_err(Failure::host)?;
-                lines.push([
+                let pages = if args.memory { Resident::columns(status.pid) } else { Vec::new() };
+                lines.push(Line {
                     name,
-                    status.pid.to_string(),
-                    status.state.to_string(),
-                    status.vcpus.to_string(),
-                    short_size(status.memory),
-                    status.operation.map(|operation| operation.to_string()).unwrap_or_default(),
-                ]);
+                    pid: status.pid.to_string(),
+                    from: status.forked_from.map(|pid| pid.to_string()),
+                    state: status.state.to_string(),
+                    vcpus: status.vcpus.to_string(),
+                    memory: short_size(status.memory),
+                    pages,
+                    under_way: status.operation.map(|operation| operation.to_string()).unwrap_or_default(),
+                });
             }
             // A machine leaves its socket behind if its guard was killed too.
             Err(Error::Connect { source, .. }) if source.kind() == ErrorKind::ConnectionRefused => {
@@ -317,20 +330,113 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
             Err(Error::Closed { .. }) => {}
             Err(Error::Silent { pid, .. }) if !args.json => {
                 let pid = pid.map_or("?".into(), |pid| pid.to_string());
-                lines.push([name, pid, "silent".into(), "?".into(), "?".into(), String::new()]);
+                let unknown = || "?".to_owned();
+                lines.push(Line {
+                    name,
+                    pid,
+                    from: None,
+                    state: "silent".into(),
+                    vcpus: unknown(),
+                    memory: unknown(),
+                    pages: if args.memory { vec![unknown(); 3] } else { Vec::new() },
+                    under_way: String::new(),
+                });
             }
             Err(error) => say(&format!("{name}: {error}")),
         }
     }
     if !args.json && !lines.is_empty() {
-        print(format_args!("{}\n", counted(lines.iter().map(|line| line[2].as_str()))))?;
-        let head = ["NAME", "PID", "STATE", "VCPUS", "MEMORY", "UNDER WAY"].map(str::to_owned);
-        for [name, pid, state, vcpus, memory, under_way] in std::iter::once(head).chain(lines) {
-            let line = format!("{name:<20} {pid:>8} {state:<20} {vcpus:>5} {memory:>8}  {under_way}");
+        print(format_args!("{}\n", counted(lines.iter().map(|line| line.state.as_str()))))?;
+        let pages =
+            if args.memory { vec!["SHARED".into(), "PRIVATE".into(), "PART".into()] } else { Vec::new() };
+        let [name, pid, state, vcpus, memory, under_way] =
+            ["NAME", "PID", "STATE", "VCPUS", "MEMORY", "UNDER WAY"].map(str::to_owned);
+        let head = Line { name, pid, from: None, state, vcpus, memory, pages, under_way };
+        for Line { name, pid, state, vcpus, memory, pages, under_way, .. } in
+            std::iter::once(head).chain(tree(lines))
+        {
+            let pages: String = pages.iter().map(|figure| format!(" {figure:>9}")).collect();
+            let line = format!("{name:<20} {pid:>8} {state:<20} {vcpus:>5} {memory:>8}{pages}  {under_way}");
             print(format_args!("{}\n", line.trim_end()))?;
         }
     }
     Ok(Exit::PowerOff)
+}
+
+/// A line of `vellum list`.
+struct Line {
+    name: String,
+    pid: String,
+    /// The process of the machine that this one was forked from.
+    from: Option<String>,
+    state: String,
+    vcpus: String,
+    memory: String,
+    /// The figures of [`Resident`], if they are asked for.
+    pages: Vec<String>,
+    under_way: String,
+}
+
+/// Puts each machine below the one that it was forked from, if that still runs, and indents its name.
+fn tree(lines: Vec<Line>) -> Vec<Line> {
+    let runs: Vec<String> = lines.iter().map(|line| line.pid.clone()).collect();
+    let is_below =
+        |line: &Line| line.from.as_ref().is_some_and(|from| *from != line.pid && runs.contains(from));
+    let (mut below, roots): (Vec<Line>, Vec<Line>) = lines.into_iter().partition(is_below);
+    let mut ordered = Vec::new();
+    // Those that come next are at the end.
+    let mut next: Vec<(usize, Line)> = roots.into_iter().rev().map(|line| (0, line)).collect();
+    while let Some((depth, mut line)) = next.pop() {
+        let of_it = |other: &Line| other.from.as_ref() == Some(&line.pid);
+        let (children, others): (Vec<Line>, Vec<Line>) = below.into_iter().partition(of_it);
+        below = others;
+        next.extend(children.into_iter().rev().map(|child| (depth + 1, child)));
+        line.name.insert_str(0, &"  ".repeat(depth));
+        ordered.push(line);
+    }
+    // Process numbers are used again. So those that are each other's children are possible.
+    ordered.extend(below);
+    ordered
+}
+
+/// The pages of a process that are in memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Resident {
+    shared: u64,
+    private: u64,
+    part: u64,
+}
+
+impl Resident {
+    /// Of process `pid`. `None` if it is gone, or another user's.
+    fn of(pid: u64) -> Option<Self> {
+        Some(Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?))
+    }
+
+    /// Sums the fields of a smaps_rollup (Documentation/filesystems/proc.rst).
+    fn parse(text: &str) -> Self {
+        let kib = |name: &str| {
+            let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            value.and_then(|value| value.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) << 10
+        };
+        let [shared_huge, private_huge] = ["Shared_Hugetlb", "Private_Hugetlb"].map(kib);
+        Self {
+            shared: kib("Shared_Clean") + kib("Shared_Dirty") + shared_huge,
+            private: kib("Private_Clean") + kib("Private_Dirty") + private_huge,
+            // The kernel counts no huge pages of the pool in it, and does not tell how many processes
+            // share them.
+            part: kib("Pss") + private_huge,
+        }
+    }
+
+    /// The columns of process `pid`.
+    fn columns(pid: u32) -> Vec<String> {
+        let mib = |bytes: u64| format!("{:.1}m", bytes as f64 / f64::from(1 << 20));
+        match Self::of(pid.into()) {
+            Some(Self { shared, private, part }) => [shared, private, part].map(mib).to_vec(),
+            None => vec!["?".to_owned(); 3],
+        }
+    }
 }
 
 /// `vellum exec`
@@ -392,5 +498,44 @@ fn launch(vsock: &Path, args: ExecArgs) -> Result<Exit, Failure> {
         (Some(Ended::Command { status }), None) => Ok(Exit::Guest(status)),
         (Some(Ended::NotStarted { reason }), _) => Err(Failure::ended(Exit::AgentCommand, reason)),
         (Some(Ended::Machine { .. }) | None, _) => Err(failure(agent::Error::Closed)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fork_stands_below_the_machine_that_it_came_from() {
+        let line = |name: &str, pid: &str, from: Option<&str>| Line {
+            name: name.into(),
+            pid: pid.into(),
+            from: from.map(str::to_owned),
+            state: String::new(),
+            vcpus: String::new(),
+            memory: String::new(),
+            pages: Vec::new(),
+            under_way: String::new(),
+        };
+        let lines = vec![
+            line("a", "3", Some("2")),
+            line("b", "2", Some("1")),
+            line("c", "1", None),
+            line("d", "4", Some("1")),
+            line("e", "5", Some("99")),
+            line("f", "6", Some("7")),
+            line("g", "7", Some("6")),
+        ];
+        let names: Vec<String> = tree(lines).into_iter().map(|line| line.name).collect();
+        assert_eq!(names, ["c", "  b", "    a", "  d", "e", "f", "g"]);
+    }
+
+    #[test]
+    fn what_is_in_memory_is_the_sum_of_the_kernels_figures() {
+        let text = "55e0-7ffd ---p 00000000 00:00 0    [rollup]\nRss:   100 kB\nPss:    30 kB\nPss_Dirty:  1 kB\n\
+            Shared_Clean:  8 kB\nShared_Dirty:  4 kB\nPrivate_Clean:  2 kB\nPrivate_Dirty:  1 kB\n\
+            Shared_Hugetlb:  2048 kB\nPrivate_Hugetlb:  4096 kB\n";
+        let expected = Resident { shared: 2060 << 10, private: 4099 << 10, part: 4126 << 10 };
+        assert_eq!(Resident::parse(text), expected);
     }
 }

@@ -107,6 +107,8 @@ struct Inherited {
     files: [RawFd; 4],
     /// The socket to the client, which waits for the machine to run.
     waits: RawFd,
+    /// The process of the machine that it is forked from.
+    from: u32,
 }
 
 /// Runs the command: as the client, or as one of the new machines.
@@ -125,7 +127,8 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let list = File::from(own(file)?);
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, waits } = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
+    let Inherited { point, files, waits, from } =
+        serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
@@ -133,7 +136,7 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let forked = Box::new(Forked { point, files, base });
     let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
     // The base determines the backing of the memory.
-    args.host.waited_for(waits).run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
+    args.host.waited_for(waits, from).run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
 }
 
 fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
@@ -163,7 +166,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
     drop(machine);
     let differs = point.present + point.zero;
-    let source = Source { point, files, base };
+    let source = Source { point, files, base, from: has.pid };
     let mut running = 0;
     for (at, batch) in names.chunks(AT_ONCE).enumerate() {
         let first = at * AT_ONCE;
@@ -299,6 +302,8 @@ struct Source {
     point: Point,
     files: [File; 3],
     base: OwnedFd,
+    /// Its machine's process.
+    from: u32,
 }
 
 /// A machine that is being started.
@@ -315,7 +320,8 @@ impl Source {
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
-        let inherited = Inherited { point: self.point.clone(), files, waits: theirs.as_raw_fd() };
+        let inherited =
+            Inherited { point: self.point.clone(), files, waits: theirs.as_raw_fd(), from: self.from };
         let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
         list.write_all(&bytes).map_err(Failure::host)?;

@@ -76,6 +76,9 @@ pub(super) struct HostArgs {
 
     #[arg(skip)]
     waits: Option<Arc<OwnedFd>>,
+
+    #[arg(skip)]
+    forked_from: Option<u32>,
 }
 
 /// The flag of each field.
@@ -98,9 +101,10 @@ pub(super) const MEMORY: &[(Field, &str)] = &[
 ];
 
 impl HostArgs {
-    /// Tells the client at the other end of `waits` when the machine runs.
-    pub fn waited_for(mut self, waits: Arc<OwnedFd>) -> Self {
-        self.waits = Some(waits);
+    /// Tells the client at the other end of `waits` when the machine runs, which was forked from that
+    /// of the process `forked_from`.
+    pub fn waited_for(mut self, waits: Arc<OwnedFd>, forked_from: u32) -> Self {
+        (self.waits, self.forked_from) = (Some(waits), Some(forked_from));
         self
     }
 
@@ -121,6 +125,7 @@ impl HostArgs {
             user: self.user,
             result: self.result.path(),
             waits: self.waits,
+            forked_from: self.forked_from,
             ..session::Config::default()
         };
         let config = machine::Config {

@@ -95,6 +95,8 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         gdb: None,
         waits: None,
         tells_of_silence: false,
+        // A machine that was forked is not handed over.
+        forked_from: None,
     };
     let serial = match list.serial {
         Some(Serial { output, input, slave, raw }) => {

@@ -32,6 +32,8 @@ pub struct Config {
     pub waits: Option<Arc<OwnedFd>>,
     /// Whether the user is told of a guest that prints nothing.
     pub tells_of_silence: bool,
+    /// The process of the machine that this one was forked from.
+    pub forked_from: Option<u32>,
 }
 
 /// Where a debugger connects.
@@ -65,6 +67,7 @@ impl Default for Config {
             gdb: None,
             waits: None,
             tells_of_silence: false,
+            forked_from: None,
         }
     }
 }

@@ -119,6 +119,7 @@ impl Session {
             memory: outline.memory,
             backing: outline.backing.map(|backing| backing.to_string()),
             forked: outline.forked,
+            forked_from: self.config.forked_from,
             balloon: outline.balloon,
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,
