@@ -18,6 +18,7 @@ use std::thread;
 
 use crate::children::Children;
 use crate::sys::NAME;
+use crate::waiting::Waiting;
 use crate::{
     Argument, Event, LAUNCH, Mounts, PORT, Request, lines, mounts, port, processes, serve, stream, switching,
     sys, work,
@@ -69,19 +70,14 @@ fn run() -> io::Result<()> {
         // The archive also serves guests without shares.
         failed_modules.extend(work::load_modules("shares"));
     }
-    let beside = mounts::beside_modules();
-    mounts::shares(asked.as_ref().map_or(&[], |asked| &asked.shares))?;
-    if let Some(tag) = asked.as_ref().and_then(|asked| asked.modules.as_deref())
-        && let Err(error) = mounts::modules(tag, &beside)
-    {
-        // Most commands work without.
-        failed_modules.push(format!("for modprobe: {error}"));
+    if asked.as_ref().is_some_and(|asked| asked.waits) {
+        return wait(asked.unwrap_or_default(), &failed_modules);
+    }
+    if let Some(asked) = &asked {
+        failed_modules.extend(mounts::of_command(asked)?);
     }
     mounts::more();
-    let children = Arc::<Children>::default();
-    let reaper = children.clone();
-    thread::spawn(move || reaper.reap());
-
+    let children = reaped();
     if asked.is_some() {
         return launched(&failed_modules, children);
     }
@@ -103,22 +99,38 @@ fn run() -> io::Result<()> {
     }
 }
 
+/// The guest's processes, whose ends are waited for from now on.
+fn reaped() -> Arc<Children> {
+    let children = Arc::<Children>::default();
+    let reaper = children.clone();
+    thread::spawn(move || reaper.reap());
+    children
+}
+
 /// Serves requests through vsock, if the kernel has it.
 fn listen(children: &Arc<Children>) {
     if let Ok(socket) = sys::listen_vsock(PORT) {
         let children = children.clone();
-        thread::spawn(move || serve::vsock(socket, children));
+        thread::spawn(move || serve::vsock(&socket, &children, &Arc::default()));
     }
+}
+
+/// Tells the host that this guest is up, and waits for a command with [`crate::Fresh`].
+fn wait(mounts: Mounts, failed_modules: &[String]) -> io::Result<()> {
+    failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
+    let socket = sys::listen_vsock(PORT)?;
+    let children = reaped();
+    // The host learns of it when the connection is there. Later connections are to this guest.
+    drop(sys::connect_vsock(crate::STREAM_PORT)?);
+    serve::vsock(&socket, &children, &Arc::new(Waiting::with(mounts)));
+    Ok(())
 }
 
 /// Runs the command for which this guest was started. The host waits at
 /// [`STREAM_PORT`](crate::STREAM_PORT), or at the other end of a console port.
 fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()> {
     failed_modules.iter().for_each(|failed| println!("agent: module {failed}"));
-    if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
-        let mut install = std::process::Command::new("/bin/busybox");
-        children.run(install.args(["--install", "-s", "/bin"]))?;
-    }
+    install_busybox(&children)?;
     let connection = sys::connect_vsock(crate::STREAM_PORT).or_else(|vsock| {
         port::open().map_err(|port| {
             io::Error::other(format!(
@@ -128,6 +140,15 @@ fn launched(failed_modules: &[String], children: Arc<Children>) -> io::Result<()
     })?;
     listen(&children);
     stream::serve(connection, &children)
+}
+
+/// Gives a guest with busybox and no shell busybox's programs.
+pub(crate) fn install_busybox(children: &Children) -> io::Result<()> {
+    if Path::new("/bin/busybox").exists() && !Path::new("/bin/sh").exists() {
+        let mut install = std::process::Command::new("/bin/busybox");
+        children.run(install.args(["--install", "-s", "/bin"]))?;
+    }
+    Ok(())
 }
 
 /// The request on the command line, as a line. The kernel passes on all parameters that it does not

@@ -8,6 +8,9 @@
 //! it is up, and reads one [`Launch`] there, also a line. [`frame`]s follow in both directions. If
 //! its kernel has no vsock, the same goes through a virtio console port called [`STREAM_NAME`],
 //! after a [`GREETING`].
+//!
+//! A guest that waits for its command ([`Mounts::waits`]) connects to [`STREAM_PORT`] too, which
+//! says that it is up, and closes that. The command comes as a [`Request::Launch`].
 
 mod argument;
 pub mod children;
@@ -23,6 +26,7 @@ mod switching;
 mod sys;
 mod terminal;
 mod tie;
+mod waiting;
 mod work;
 
 use std::ffi::OsStr;
@@ -141,6 +145,20 @@ pub struct Launch {
     /// The command has no streams and outlives the connection. Status 0 says that it has started.
     #[serde(default, skip_serializing_if = "is_no")]
     pub detached: bool,
+    /// What a guest needs first whose memory is a copy of another's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fresh: Option<Fresh>,
+}
+
+/// What a copy of a guest gets of its host, so that it differs from the others: random numbers, and
+/// the time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fresh {
+    /// The host's random bytes, of which the guest's kernel makes its own.
+    pub seed: Vec<u8>,
+    /// The host's CLOCK_REALTIME, in nanoseconds.
+    pub realtime_ns: u64,
 }
 
 fn is_no(word: &bool) -> bool {
@@ -170,6 +188,9 @@ pub struct Mounts {
     /// or as `kernel` inside that, beside the files in [`MODULES`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modules: Option<String>,
+    /// The guest waits for a command that is [fresh](Fresh), and mounts these then.
+    #[serde(default, skip_serializing_if = "is_no")]
+    pub waits: bool,
 }
 
 /// A directory of the host that a guest mounts (virtiofs).

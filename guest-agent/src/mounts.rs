@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use crate::{Access, MODULES, Mount, sys};
+use crate::{Access, MODULES, Mount, Mounts, sys};
 
 /// The directory with the parts of overlays, a subdirectory each.
 const PARTS: &str = "/run/vellum/overlay";
@@ -50,9 +50,17 @@ pub fn more() {
     let _ = sys::loopback_up();
 }
 
+/// Mounts what a command has of its host. Returns what failed and most commands work without.
+pub fn of_command(asked: &Mounts) -> io::Result<Option<String>> {
+    let beside = beside_modules();
+    shares(&asked.shares)?;
+    let mounted = asked.modules.as_deref().map_or(Ok(()), |tag| modules(tag, &beside));
+    Ok(mounted.err().map(|error| format!("for modprobe: {error}")))
+}
+
 /// Mounts directories of the host. The modules for that are loaded. A directory for `/` comes
 /// first: it becomes the root of everything else, and gets its own kernel file systems.
-pub fn shares(shares: &[Mount]) -> io::Result<()> {
+fn shares(shares: &[Mount]) -> io::Result<()> {
     let (root, others): (Vec<_>, Vec<_>) =
         shares.iter().enumerate().partition(|(_, share)| share.place == "/");
     for (at, root) in root {
@@ -98,14 +106,14 @@ fn share(share: &Mount, number: usize) -> io::Result<()> {
 }
 
 /// Reads the initramfs's files for modprobe, while they are visible.
-pub fn beside_modules() -> Vec<(OsString, Vec<u8>)> {
+fn beside_modules() -> Vec<(OsString, Vec<u8>)> {
     let entries = fs::read_dir(MODULES).into_iter().flatten().flatten();
     entries.filter_map(|entry| Some((entry.file_name(), fs::read(entry.path()).ok()?))).collect()
 }
 
 /// Mounts this kernel's modules where modprobe looks for them: the directory `tag`, `beside` these
 /// files.
-pub fn modules(tag: &str, beside: &[(OsString, Vec<u8>)]) -> io::Result<()> {
+fn modules(tag: &str, beside: &[(OsString, Vec<u8>)]) -> io::Result<()> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let mut place = format!("/lib/modules/{}", release.trim());
     directory(&place)?;

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, BufRead, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -12,7 +13,8 @@ use crate::children::Children;
 use crate::lines::{line, tell};
 use crate::sys::NAME;
 use crate::tie::{self, Tie};
-use crate::{Argument, Event, Kexec, MAX_REQUEST, Request, stream, sys, work};
+use crate::waiting::Waiting;
+use crate::{Argument, Event, Kexec, MAX_REQUEST, Request, sys, work};
 
 /// Reads one request and answers it.
 pub fn request(
@@ -203,12 +205,12 @@ fn pass_on(stream: &str, pipe: Option<impl Read>, tell: &impl Fn(Event) -> io::R
 }
 
 /// Serves each connection in a thread of its own.
-pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
-    while let Ok(connection) = sys::accept(&socket) {
-        let children = children.clone();
+pub fn vsock(socket: &OwnedFd, children: &Arc<Children>, waiting: &Arc<Waiting>) {
+    while let Ok(connection) = sys::accept(socket) {
+        let (children, waiting) = (children.clone(), waiting.clone());
         thread::spawn(move || {
             // A host that has disconnected is not an error.
-            let _ = connected(connection, &children);
+            let _ = connected(connection, &children, &waiting);
         });
     }
 }
@@ -217,13 +219,13 @@ pub fn vsock(socket: std::os::fd::OwnedFd, children: Arc<Children>) {
 ///
 /// # Errors
 /// The host has disconnected.
-pub fn connected(connection: File, children: &Children) -> io::Result<()> {
+pub fn connected(connection: File, children: &Children, waiting: &Waiting) -> io::Result<()> {
     let mut output = connection.try_clone()?;
     let watched = connection.try_clone()?;
     let mut input = io::BufReader::new(connection);
     let Some(line) = line(&mut input)? else { return Ok(()) };
     match serde_json::from_slice(&line) {
-        Ok(Request::Launch(launch)) => stream::run(Ok(launch), input, output, children),
+        Ok(Request::Launch(launch)) => waiting.launch(launch, input, output, children),
         _ => answer(&line, &mut output, Some(&watched), children),
     }
 }

@@ -186,6 +186,37 @@ pub fn clock(id: libc::clockid_t) -> i64 {
     time.tv_sec * 1_000_000_000 + time.tv_nsec
 }
 
+/// Makes the kernel's random numbers depend on `seed` from now on, those of every CPU.
+pub fn reseed(seed: &[u8]) -> io::Result<()> {
+    /// `struct rand_pool_info` of include/uapi/linux/random.h, with the most that fits here.
+    #[repr(C)]
+    struct Pool {
+        bits: libc::c_int,
+        bytes: libc::c_int,
+        seed: [u8; 64],
+    }
+    // RNDADDENTROPY and RNDRESEEDCRNG of the same file.
+    const ADD: u32 = 0x4008_5203;
+    const RESEED: u32 = 0x5207;
+    let random = File::open("/dev/urandom")?;
+    for part in seed.chunks(64) {
+        let bytes = part.len() as libc::c_int;
+        let mut pool = Pool { bits: 8 * bytes, bytes, seed: [0; 64] };
+        pool.seed[..part.len()].copy_from_slice(part);
+        // SAFETY: the kernel reads `bytes` bytes of `seed`, which has as many.
+        check(unsafe { libc::ioctl(random.as_raw_fd(), ADD as _, &raw const pool) }.into())?;
+    }
+    // SAFETY: takes no argument.
+    check(unsafe { libc::ioctl(random.as_raw_fd(), RESEED as _) }.into()).map(drop)
+}
+
+/// clock_settime(2) of CLOCK_REALTIME, to `ns` nanoseconds.
+pub fn set_realtime(ns: u64) -> io::Result<()> {
+    let time = libc::timespec { tv_sec: (ns / 1_000_000_000) as _, tv_nsec: (ns % 1_000_000_000) as _ };
+    // SAFETY: `time` outlives the call.
+    check(unsafe { libc::clock_settime(libc::CLOCK_REALTIME, &time) }.into()).map(drop)
+}
+
 /// Forks a child that runs `work` and exits, with status 1 on failure. It ends with its parent. In
 /// a process with other threads `work` must not allocate: another thread might hold the allocator's
 /// lock.

@@ -32,4 +32,4 @@ pub use self::request::{
     Throttling, parse,
 };
 pub use self::state::MachineState;
-pub use self::status::{Cr3Cache, DirtyRings, MigrationBlocker, Status};
+pub use self::status::{ChildDevice, Cr3Cache, DirtyRings, MigrationBlocker, Status};

@@ -1,6 +1,7 @@
 //! The answer to [`Do::Status`](crate::Do::Status).
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::operation::UnderWay;
 use crate::state::MachineState;
@@ -50,10 +51,23 @@ pub struct Status {
     /// The device that blocks snapshots and migration, if any.
     #[serde(default)]
     pub stays: Option<MigrationBlocker>,
+    /// The devices that each child gets anew, if the machine waits to be forked for commands.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub children: Option<Vec<ChildDevice>>,
     /// The process ends after this many milliseconds (`--duration`, `--timeout`). The limit does
     /// not migrate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_ms: Option<u64>,
+}
+
+/// A device that a forked machine opens for itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChildDevice {
+    /// The key of its kind.
+    pub kind: String,
+    /// Its configuration, in that kind's own form.
+    pub config: Value,
 }
 
 /// A device that cannot be migrated.

@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use guest_agent::{Launch, STREAM_PORT};
@@ -49,13 +49,9 @@ pub struct Guest<'a> {
 /// Fails if the host fails.
 pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>), Error> {
     let host = |what| move |error| Error::Host(what, error);
-    let Guest { child, mut console, mut ready, vsock, port } = guest;
-    // Must come before any thread that would receive its signals.
-    let streams = Streams::new(if launch.terminal.is_some() { Has::Terminal } else { Has::Streams })
-        .map_err(host("signals"))?;
-    let heard = Arc::new(Mutex::new(Vec::new()));
-    let said = heard.clone();
-    let listener = thread::spawn(move || keep(&mut console, &said));
+    let Guest { child, console, mut ready, vsock, port } = guest;
+    let streams = own_streams(launch)?;
+    let heard = Heard::of(console);
     ready.read_to_end(&mut Vec::new()).map_err(host("a pipe"))?;
     // If the machine ended, its socket is gone too.
     let outcome = connection(vsock, port).ok().and_then(|stream| {
@@ -64,15 +60,62 @@ pub fn run(guest: Guest<'_>, launch: &Launch) -> Result<(Ended, Option<String>),
     });
     let Outcome { ended, unwritten } = outcome.unwrap_or_default();
     let status = child.wait().map_err(host("waitpid"))?;
-    // The pipe closed when the machine ended.
-    let _ = listener.join();
-    if let Some(ended) = ended {
-        return Ok((ended, unwritten));
+    Ok((ended.unwrap_or_else(|| heard.of_machine(status)), unwritten))
+}
+
+/// This process's standard streams, for `launch`. Must come before any thread that would receive
+/// their signals.
+///
+/// # Errors
+/// Fails if the host fails.
+pub fn own_streams(launch: &Launch) -> Result<Streams, Error> {
+    let has = if launch.terminal.is_some() { Has::Terminal } else { Has::Streams };
+    Streams::new(has).map_err(|error| Error::Host("signals", error))
+}
+
+/// Waits until `guest`, which waits for commands, is up, and calls `up`. Then waits for its end.
+///
+/// # Errors
+/// Fails if the host fails, or `up` does.
+pub fn wait_for_children<E: From<Error>>(
+    guest: Guest<'_>,
+    up: impl FnOnce() -> Result<(), E>,
+) -> Result<(bool, Ended), E> {
+    let host = |what| move |error| Error::Host(what, error);
+    let Guest { child, console, mut ready, vsock, port } = guest;
+    let heard = Heard::of(console);
+    ready.read_to_end(&mut Vec::new()).map_err(host("a pipe"))?;
+    let is_up = connection(vsock, port).is_ok();
+    if is_up {
+        up()?;
     }
-    let console = String::from_utf8_lossy(&heard.lock().expect("no panic under this lock")).into_owned();
-    let status = if status == RESET && console::has_panicked(&console) { PANIC } else { status };
-    let ended = Ended::Machine { status, reason: console::cause(&console), console: console::tail(&console) };
-    Ok((ended, unwritten))
+    let status = child.wait().map_err(host("waitpid"))?;
+    Ok((is_up, heard.of_machine(status)))
+}
+
+/// The end of the output of a machine's console.
+pub struct Heard {
+    kept: Arc<Mutex<Vec<u8>>>,
+    listener: JoinHandle<()>,
+}
+
+impl Heard {
+    /// Listens to `console` from now on.
+    pub fn of(mut console: File) -> Self {
+        let kept = Arc::<Mutex<Vec<u8>>>::default();
+        let said = kept.clone();
+        Self { kept, listener: thread::spawn(move || keep(&mut console, &said)) }
+    }
+
+    /// How the machine ended, whose process ended with `status`.
+    pub fn of_machine(self, status: u8) -> Ended {
+        // The console closed when the machine ended.
+        let _ = self.listener.join();
+        let console =
+            String::from_utf8_lossy(&self.kept.lock().expect("no panic under this lock")).into_owned();
+        let status = if status == RESET && console::has_panicked(&console) { PANIC } else { status };
+        Ended::Machine { status, reason: console::cause(&console), console: console::tail(&console) }
+    }
 }
 
 /// Keeps the end of the output of `console`.

@@ -43,7 +43,7 @@ pub fn agent(mut paths: impl Iterator<Item = String>) -> io::Result<()> {
                     line.push(byte[0]);
                 }
                 (&stream).write_all(b"OK 1\n")?;
-                connected(File::from(OwnedFd::from(stream)), &children)
+                connected(File::from(OwnedFd::from(stream)), &children, &Default::default())
             });
         }
     });

@@ -1,9 +1,15 @@
 //! A Linux guest is forked while it works. Each machine keeps its data, its clock continues, its
 //! devices work, and its random numbers differ from the others'.
 
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use support::{Failed, Scratch, ensure};
 
-use crate::guest::{Guest, Image, scratch};
+use crate::VELLUM;
+use crate::guest::{Guest, Image, for_this_bed, noise, scratch, short_name};
 
 /// The size of the data whose checksum the guest keeps.
 const DATA_MIB: u64 = 16;
@@ -91,4 +97,136 @@ pub fn while_it_works(image: &Image, irqchip: &str) -> Result<(), Failed> {
     drop(forked);
     guest.ctl(&["stop"])?;
     guest.wait()?.with(0).map(drop)
+}
+
+/// A guest that waits for commands. It is killed on drop, and ends its machine.
+struct Zygote {
+    child: Child,
+    name: String,
+}
+
+impl Zygote {
+    /// Boots `image` with `flags`. Returns when the guest waits.
+    fn boot(image: &Image, name: String, flags: &[&str]) -> Result<Self, Failed> {
+        let (bed_flags, cmdline) = for_this_bed();
+        let mut command = Command::new(VELLUM);
+        command.args(["run", "--kernel", &image.kernel(), "--initrd", &image.initrd(), "--zygote", &name]);
+        command.args(flags).args(bed_flags).args(["--params", cmdline]);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut zygote = Self { child, name };
+        let mut said = String::new();
+        BufReader::new(zygote.child.stdout.as_mut().ok_or("a pipe")?).read_line(&mut said)?;
+        let waits = said == format!("{0} waits: vellum run --from {0} -- COMMAND\n", zygote.name);
+        if !waits {
+            let mut errors = String::new();
+            zygote.child.stderr.take().ok_or("a pipe")?.read_to_string(&mut errors)?;
+            return Err(format!("{said}: {errors}").into());
+        }
+        Ok(zygote)
+    }
+
+    /// A vellum that runs `script` in a fork.
+    fn command(&self, flags: &[&str], script: &str) -> Command {
+        let mut command = Command::new(VELLUM);
+        command.args(["run", "--from", &self.name]).args(flags).args(["--", "sh", "-c", script]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn run(&self, script: &str) -> Result<Output, Failed> {
+        Ok(self.command(&[], script).output()?)
+    }
+}
+
+impl Drop for Zygote {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn now() -> Result<u64, Failed> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs())
+}
+
+/// One guest boots, and commands run in forks of it. Each has its own status, streams and memory,
+/// random numbers that differ from the others', and the host's time and directories.
+pub fn for_commands(image: &Image) -> Result<(), Failed> {
+    let scratch = scratch()?;
+    let data = noise(29, 200_000);
+    for name in ["in", "out"] {
+        fs::create_dir(scratch.path(name))?;
+    }
+    fs::write(scratch.path("in").join("data"), &data)?;
+    let as_root = if vellum_sys::host::is_root() { ",as-root" } else { "" };
+    let shares = [("in", ""), ("out", ",rw")]
+        .map(|(name, access)| format!("{}{access}{as_root}", scratch.path(name).display()));
+    let flags = ["--memory", "256m", "--share", &shares[0], "--share", &shares[1]];
+    let mut zygote = Zygote::boot(image, short_name(&scratch), &flags)?;
+    let mut random = Vec::new();
+    for nth in 0..20 {
+        let before = now()?;
+        let output = zygote.run(&format!(
+            "test ! -e /tmp/own && touch /tmp/own && echo {nth} > /mnt/out/{nth} && cmp /mnt/in/data /mnt/in/data || exit 99
+            cat /proc/sys/kernel/random/uuid; date +%s; echo error {nth} >&2; exit {nth}"
+        ))?;
+        let after = now()?;
+        let whole = || format!("{nth}: {output:?}");
+        ensure(output.status.code() == Some(nth), whole)?;
+        ensure(output.stderr == format!("error {nth}\n").into_bytes(), whole)?;
+        let said = String::from_utf8(output.stdout.clone())?;
+        let [uuid, time] = said.lines().collect::<Vec<_>>()[..] else { return Err(whole().into()) };
+        let time: u64 = time.parse()?;
+        ensure(before <= time + 1 && time <= after + 1, || format!("{before} {time} {after}"))?;
+        random.push(uuid.to_owned());
+        ensure(fs::read_to_string(scratch.path("out").join(nth.to_string()))? == format!("{nth}\n"), whole)?;
+    }
+    random.sort();
+    random.dedup();
+    ensure(random.len() == 20, || format!("equal random numbers: {random:?}"))?;
+    // Binary output, and input up to its end.
+    let output = zygote.run("cat /mnt/in/data")?;
+    ensure(output.status.success() && output.stdout == data, || format!("{}", output.status))?;
+    let mut child = zygote.command(&[], "cat").stdin(Stdio::piped()).spawn()?;
+    let (mut stdin, sent) = (child.stdin.take().ok_or("a pipe")?, data.clone());
+    let writer = std::thread::spawn(move || stdin.write_all(&sent));
+    let output = child.wait_with_output()?;
+    writer.join().expect("it does not panic")?;
+    ensure(output.status.success() && output.stdout == data, || format!("{}", output.status))?;
+    // The ends of a command, and of its guest.
+    let status_file = scratch.path("status").display().to_string();
+    for (script, status, ended, says) in [
+        ("kill -9 $$", 137, "\"ended\":\"command\",\"status\":137", ""),
+        ("echo c > /proc/sysrq-trigger", 11, "\"ended\":\"machine\",\"status\":11", "sysrq triggered crash"),
+    ] {
+        let output = zygote.command(&["--status-file", &status_file], script).output()?;
+        let told = fs::read_to_string(&status_file)?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let right = output.status.code() == Some(status) && told.contains(ended) && errors.contains(says);
+        ensure(right, || format!("{script}: {told}: {output:?}"))?;
+    }
+    let output = Command::new(VELLUM).args(["run", "--from", &zygote.name, "--", "/no/program"]).output()?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure(output.status.code() == Some(14) && errors.contains("/no/program"), || format!("{output:?}"))?;
+    // Two at once: each waits for the other.
+    let meets = |own: &str, other: &str| {
+        zygote
+            .command(
+                &[],
+                &format!("touch /mnt/out/{own}; until ls /mnt/out | grep -qx {other}; do sleep 0.1; done"),
+            )
+            .spawn()
+    };
+    for child in [meets("one", "two")?, meets("two", "one")?] {
+        let output = child.wait_with_output()?;
+        ensure(output.status.success() && output.stderr.is_empty(), || format!("{output:?}"))?;
+    }
+    // The guest that waits has seen none of that, and no fork is left.
+    let list = Command::new(VELLUM).arg("list").output()?;
+    let listed = String::from_utf8_lossy(&list.stdout);
+    ensure(listed.contains(&zygote.name) && !listed.contains("from-"), || listed.clone().into_owned())?;
+    let stopped = Command::new(VELLUM).args(["stop", &zygote.name]).output()?;
+    ensure(stopped.status.success(), || format!("{stopped:?}"))?;
+    let status = zygote.child.wait()?;
+    ensure(status.success(), || format!("the zygote: {status}"))
 }

@@ -150,6 +150,10 @@ fn main() -> ExitCode {
             let image = image.clone();
             tests.add(name, whole_matrix(), move || forks::while_it_works(&image, irqchip));
         }
+        let name = format!("linux_{}_is_forked_for_commands", image.version);
+        let need = if at == 0 { guests() } else { whole_matrix() };
+        let guest = image.clone();
+        tests.add(name, need, move || forks::for_commands(&guest));
         for &irqchip in irqchips() {
             let name = format!("linux_{}_works_moves_and_comes_back_on_pci_{irqchip}_irqchip", image.version);
             let need = whole_matrix().and_then(|()| guest::taps()).and_then(|()| wires::bridges());

@@ -29,6 +29,16 @@ impl Unfit {
     }
 }
 
+/// The configuration that another process wrote of a device of kind `key`.
+///
+/// # Errors
+/// The kind is unknown, or another version wrote the configuration.
+pub fn read(key: &str, written: Value) -> Result<Arc<dyn DeviceConfig>, String> {
+    let kind = KINDS.iter().find(|kind| kind.key == key);
+    let kind = kind.ok_or_else(|| format!("unknown kind of device {key:?}"))?;
+    (kind.read)(written).map_err(|error| format!("{key}: {error}"))
+}
+
 /// A handed-over device. It can be opened once.
 #[derive(Debug)]
 pub struct HandedDevice {
@@ -40,11 +50,9 @@ impl HandedDevice {
     /// A device of kind `key`, from its written configuration and its descriptors.
     ///
     /// # Errors
-    /// The kind is unknown, or another version wrote the configuration.
+    /// As [`read`].
     pub fn new(key: &str, written: Value, descriptors: Vec<OwnedFd>) -> Result<Self, String> {
-        let kind = KINDS.iter().find(|kind| kind.key == key);
-        let kind = kind.ok_or_else(|| format!("unknown kind of device {key:?}"))?;
-        let config = (kind.read)(written).map_err(|error| format!("{key}: {error}"))?;
+        let config = read(key, written)?;
         Ok(Self { config, descriptors: Mutex::new(descriptors) })
     }
 }

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 
+use vellum_control::ChildDevice;
 use vellum_devices::virtio::blk::{self, BlkConfig};
 use vellum_devices::virtio::console::ConsoleConfig;
 use vellum_devices::virtio::fs::FsConfig;
 use vellum_devices::virtio::net::user::Forward;
 use vellum_devices::virtio::net::{self, NetConfig};
-use vellum_devices::virtio::{DeviceConfig, KINDS, Kind};
+use vellum_devices::virtio::{DeviceConfig, KINDS, Kind, handoff};
 use vellum_linux::virtio::Config;
 use vellum_sandbox::Mode;
 use vellum_sys::keyvalue::{self, KeyValues};
@@ -55,6 +56,14 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     /// Adds a device at the end.
     pub fn add(&mut self, device: impl DeviceConfig + 'static) {
         self.0.push(Arc::new(device));
+    }
+
+    /// Adds devices that another process wrote.
+    pub fn add_written(&mut self, devices: Vec<ChildDevice>) -> Result<(), String> {
+        for ChildDevice { kind, config } in devices {
+            self.0.push(handoff::read(&kind, config)?);
+        }
+        Ok(())
     }
 
     /// Forwards a host port through the first network without a tap. Returns false if there is

@@ -10,6 +10,8 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,8 +26,8 @@ use super::host::{self, HostArgs};
 use super::output::print;
 use crate::session::incoming::{Fork, Listen};
 use crate::session::log::{self, Beside};
-use vellum_control::client::Client;
-use vellum_control::{Do, Event, Status, names};
+use vellum_control::client::{Client, Error};
+use vellum_control::{ChildDevice, Do, Event, Status, names};
 use vellum_host::{hugepages, topology};
 use vellum_kvm::memory::{MemoryConfig, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
@@ -33,6 +35,7 @@ use vellum_migration::link::LIVENESS;
 use vellum_migration::loading::Forked;
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
+use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
 use vellum_sys::mmap::{freezable_memfd, memfd};
@@ -92,6 +95,9 @@ const OWN_MEMORY: u64 = 4 << 20;
 /// How many descriptors a machine has open.
 const OWN_DESCRIPTORS: u64 = 64;
 
+/// How often a machine is asked again that refuses a fork, and has no operation under way.
+const MOST_UNEXPLAINED: u32 = 16;
+
 /// How often signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
 
@@ -109,6 +115,8 @@ struct Inherited {
     waits: RawFd,
     /// The process of the machine that it is forked from.
     from: u32,
+    /// Devices that the command line does not name.
+    devices: Vec<ChildDevice>,
 }
 
 /// Runs the command: as the client, or as one of the new machines.
@@ -127,8 +135,8 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let list = File::from(own(file)?);
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, waits, from } =
-        serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
+    let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
+    let Inherited { point, files, waits, from, devices } = inherited;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
@@ -136,7 +144,8 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let forked = Box::new(Forked { point, files, base });
     let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
     // The base determines the backing of the memory.
-    args.host.waited_for(waits, from).run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
+    let host = args.host.waited_for(waits, from).with_devices(devices).map_err(|error| wrong(&error))?;
+    host.run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
 }
 
 fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
@@ -148,29 +157,19 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     let names = names_of(args)?;
     check_backing(&args.machine, &has)?;
     check_room(names.len() as u64, &has)?;
-    let file = |name| memfd(name, 0, None).map_err(Failure::host);
-    let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
-    // Where memory is huge pages of the pool it is not used.
-    let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
-    let descriptors = files.iter().chain([&next]).map(AsFd::as_fd);
-    machine.ask_with(&Do::Fork {}, &descriptors.collect::<Vec<_>>()).map_err(failure)?;
-    drop(next);
-    let (point, us, of) = forked(&args.machine, &mut machine)?;
-    let (answer, base) = Client::borrow(&path, &Do::ForkBase {}).map_err(failure)?;
-    if answer["base"] != of {
-        return Err(Failure::host(format!(
-            "{} was forked again meanwhile, on a new base; fork it once more",
-            args.machine
-        )));
-    }
-    let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
-    drop(machine);
-    let differs = point.present + point.zero;
-    let source = Source { point, files, base, from: has.pid };
+    let (source, us) = Source::of(&args.machine, &path, machine, &has, false)?;
+    let differs = source.point.present + source.point.zero;
     let mut running = 0;
     for (at, batch) in names.chunks(AT_ONCE).enumerate() {
         let first = at * AT_ONCE;
-        let started = (first..).zip(batch).map(|(number, name)| source.start(args, number, name));
+        let start = |(number, name): (usize, &String)| {
+            let words = std::env::args_os().skip(1).map(|word| match args.count {
+                Some(_) => numbered(word, number),
+                None => word,
+            });
+            source.start(name, words, Vec::new(), [Stdio::null(), Stdio::piped()])
+        };
+        let started = (first..).zip(batch).map(start);
         let started: Result<Vec<_>, _> = started.collect();
         let mut started = started.map_err(|failed| some_run(failed, running, names.len()))?;
         for at in 0..started.len() {
@@ -306,6 +305,57 @@ struct Source {
     from: u32,
 }
 
+/// Waits until an operation of `machine` is over that another client asked for. Returns whether
+/// there was one.
+fn another_ends(machine: &mut Client) -> Result<bool, Failure> {
+    let mut was_one = false;
+    while status(machine)?.operation.is_some() {
+        was_one = true;
+        // Its end is an event.
+        heard(machine, None, "it was forked")?;
+    }
+    Ok(was_one)
+}
+
+/// Forks `zygote`, which waits for commands, for one of them. The new machine has its vsock at
+/// `vsock`. It ends when the returned value is dropped, or this process ends. Also returns its
+/// console's output.
+pub(super) fn for_command(zygote: &str, vsock: &Path, sandbox: Mode) -> Result<(ForCommand, File), Failure> {
+    let path = names::find(zygote).map_err(failure)?;
+    let mut machine = listen(&path)?;
+    let has = status(&mut machine)?;
+    let Some(devices) = has.children.clone() else {
+        return Err(Failure::usage(format!(
+            "--from {zygote}: this machine does not wait for commands; start one by vellum run --zygote NAME"
+        )));
+    };
+    may_leave(&has)?;
+    check_room(1, &has)?;
+    let (source, _) = Source::of(zygote, &path, machine, &has, true)?;
+    let name = format!("from-{}", std::process::id());
+    let mut words: Vec<OsString> = vec!["fork".into(), path.into(), "--name".into(), (&name).into()];
+    words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
+    let started = source.start(&name, words, devices, [Stdio::piped(), Stdio::inherit()])?;
+    let mut started = ForCommand(started);
+    // If it does not run, its process has said why, and the console ends.
+    let _ = started.0.runs();
+    let console = started.0.child.stdout.take().expect("it is a pipe");
+    Ok((started, File::from(OwnedFd::from(console))))
+}
+
+/// A machine that was forked for a command. It is never told that somebody knows of it, so that it
+/// ends with this process.
+pub(super) struct ForCommand(Starting);
+
+impl ForCommand {
+    /// Waits for its end. Returns its exit status, or 128 plus the signal that ended it.
+    pub fn wait(&mut self) -> Result<u8, Failure> {
+        let ended = self.0.child.wait().map_err(Failure::host)?;
+        let by_signal = || ended.signal().map_or(0, |signal| 128 + signal);
+        Ok(ended.code().unwrap_or_else(by_signal) as u8)
+    }
+}
+
 /// A machine that is being started.
 struct Starting {
     name: String,
@@ -315,23 +365,62 @@ struct Starting {
 }
 
 impl Source {
-    /// Starts the process of machine `number` with the name `name`.
-    fn start(&self, args: &ForkArgs, number: usize, name: &str) -> Result<Starting, Failure> {
+    /// Has the machine `name` at `path`, of this status, forked. Also returns how long it stood
+    /// still, in microseconds. If it `waits`, it lets operations of others end first.
+    fn of(
+        name: &str,
+        path: &Path,
+        mut machine: Client,
+        has: &Status,
+        waits: bool,
+    ) -> Result<(Self, u64), Failure> {
+        let file = |name| memfd(name, 0, None).map_err(Failure::host);
+        let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
+        // Where memory is huge pages of the pool it is not used.
+        let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
+        let descriptors = files.iter().chain([&next]).map(AsFd::as_fd).collect::<Vec<_>>();
+        let mut unexplained = 0;
+        while let Err(error) = machine.ask_with(&Do::Fork {}, &descriptors) {
+            let is_refusal = matches!(error, Error::Refused(_));
+            if !waits || !is_refusal || unexplained == MOST_UNEXPLAINED {
+                return Err(failure(error));
+            }
+            // The operation that it was refused for may be over already.
+            unexplained += u32::from(!another_ends(&mut machine)?);
+        }
+        drop(next);
+        let (point, us, of) = forked(name, &mut machine)?;
+        let (answer, base) = Client::borrow(path, &Do::ForkBase {}).map_err(failure)?;
+        if answer["base"] != of {
+            return Err(Failure::host(format!(
+                "{name} was forked again meanwhile, on a new base; fork it once more"
+            )));
+        }
+        let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
+        Ok((Self { point, files, base, from: has.pid }, us))
+    }
+
+    /// Starts the process of the machine `name`, by the words of a command line, with further
+    /// `devices`. Its standard output and error go to `outputs`.
+    fn start(
+        &self,
+        name: &str,
+        words: impl IntoIterator<Item = OsString>,
+        devices: Vec<ChildDevice>,
+        outputs: [Stdio; 2],
+    ) -> Result<Starting, Failure> {
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
-        let inherited =
-            Inherited { point: self.point.clone(), files, waits: theirs.as_raw_fd(), from: self.from };
+        let (point, waiting) = (self.point.clone(), theirs.as_raw_fd());
+        let inherited = Inherited { point, files, waits: waiting, from: self.from, devices };
         let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
         list.write_all(&bytes).map_err(Failure::host)?;
         let mut command = Command::new(std::env::current_exe().map_err(Failure::host)?);
-        command.args(std::env::args_os().skip(1).map(|word| match args.count {
-            Some(_) => numbered(word, number),
-            None => word,
-        }));
-        command.arg(format!("--child={}", list.as_raw_fd()));
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command.args(words).arg(format!("--child={}", list.as_raw_fd()));
+        let [stdout, stderr] = outputs;
+        command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         let numbers = files.into_iter().chain([theirs.as_raw_fd(), list.as_raw_fd()]);
         detached_with(&mut command, numbers.collect());
         let child = command.spawn().map_err(|error| Failure::host(format!("{name}: {error}")))?;

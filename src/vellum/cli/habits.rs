@@ -165,7 +165,9 @@ pub(super) fn ours(mut words: Vec<OsString>, definition: fn() -> Command, here: 
             let end = words.iter().position(|word| word == "--");
             let flags = words[2..end.unwrap_or(words.len())].iter().filter_map(|word| word.to_str());
             let boots = |flag: &str| {
-                ["-k", "-d", "--kernel", "--disk", "--firmware"].iter().any(|known| flag.starts_with(known))
+                ["-k", "-d", "--kernel", "--disk", "--firmware", "--from"]
+                    .iter()
+                    .any(|known| flag.starts_with(known))
             };
             if end.is_some_and(|end| end + 1 < words.len()) && !flags.clone().any(boots) && is_built(here) {
                 words.splice(2..2, ["--kernel".into(), ".".into()]);

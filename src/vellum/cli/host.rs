@@ -14,7 +14,7 @@ use super::result::ResultArgs;
 use super::{args, kernel};
 use crate::session;
 use crate::session::incoming::{self, Lenience, Listen, Outcome};
-use vellum_control::names;
+use vellum_control::{ChildDevice, names};
 use vellum_devices::console::Target;
 use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::cr3_cache;
@@ -106,6 +106,13 @@ impl HostArgs {
     pub fn waited_for(mut self, waits: Arc<OwnedFd>, forked_from: u32) -> Self {
         (self.waits, self.forked_from) = (Some(waits), Some(forked_from));
         self
+    }
+
+    /// Gives the machine devices that another process wrote.
+    pub fn with_devices(mut self, devices: Vec<ChildDevice>) -> Result<Self, String> {
+        self.devices.add_written(devices)?;
+        self.devices.confine(self.sandbox);
+        Ok(self)
     }
 
     /// Runs the machine that comes from `listen`. `flags` are those of the command.

@@ -1,5 +1,6 @@
 //! `vellum run -k KERNEL -- COMMAND`: one command in a guest, with its standard streams and its
-//! exit status.
+//! exit status. `--zygote NAME` boots a guest that waits before its command, and `--from NAME` runs
+//! a command in a fork of that.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -8,36 +9,39 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use guest_agent::{Access, Argument, Launch, Mount, Mounts, Terminal};
+use guest_agent::{Access, Argument, Fresh, Launch, Mount, Mounts, Request, Terminal};
 
 use super::failure::Failure;
+use super::fork;
 use super::kernel::{self, KernelArgs, LaunchArgs, Ready};
-use super::output::say;
+use super::output::{print, say};
 use super::run_flags::FLAGS;
 use crate::session;
-use vellum_control::names;
+use vellum_control::{agent, names};
 use vellum_devices::console::Target;
 use vellum_devices::virtio::DeviceConfig;
 use vellum_devices::virtio::console::PortConfig;
-use vellum_devices::virtio::fs::{self as share, FsConfig, Mode};
+use vellum_devices::virtio::fs::{self as share, FsConfig};
 use vellum_devices::virtio::rng::{self, RngConfig};
 use vellum_devices::virtio::vsock::VsockConfig;
-use vellum_kvm::memory::MemoryConfig;
+use vellum_kvm::memory::{Backing, MemoryConfig};
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_launch::client::{self, Guest};
+use vellum_launch::client::{self, Guest, Heard};
 use vellum_launch::image::Way;
 use vellum_launch::kernel::Kernel;
 use vellum_launch::modules::{self, Named};
-use vellum_launch::streams::{Ended, own_terminal};
+use vellum_launch::streams::{Ended, Outcome, own_terminal};
 use vellum_launch::{Error, config, image};
 use vellum_linux as machine;
-use vellum_sandbox::Sandbox;
 use vellum_sandbox::user::User;
-use vellum_sys::fork::{Forked, fork};
+use vellum_sandbox::{Mode, Sandbox};
+use vellum_sys::fork::{self as processes, Forked};
 use vellum_sys::identity;
 use vellum_sys::mmap::memfd;
 use vellum_sys::open::{self, Kind};
+use vellum_sys::random;
 
 /// The tag of the modules' mount. Tags of --share contain no slash.
 const MODULES_TAG: &str = "/lib/modules";
@@ -55,6 +59,8 @@ pub(super) struct Plan {
     modules: Option<FsConfig>,
     launch: Launch,
     status_file: Option<PathBuf>,
+    /// The machine's name, if it waits for commands instead.
+    zygote: Option<String>,
 }
 
 fn failure(error: Error) -> Failure {
@@ -72,13 +78,13 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     // A path that is neither a directory nor `host` is an image, or is refused as one.
     let is_image = !named.is_dir() && (named != Path::new("host") || named.exists());
     let has_root = all.devices.has(&share::ROOT);
-    if args.command.is_empty() && !has_root && is_image {
+    if args.command.is_empty() && args.zygote.is_none() && !has_root && is_image {
         return alone(args).map(|()| None);
     }
     guest_agent::check_arguments(&args.command)
         .map_err(|why| Failure::usage(format!("-- COMMAND: {why}")))?;
     let shares = all.devices.shares().map(mount).collect::<Result<_, _>>()?;
-    let mut mounts = Mounts { shares, modules: None };
+    let mut mounts = Mounts { shares, modules: None, waits: args.zygote.is_some() };
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let kernel = Kernel::find(named, release.trim()).map_err(failure)?;
     if let Some(symbol) = kernel.config.as_deref().and_then(config::ignores_command_line) {
@@ -87,8 +93,23 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
             named.display()
         ));
     }
-    let terminal = if args.command.is_empty() { Some(terminal(has_root, named)?) } else { None };
-    let way = image::check(&kernel, board, &mounts, all.initrd.is_some()).map_err(failure)?;
+    let terminal = match &args.zygote {
+        None if args.command.is_empty() => Some(terminal(has_root, named)?),
+        _ => None,
+    };
+    let way = match (
+        image::check(&kernel, board, &mounts, all.initrd.is_some()).map_err(failure)?,
+        &args.zygote,
+    ) {
+        (Way::Port, Some(_)) => {
+            return Err(Failure::usage(format!(
+                "--zygote: kernel {} has no vsock (CONFIG_VIRTIO_VSOCKETS), by which its forks get their commands",
+                kernel.image.display()
+            )));
+        }
+        (_, Some(_)) => Way::Vsock,
+        (way, None) => way,
+    };
     let modules = modules(&kernel);
     mounts.modules = modules.as_ref().map(|(share, _)| share.tag.clone());
     let (modules, beside) = modules.unzip();
@@ -98,14 +119,32 @@ pub(super) fn plan(all: &KernelArgs, named: &Path) -> Result<Option<Plan>, Failu
     let initrd = memfd(c"vellum-initramfs", 0, None)
         .and_then(|mut file| file.write_all(&archive).map(|()| OwnedFd::from(file)));
     let initrd = initrd.map_err(|error| Failure::host(format!("a file in memory: {error}")))?;
-    let launch = Launch {
+    let launch = launch_of(args, terminal);
+    let (status_file, zygote) = (args.status_file.clone(), args.zygote.clone());
+    Ok(Some(Plan { kernel, initrd, way, modules, launch, status_file, zygote }))
+}
+
+fn launch_of(args: &LaunchArgs, terminal: Option<Terminal>) -> Launch {
+    Launch {
         command: args.command.iter().map(Argument::from).collect(),
         directory: args.guest_dir.as_ref().map(Argument::from),
         user: args.guest_user.clone(),
         terminal,
         detached: false,
-    };
-    Ok(Some(Plan { kernel, initrd, way, modules, launch, status_file: args.status_file.clone() }))
+        fresh: None,
+    }
+}
+
+/// The backing of the memory of a machine that waits for commands, where `asked` is what the user
+/// asked for.
+pub(super) fn backing(asked: Backing) -> Result<Backing, Failure> {
+    match asked {
+        Backing::Anonymous => Ok(Backing::Memfd),
+        shared if shared.can_be_handed_over() => Ok(shared),
+        other => Err(Failure::usage(format!(
+            "--zygote: memory of backing {other} cannot be shared by forks; memfd or shared-hugetlb-2m can"
+        ))),
+    }
 }
 
 /// The kernel's modules for the guest's modprobe, and the files to put beside them. `None` if the
@@ -167,9 +206,9 @@ fn mount(share: &FsConfig) -> Result<Mount, Failure> {
         )));
     }
     let access = match mode {
-        Mode::ReadOnly => Access::Ro,
-        Mode::ReadWrite => Access::Rw,
-        Mode::Overlay => Access::Overlay,
+        share::Mode::ReadOnly => Access::Ro,
+        share::Mode::ReadWrite => Access::Rw,
+        share::Mode::Overlay => Access::Overlay,
     };
     Ok(Mount { tag: tag.clone(), place: format!("{PLACE}/{tag}"), access })
 }
@@ -184,11 +223,7 @@ pub(super) fn run(
 ) -> Result<Exit, Failure> {
     let host = |error: io::Error| Failure::host(format!("a pipe: {error}"));
     // Opened first, so that a path that cannot be written fails before anything runs.
-    let status_file = plan.status_file.as_ref().map(|path| {
-        open::open(path, File::options().write(true).create(true).truncate(true), Kind::Output)
-            .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
-    });
-    let status_file = status_file.transpose()?;
+    let status_file = plan.status_file.as_deref().map(open_status_file).transpose()?;
     let directory = names::make_directory().map_err(|error| Failure::of(&error, FLAGS))?;
     let vsock =
         (plan.way != Way::Port).then(|| directory.join(format!("launch-{}.vsock", std::process::id())));
@@ -198,7 +233,7 @@ pub(super) fn run(
     let (ready, word) = io::pipe().map_err(host)?;
     let (output, word) = (OwnedFd::from(output), OwnedFd::from(word));
     let mode = process.sandbox;
-    match fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
+    match processes::fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
             drop((console, ready, output, port));
             args.initrd = Some(format!("/proc/self/fd/{}", plan.initrd.as_raw_fd()).into());
@@ -214,7 +249,7 @@ pub(super) fn run(
             }
             let modules = plan.modules.map(|share| FsConfig { sandbox: process.sandbox, ..share });
             devices.extend(modules.map(|share| Arc::new(share) as Arc<dyn DeviceConfig>));
-            let told = Ready { word: Some(word), devices };
+            let told = Ready { word: Some(word), devices, waits: plan.zygote.is_some() };
             kernel::boot(args, plan.kernel.image, memory, config, process, told)
         }
         Forked::Parent(child) => {
@@ -223,14 +258,85 @@ pub(super) fn run(
             let console = File::from(OwnedFd::from(console));
             let ready = File::from(OwnedFd::from(ready));
             let guest = Guest { child, console, ready, vsock: vsock.as_deref(), port };
-            let (ended, unwritten) = client::run(guest, &plan.launch).map_err(failure)?;
-            if let Some(mut file) = status_file {
-                let text = serde_json::to_string(&ended).map_err(Failure::host)?;
-                writeln!(file, "{text}").map_err(|error| Failure::host(format!("--status-file: {error}")))?;
+            if let Some(name) = plan.zygote {
+                return wait(guest, &name);
             }
+            let (ended, unwritten) = client::run(guest, &plan.launch).map_err(failure)?;
+            write_status(status_file, &ended)?;
             Ok(tell(ended, unwritten))
         }
     }
+}
+
+fn open_status_file(path: &Path) -> Result<File, Failure> {
+    open::open(path, File::options().write(true).create(true).truncate(true), Kind::Output)
+        .map_err(|error| Failure::usage(format!("--status-file {}: {error}", path.display())))
+}
+
+fn write_status(file: Option<File>, ended: &Ended) -> Result<(), Failure> {
+    let Some(mut file) = file else { return Ok(()) };
+    let text = serde_json::to_string(ended).map_err(Failure::host)?;
+    writeln!(file, "{text}").map_err(|error| Failure::host(format!("--status-file: {error}")))
+}
+
+/// Waits for the end of a machine that waits for commands.
+fn wait(guest: Guest<'_>, name: &str) -> Result<Exit, Failure> {
+    let up = || print(format_args!("{name} waits: vellum run --from {name} -- COMMAND\n")).map(drop);
+    let (was_up, ended) = client::wait_for_children::<Up>(guest, || up().map_err(Up))?;
+    match ended {
+        // It was stopped.
+        Ended::Machine { status: 0, .. } if was_up => Ok(Exit::PowerOff),
+        ended => Ok(tell(ended, None)),
+    }
+}
+
+/// Why [`wait`] failed.
+struct Up(Failure);
+
+impl From<Error> for Up {
+    fn from(error: Error) -> Self {
+        Self(failure(error))
+    }
+}
+
+impl From<Up> for Failure {
+    fn from(Up(failure): Up) -> Self {
+        failure
+    }
+}
+
+/// Runs a command in a fork of the machine `zygote`, which waits for that. The fork ends with the
+/// command, or with this process.
+pub(super) fn from(zygote: &str, args: &LaunchArgs, sandbox: Mode) -> Result<Exit, Failure> {
+    guest_agent::check_arguments(&args.command)
+        .map_err(|why| Failure::usage(format!("-- COMMAND: {why}")))?;
+    let terminal = match args.command.is_empty() {
+        true => Some(own_terminal().ok_or_else(|| {
+            Failure::usage("--from: without a command it is for a terminal, and this is none: -- COMMAND")
+        })?),
+        false => None,
+    };
+    let mut launch = launch_of(args, terminal);
+    let status_file = args.status_file.as_deref().map(open_status_file).transpose()?;
+    let directory = names::make_directory().map_err(|error| Failure::of(&error, FLAGS))?;
+    let vsock = directory.join(format!("launch-{}.vsock", std::process::id()));
+    let (mut child, console) = fork::for_command(zygote, &vsock, sandbox)?;
+    let streams = client::own_streams(&launch).map_err(failure)?;
+    let heard = Heard::of(console);
+    Sandbox::client(sandbox).map_err(|error| Failure::of(&error, FLAGS))?;
+    let mut seed = vec![0; 64];
+    random::fill(&mut seed).map_err(|error| Failure::host(format!("random bytes: {error}")))?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    launch.fresh = Some(Fresh { seed, realtime_ns: now.as_nanos() as u64 });
+    let request = serde_json::to_string(&Request::Launch(launch)).map_err(Failure::host)?;
+    // If the machine ended, its socket is gone too.
+    let stream = agent::connect(&vsock, agent::ANSWER_TIMEOUT).ok();
+    let Outcome { ended, unwritten } =
+        stream.and_then(|stream| streams.converse(stream, &request).ok()).unwrap_or_default();
+    let status = child.wait()?;
+    let ended = ended.unwrap_or_else(|| heard.of_machine(status));
+    write_status(status_file, &ended)?;
+    Ok(tell(ended, unwritten))
 }
 
 /// Reports how the guest ended, unless its command ended by itself. Returns the exit status.

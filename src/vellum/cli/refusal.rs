@@ -149,7 +149,9 @@ const BOTH_SEEDS: &str = "both say what cloud-init does: leave out one of the tw
 const NO_WORKLOAD: &str = "a guest that boots runs no workload: leave out one of the two; --timeout ends it";
 
 /// Why an argument excludes others, and what would work.
-const EXCLUSIONS: [(&str, &str); 10] = [
+const EXCLUSIONS: [(&str, &str); 12] = [
+    ("--from", "a fork is like the machine that it is made of: leave out one of the two"),
+    ("--zygote", "its forks run the commands, and it has the name: leave out one of the two"),
     (
         "--firmware",
         "a firmware is entered instead of a kernel, and runs no workload: leave out one of the two",

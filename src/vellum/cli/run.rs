@@ -142,6 +142,8 @@ Examples:
   vellum run -c 4 -m 4g,backing=hugetlb-2m       4 vCPUs, 2 MiB pages
   vellum run -k vmlinuz -i initrd.gz -c 2        Linux on this terminal
   vellum run -k ~/linux -- uname -r              a command in a kernel you built
+  vellum run -k ~/linux --root / --zygote z      boot it once, and wait
+  vellum run --from z -- uname -r                a command in a fork of that
   vellum run -d debian-12.qcow2 --login me       the system in an image
   vellum run -w write,hot=10,rate=50000 --duration 30s --json result.json";
 
@@ -150,12 +152,19 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
     if args.kernel.launch.kconfig {
         return print(vellum_launch::config::fragment(args.kernel.board())).map(|_| Exit::PowerOff);
     }
+    if let Some(name) = args.kernel.launch.from.take() {
+        return launch::from(&name, &args.kernel.launch, args.sandbox);
+    }
     if args.kernel.boots() {
         // A guest with a kernel has no figures. --verbose prints more of Vellum's log instead.
         if args.result.is_verbose() {
             args.loglevel = LogLevel::Debug;
         }
         log::start(args.loglevel.into(), Beside::Console);
+        if let Some(zygote) = &args.kernel.launch.zygote {
+            args.name = Some(zygote.clone());
+            args.memory.backing = launch::backing(args.memory.backing)?;
+        }
         args.name = args.name.or_else(|| image::default_name(&args.kernel));
         let process = process(&args)?;
         let launched = args.kernel.kernel.clone();

@@ -96,7 +96,7 @@ pub(super) fn beside(
     match fork(&child_output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
             drop((output, ready));
-            let told = Ready { word: Some(word), devices: Vec::new() };
+            let told = Ready { word: Some(word), ..Ready::none() };
             kernel::boot(args, prepared.kernel.clone(), memory, config, process, told)
         }
         Forked::Parent(child) => {

@@ -95,8 +95,9 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         gdb: None,
         waits: None,
         tells_of_silence: false,
-        // A machine that was forked is not handed over.
+        // A machine that was forked is not handed over, and one that is waits for no commands.
         forked_from: None,
+        children: None,
     };
     let serial = match list.serial {
         Some(Serial { output, input, slave, raw }) => {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 #[cfg(doc)]
 use super::supervisor;
+use vellum_control::ChildDevice;
 use vellum_sandbox as sandbox;
 use vellum_sandbox::user::User;
 
@@ -34,6 +35,8 @@ pub struct Config {
     pub tells_of_silence: bool,
     /// The process of the machine that this one was forked from.
     pub forked_from: Option<u32>,
+    /// The devices of the machine's children, if it waits to be forked for commands.
+    pub children: Option<Vec<ChildDevice>>,
 }
 
 /// Where a debugger connects.
@@ -68,6 +71,7 @@ impl Default for Config {
             waits: None,
             tells_of_silence: false,
             forked_from: None,
+            children: None,
         }
     }
 }

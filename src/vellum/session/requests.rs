@@ -127,6 +127,7 @@ impl Session {
             tracker: machine.tracker().map(str::to_owned),
             disks: outline.disks,
             stays: outline.stays,
+            children: self.config.children.clone(),
             limit_ms: self.left(),
         }
     }

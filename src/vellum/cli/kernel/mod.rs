@@ -18,9 +18,10 @@ use super::failure::Failure;
 use super::image::ImageArgs;
 use super::run_flags::failure;
 use crate::session::{self, kernel::Outcome};
+use vellum_control::ChildDevice;
 use vellum_devices::console::{Opened, Target};
-use vellum_devices::virtio::DeviceConfig;
 use vellum_devices::virtio::transport::Codec;
+use vellum_devices::virtio::{DeviceConfig, vsock};
 use vellum_kvm::arch::boot::default_cmdline;
 use vellum_kvm::arch::fixed::Uart;
 use vellum_kvm::arch::irqchip::Mode;
@@ -29,6 +30,7 @@ use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::cr3_cache;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_launch::config::Board;
+use vellum_linux::virtio::Config;
 use vellum_linux::{self as machine, BootConfig};
 use vellum_machine::gdb;
 use vellum_migration::migratable::OnPanic;
@@ -134,16 +136,17 @@ impl KernelArgs {
 }
 
 /// What a machine gets besides its arguments. Dropping `word` closes it, which tells its reader
-/// that the machine is ready.
+/// that the machine is ready. A machine that `waits` is forked for commands.
 pub(super) struct Ready {
     pub word: Option<OwnedFd>,
     pub devices: Vec<Arc<dyn DeviceConfig>>,
+    pub waits: bool,
 }
 
 impl Ready {
     /// No further devices, and no reader to tell.
     pub fn none() -> Self {
-        Self { word: None, devices: Vec::new() }
+        Self { word: None, devices: Vec::new(), waits: false }
     }
 }
 
@@ -177,6 +180,7 @@ pub(super) fn boot(
         defaults.into_iter().chain(fixed).chain(args.cmdline.iter().map(String::as_str)).collect();
     let (cmdline, mut virtio) = (parts.join(" "), devices.config());
     virtio.0.extend(told.devices);
+    let children = told.waits.then(|| of_children(&virtio)).transpose()?;
     let irqchip = irqchip.unwrap_or_else(Mode::of_host);
     let transport = transport.unwrap_or_default();
     let vmgenid = if args.no_vmgenid { None } else { config.vmgenid };
@@ -188,7 +192,7 @@ pub(super) fn boot(
     // A guest that a debugger holds has no reason to print, and of one with a command the command
     // is heard.
     let tells_of_silence = process.gdb.is_none() && told.word.is_none();
-    let process = session::Config { limit: timeout, tells_of_silence, ..process };
+    let process = session::Config { limit: timeout, tells_of_silence, children, ..process };
     let on_panic = args.on_panic.as_deref().map(|path| {
         let dump = dump::on_panic(path).map_err(|failure| failure.under("--on-panic dump="));
         dump.map(|(file, written, naming)| {
@@ -208,6 +212,19 @@ pub(super) fn boot(
     let outcome = ready.run().map_err(failure)?;
     tell(&outcome);
     Ok(outcome.exit)
+}
+
+/// The devices of `all` that each child of a machine opens for itself. Each gets another vsock.
+fn of_children(all: &Config) -> Result<Vec<ChildDevice>, Failure> {
+    let own = all.0.iter().filter(|device| device.kind().key != vsock::KIND.key);
+    let written = own.map(|device| {
+        let kind = device.kind().key;
+        let config = device.written().map_err(|error| {
+            Failure::usage(format!("--{kind}: the forks of a machine cannot open it too: {error}"))
+        })?;
+        Ok(ChildDevice { kind: kind.to_owned(), config })
+    });
+    written.collect()
 }
 
 /// Parses `dump[=FILE]`.
