@@ -457,6 +457,11 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
         ("fork waits --name new", 2, "the memory of waits is unknown"),
         ("fork here --name new --rng", 2, "new: rng: "),
         ("fork here --name new --disk nothing.img", 2, "new: --disk"),
+        ("run --from nobody -- true", 2, "no machine named `nobody` listens"),
+        ("run --from here -- true", 2, "--from here: this machine does not wait for commands"),
+        ("run --from here --memory 1g -- true", 2, "a fork is like the machine that it is made of"),
+        ("run --kernel k --zygote z -- true", 2, "its forks run the commands"),
+        ("run --kernel k --memory 64m,backing=thp --zygote z", 2, "memory of backing thp cannot be shared"),
     ] {
         says(&env.vellum(line)?, status, line_says)?;
     }
