@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Answers the API of Firecracker or of Cloud Hypervisor, by the name it is called by, as their documents have it. Its guest is
-a recorded log of the image: it stands where a pass has begun until it has been moved or resumed, and then ends.
+"""Answers the API of Firecracker or of Cloud Hypervisor, or the commands of crosvm or lkvm, by the name it is called by, as their
+documents have it. Its guest is a recorded log of the image: it stands where a pass has begun until it has been moved or resumed, and then ends.
 
 FAKE_LOG is the log, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer. With
 FAKE_BOOTS the guest ends as soon as it has started."""
@@ -24,7 +24,9 @@ class Guest:
         self.saved = False
         self.ends = False
         serial = option("--serial")
-        self.console = open(serial.removeprefix("file="), "w", newline="") if serial else sys.stdout
+        # crosvm: type=file,path=FILE,...
+        path = serial.removeprefix("type=file,path=").removeprefix("file=").split(",")[0] if serial else None
+        self.console = open(path, "w", newline="") if path else sys.stdout
 
     def prints(self, text):
         self.console.write(text)
@@ -115,9 +117,48 @@ def cloud_hypervisor(guest, request, body):
     return None
 
 
+def record(text):
+    with open(os.environ["FAKE_REQUESTS"], "a") as requests:
+        requests.write(text + "\n")
+
+
+def commands():
+    """crosvm and lkvm: `run` is the machine, and any other word asks it by its socket."""
+    if NAME == "lkvm":
+        os.makedirs(os.environ["HOME"] + "/.lkvm", exist_ok=True)
+        path = f"{os.environ['HOME']}/.lkvm/{option('--name')}.sock"
+    else:
+        path = option("--socket") or next(word for word in ARGUMENTS if word.endswith(".sock"))
+    if ARGUMENTS[0] != "run":
+        asks = socket.socket(socket.AF_UNIX)
+        asks.connect(path)
+        asks.sendall(json.dumps(ARGUMENTS).encode() + b"\n")
+        sys.exit(asks.recv(1) != b"0")
+    record(" ".join(ARGUMENTS))
+    guest = Guest()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    if "--restore" not in ARGUMENTS:
+        guest.starts()
+    while not guest.ends:
+        stream = listener.accept()[0].makefile("rwb")
+        words = json.loads(stream.readline())
+        record(" ".join(words))
+        if words[0] == "snapshot":
+            os.mkdir(words[2])
+        stream.write(b"0")
+        stream.close()
+        if words[0] == "resume":
+            guest.goes_on()
+
+
 def main():
-    if ARGUMENTS == ["--version"]:
+    if ARGUMENTS in (["--version"], ["version"]):
         print(NAME, "of a test")
+        return
+    if NAME in ("crosvm", "lkvm"):
+        commands()
         return
     guest = Guest()
     listener = socket.socket(socket.AF_UNIX)
@@ -140,8 +181,7 @@ def main():
         answer = (firecracker if NAME == "firecracker" else cloud_hypervisor)(
             guest, request, json.loads(body) if body else None
         )
-        with open(os.environ["FAKE_REQUESTS"], "a") as requests:
-            requests.write(f"{request} {body.decode()} {answer}".strip() + "\n")
+        record(f"{request} {body.decode()} {answer}".strip())
         error = b'{"fault_message": "Invalid request."}'
         good = b"HTTP/1.1 204 No Content\r\nServer: a test\r\n\r\n"
         bad = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(error), error)

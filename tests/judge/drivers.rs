@@ -1,14 +1,14 @@
 //! `vellum judge run`: Vellum and QEMU in each scenario, the others by a server that answers their
-//! documented API, and what a driver cannot do.
+//! documented API, any program by a command, and what a driver cannot do.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use support::env::TestEnv;
-use support::{Failed, Need, ensure, test, tools};
+use support::env::{Process, TestEnv, process};
+use support::{Failed, LIMIT, Need, ensure, eventually, test, tools};
 
-use crate::{boots, emulator};
+use crate::{boots, emulator, succeeds};
 
 /// A driver and what it says of each scenario, as KTAP.
 fn driven(vmm: &str, scenarios: &[&str]) -> Result<(), Failed> {
@@ -27,12 +27,15 @@ fn driven(vmm: &str, scenarios: &[&str]) -> Result<(), Failed> {
 
 #[test(boots())]
 fn a_driven_vellum_is_whole_in_each_scenario() -> Result<(), Failed> {
-    driven("vellum", &["boot", "pause", "snapshot", "snapshot-diff", "migrate", "migrate-postcopy"])
+    driven(
+        "vellum",
+        &["boot", "pause", "snapshot", "snapshot-diff", "restore", "migrate", "migrate-postcopy", "fork"],
+    )
 }
 
 #[test(emulator())]
 fn a_driven_qemu_is_whole_in_each_scenario() -> Result<(), Failed> {
-    driven("qemu", &["boot", "pause", "snapshot", "migrate"])
+    driven("qemu", &["boot", "pause", "snapshot", "restore", "migrate"])
 }
 
 /// A directory with a program of this name that answers as the real one does by its documents
@@ -41,7 +44,8 @@ fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
     let vmms = env.path("vmms");
     fs::create_dir(&vmms)?;
     let [script, log] = ["tests/data/fake-vmm.py", "tests/fuzz/corpus/judge/whole.log"].map(fs::canonicalize);
-    std::os::unix::fs::symlink(script?, vmms.join(name))?;
+    let program = if name == "kvmtool" { "lkvm" } else { name };
+    std::os::unix::fs::symlink(script?, vmms.join(program))?;
     let mut command = env.command(&format!("judge run --vmm {name} --scenario {scenario} --format ktap"));
     command.env("VELLUM_VMMS", vmms).env("FAKE_LOG", log?).env("FAKE_REQUESTS", env.path("requests"));
     if scenario == "boot" {
@@ -72,22 +76,21 @@ fn drivers_of_rest_apis_send_what_is_documented() -> Result<(), Failed> {
     let load = r#"PUT /snapshot/load {"mem_backend":{"backend_path":"saved","backend_type":"File"},"resume_vm":true,"snapshot_path":"state"}"#;
     let (whole, merged) = (format!("{load} AAAA"), format!("{load} AABA"));
     let [pause, resume] = ["PUT /api/v1/vm.pause", "PUT /api/v1/vm.resume"];
+    let snapshot = r#"PUT /api/v1/vm.snapshot {"destination_url":"file://DIR/saved"}"#;
+    let restore = r#"PUT /api/v1/vm.restore {"source_url":"file://DIR/saved"}"#;
     for (vmm, scenario, expected) in [
         ("firecracker", "boot", &[][..]),
         ("firecracker", "pause", &[paused, resumed]),
         ("firecracker", "snapshot", &[paused, full, &whole]),
         ("firecracker", "snapshot-diff", &[paused, full, resumed, paused, diff, &merged]),
+        ("firecracker", "restore", &[paused, full, &whole, &whole, &whole]),
         ("cloud-hypervisor", "boot", &[]),
         ("cloud-hypervisor", "pause", &[pause, resume]),
+        ("cloud-hypervisor", "snapshot", &[pause, snapshot, restore, resume]),
         (
             "cloud-hypervisor",
-            "snapshot",
-            &[
-                pause,
-                r#"PUT /api/v1/vm.snapshot {"destination_url":"file://DIR/saved"}"#,
-                r#"PUT /api/v1/vm.restore {"source_url":"file://DIR/saved"}"#,
-                resume,
-            ],
+            "restore",
+            &[pause, snapshot, restore, resume, restore, resume, restore, resume],
         ),
         (
             "cloud-hypervisor",
@@ -98,21 +101,56 @@ fn drivers_of_rest_apis_send_what_is_documented() -> Result<(), Failed> {
             ],
         ),
     ] {
-        let env = TestEnv::new()?;
-        let logs = env.path("logs");
-        let output = fake(&env, vmm, scenario)?.arg("--logs").arg(&logs).output()?;
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let right = output.status.success() && text.contains(&format!("ok 1 {scenario}\n"));
-        ensure(right, || format!("{vmm} {scenario}: {output:?}"))?;
-        let dir = format!("{}/{scenario}-1", fs::canonicalize(&logs)?.display());
-        let requests = fs::read_to_string(env.path("requests")).unwrap_or_default().replace(&dir, "DIR");
-        let cmdline = if scenario == "boot" { "passes=3" } else { "passes=16 rate=30000" };
-        let requests = requests.replace(&format!("{cmdline} report=50ms seed=1 "), "CMDLINE");
-        let mut sent: Vec<&str> = requests.lines().collect();
+        let sent = sent(vmm, scenario)?;
+        let mut sent: Vec<&str> = sent.lines().collect();
         // Who is asked to receive answers when it has.
         sent.sort_by_key(|line| line.contains("send-migration"));
         let start = if vmm == "firecracker" { &machine[..] } else { &[] };
         ensure(sent == [start, expected].concat(), || format!("{vmm} {scenario}: {sent:#?}"))?;
+    }
+    Ok(())
+}
+
+/// What a driver asks the VMM in a scenario, which is whole. `DIR` is the round's.
+fn sent(vmm: &str, scenario: &str) -> Result<String, Failed> {
+    let env = TestEnv::new()?;
+    let logs = env.path("logs");
+    let output = fake(&env, vmm, scenario)?.arg("--logs").arg(&logs).output()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let right = output.status.success() && text.contains(&format!("ok 1 {scenario}\n"));
+    ensure(right, || format!("{vmm} {scenario}: {output:?}"))?;
+    let dir = format!("{}/{scenario}-1", fs::canonicalize(&logs)?.display());
+    let requests = fs::read_to_string(env.path("requests")).unwrap_or_default().replace(&dir, "DIR");
+    let cmdline = if scenario == "boot" { "passes=3" } else { "passes=16 rate=30000" };
+    Ok(requests.replace(&format!("{cmdline} report=50ms seed=1 "), "CMDLINE"))
+}
+
+/// The same of VMMs that are driven by their own commands.
+#[test(python())]
+fn drivers_of_commands_ask_as_is_documented() -> Result<(), Failed> {
+    let crosvm = |name: &str, more: &str| {
+        format!(
+            "run --disable-sandbox --socket {name}.sock --cpus 2 --mem 64 --no-usb --serial \
+             type=file,path={name}.log,hardware=serial,num=1,console=true --block path=judge.raw,ro=true \
+             --params CMDLINE{more} judge.elf\n"
+        )
+    };
+    let first = crosvm("first", "");
+    let suspended = format!("{first}suspend first.sock --full\n");
+    let restored = |name| format!("{}resume {name}.sock --full\n", crosvm(name, " --restore saved"));
+    let saved = format!("{suspended}snapshot take saved first.sock\n");
+    let lkvm = "run --name first -k judge.bzimage -c 2 -m 64 -p CMDLINE --console serial --network mode=none \
+                --disk judge.raw,ro\n";
+    for (vmm, scenario, expected) in [
+        ("kvmtool", "boot", lkvm.to_owned()),
+        ("kvmtool", "pause", format!("{lkvm}pause --name first\nresume --name first\n")),
+        ("crosvm", "boot", first),
+        ("crosvm", "pause", format!("{suspended}resume first.sock --full\n")),
+        ("crosvm", "snapshot", format!("{saved}{}", restored("second"))),
+        ("crosvm", "restore", [saved, restored("second"), restored("third"), restored("fourth")].concat()),
+    ] {
+        let sent = sent(vmm, scenario)?;
+        ensure(sent == expected, || format!("{vmm} {scenario}: {sent}"))?;
     }
     Ok(())
 }
@@ -140,10 +178,18 @@ fn what_a_driver_cannot_do_is_one_line() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     for (arguments, path, status, says) in [
         ("--vmm nonsense", None, 2, "nonsense"),
-        ("--vmm qemu --scenario fork", None, 2, "fork"),
+        ("--vmm qemu --scenario nonsense", None, 2, "snapshot-diff"),
+        ("", None, 2, "--vmm"),
+        ("--vmm qemu -- true {elf}", None, 2, "--vmm"),
+        ("-- true", None, 2, "{bzimage}"),
+        ("-- /nonexistent/vmm {elf}", None, 1, "/nonexistent/vmm"),
+        ("--scenario fork -- true {elf}", None, 4, "nothing but boot"),
+        ("--vmm qemu --scenario fork", None, 4, "QEMU does not fork machines"),
         ("--vmm qemu", Some("/nonexistent"), 4, "apt-get install qemu-system-x86"),
         ("--vmm firecracker", Some("/nonexistent"), 4, "VELLUM_VMMS"),
         ("--vmm cloud-hypervisor", Some("/nonexistent"), 4, "VELLUM_VMMS"),
+        ("--vmm crosvm", Some("/nonexistent"), 4, "VELLUM_VMMS"),
+        ("--vmm kvmtool", Some("/nonexistent"), 4, "VELLUM_VMMS"),
     ] {
         let mut command = env.command(&format!("judge run {arguments}"));
         if let Some(path) = path {
@@ -157,16 +203,139 @@ fn what_a_driver_cannot_do_is_one_line() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A VMM that ends at once is a crash, with its last line as the reason.
+/// A VMM that ends at once is a crash, with its last line as the reason. One that does not answer
+/// what its version is, or fails then, is not driven at all.
 #[test]
 fn what_a_vmm_says_before_it_ends_is_the_reason() -> Result<(), Failed> {
+    for (script, says) in [
+        (
+            "echo 1\n[ $# -gt 1 ] || exit 0\necho begins >&2\necho no such machine >&2\nexit 1",
+            "QMP socket: no such machine",
+        ),
+        ("echo 1\necho no such library >&2\nexit 3", "its version: exit status: 3: no such library"),
+        ("exit 0", "--version says nothing"),
+        ("while :; do read line < /dev/zero; done", "its version did not come"),
+    ] {
+        let env = TestEnv::new()?;
+        let qemu = env.path("qemu-system-x86_64");
+        fs::write(&qemu, format!("#!/bin/sh\n{script}\n"))?;
+        fs::set_permissions(&qemu, fs::Permissions::from_mode(0o755))?;
+        let limit = if script.contains("while") { "2s" } else { "2m" };
+        let mut command = env.command(&format!("judge run --vmm qemu --scenario boot --limit {limit}"));
+        let output = command.env("PATH", env.dir()).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(1) && said.contains(says) && said.lines().count() == 1;
+        ensure(right, || format!("{script}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// `judge run` of a shell's script, which has a log that is whole as $WHOLE and one that is LOST as
+/// $LOST, and $DIR for itself.
+fn script(env: &TestEnv, script: &str, arguments: &str) -> Result<Command, Failed> {
+    let whole = fs::canonicalize("tests/fuzz/corpus/judge/whole.log")?;
+    let fault = "# fault lost-write vcpu=1 address=0x200000 expected=0x3 found=0x2\r\n1..";
+    let lost = env.path("lost.log");
+    fs::write(&lost, fs::read_to_string(&whole)?.replacen("1..", fault, 1))?;
+    let mut command = env.command(&format!("judge run {arguments}"));
+    command.env("WHOLE", whole).env("LOST", lost).env("DIR", env.dir());
+    command.args(["--", "sh", "-c", script, "{elf}"]);
+    Ok(command)
+}
+
+/// Any program is a VMM. A console of nonsense, or none, is one line, and so is a program that does
+/// not end.
+#[test]
+fn a_command_boots_the_image_and_its_standard_output_is_the_console() -> Result<(), Failed> {
+    let first_line = "boot: the image's first line is missing";
+    for (text, status, says) in [
+        ("test -s $0 && cat $WHOLE", 0, ""),
+        (r"printf '\033[2J\033c\377\376\007\000\r\n'; cat $WHOLE; printf '\033]0;title\007\n'", 0, ""),
+        ("cat $LOST", 1, "boot: LOST lost-write at 0x200000"),
+        ("head -c 200000 /dev/urandom; printf '\\033[31m# judge'", 1, first_line),
+        ("exit 3", 1, first_line),
+        ("exec >&-; exit 0", 1, first_line),
+        ("kill -SEGV $$", 1, first_line),
+        ("sed /end/d $WHOLE", 1, "boot: the log ends without a verdict"),
+        ("echo 'Bail out! too little memory'", 1, "boot: too little memory"),
+        ("cat $WHOLE; sleep 1000 & wait", 1, "nothing for 2 s: the machine's end did not come"),
+    ] {
+        let env = TestEnv::new()?;
+        let output = script(&env, text, if text.contains("sleep") { "--limit 2s" } else { "" })?.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let lines = usize::from(status != 0);
+        let right =
+            output.status.code() == Some(status) && said.contains(says) && said.lines().count() == lines;
+        ensure(right, || format!("{text}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// Too little memory for the image, in a real machine.
+#[test(boots())]
+fn too_little_memory_is_one_line() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let qemu = env.path("qemu-system-x86_64");
-    fs::write(&qemu, "#!/bin/sh\necho begins >&2\necho no such machine >&2\nexit 1\n")?;
-    fs::set_permissions(&qemu, fs::Permissions::from_mode(0o755))?;
-    let mut command = env.command("judge run --vmm qemu --scenario boot");
-    let output = command.env("PATH", env.dir()).output()?;
+    let output = env.vellum("judge run --vmm vellum --scenario boot -c 8 -m 4m")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    let right = output.status.code() == Some(1) && said.contains("QMP socket: no such machine");
-    ensure(right && said.lines().count() == 1, || format!("{output:?}"))
+    let right = said.contains("boot: too little memory") && said.lines().count() == 1;
+    ensure(output.status.code() == Some(1) && right, || format!("{output:?}"))
+}
+
+/// What a VMM has started ends with it, and with its driver.
+#[test]
+fn nothing_of_a_vmm_is_left_running() -> Result<(), Failed> {
+    for (text, signal) in [
+        // It ends and leaves something; it does not end, and the driver is interrupted.
+        ("sleep 1000 & echo $! > $DIR/pid.new; mv $DIR/pid.new $DIR/pid", None),
+        ("sleep 1000 & echo $! > $DIR/pid.new; mv $DIR/pid.new $DIR/pid; wait", Some("-INT")),
+    ] {
+        let env = TestEnv::new()?;
+        let mut command = script(&env, text, "--limit 10m")?;
+        let driver = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+        let pid = eventually(LIMIT, "it has started", || Ok(fs::read_to_string(env.path("pid")).ok()))?;
+        let pid: u32 = pid.trim().parse().map_err(|_| "no process")?;
+        if let Some(signal) = signal {
+            succeeds(Command::new("kill").args([signal, &driver.id().to_string()]).output()?)?;
+        }
+        let output = driver.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let status = if signal.is_some() { 130 } else { 1 };
+        ensure(output.status.code() == Some(status) && said.lines().count() == 1, || format!("{output:?}"))?;
+        eventually(LIMIT, "what it has started ends", || Ok(process(pid).is_none().then_some(())))?;
+    }
+    Ok(())
+}
+
+/// An interrupt is noticed between rounds that are whole. It says how far they were.
+#[test]
+fn an_interrupt_says_what_it_broke_off() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let json = env.path("json");
+    let times = format!("--times 1000000 --json {}", json.display());
+    let mut command = script(&env, "cat $WHOLE; echo >> $DIR/rounds", &times)?;
+    let driver = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+    eventually(LIMIT, "a round is over", || Ok(fs::read(env.path("rounds")).ok()))?;
+    succeeds(Command::new("kill").args(["-INT", &driver.id().to_string()]).output()?)?;
+    let output = driver.output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let result = fs::read_to_string(&json)?;
+    let right = said.lines().count() == 1
+        && said.contains("ended by signal 2; no machine is left")
+        && result.contains("ended by signal 2 after ")
+        && result.contains(" of 1000000 rounds of boot");
+    ensure(output.status.code() == Some(130) && right, || format!("{output:?}: {result}"))
+}
+
+/// Of a round without a verdict and one that is LOST, the latter decides, whichever came first.
+#[test]
+fn what_is_lost_is_worse_than_what_has_no_verdict() -> Result<(), Failed> {
+    for order in ["test -e $DIR/again && cat $LOST", "test -e $DIR/again || cat $LOST"] {
+        let env = TestEnv::new()?;
+        let output =
+            script(&env, &format!("{order}; touch $DIR/again"), "--times 2 --format ktap")?.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = said.contains("boot: LOST lost-write at 0x200000 (round ");
+        ensure(output.status.code() == Some(1) && right, || format!("{order}: {output:?}"))?;
+    }
+    Ok(())
 }

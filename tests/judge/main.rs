@@ -278,11 +278,64 @@ fn built_in_is_restored() -> Result<(), Failed> {
 fn an_upgrade_is_whole() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let here = starts(&env)?;
+    upgrades(&env)?;
+    ends(here, 0)?;
+    whole(&logged(&env, &["here.log"])?)?;
+    // The built-in guest, in the same way.
+    let env = TestEnv::new()?;
+    let (here, json) = built_in_on_memfd(&env)?;
+    upgrades(&env)?;
+    succeeds(env.vellum("ctl here stop")?)?;
+    ends(here, 0)?;
+    right(&json)
+}
+
+/// The machine `here` goes on in another build.
+fn upgrades(env: &TestEnv) -> Result<(), Failed> {
     let build = env.path("other-build");
     std::os::unix::fs::symlink(VELLUM, &build)?;
-    succeeds(env.vellum(&format!("ctl here upgrade --downtime 1m {}", build.display()))?)?;
+    succeeds(env.vellum(&format!("ctl here upgrade --downtime 1m {}", build.display()))?)
+}
+
+/// The built-in guest, as `here`, and where its result goes.
+fn built_in_on_memfd(env: &TestEnv) -> Result<(Machine, PathBuf), Failed> {
+    let json = env.path("here.json");
+    let workload = "--passes 0 --workload write,order=random,rate=20000,write=80";
+    let line = format!("run --cpus 2 --memory 16m,backing=memfd {workload} --json {}", json.display());
+    let here = env.run("here", &line)?;
+    env.has_written("here", 10_000)?;
+    Ok((here, json))
+}
+
+/// A fork of the image, which goes on beside it; the driver forks it in the same way. And one of
+/// the built-in guest.
+#[test(boots())]
+fn a_fork_is_whole() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = starts(&env)?;
+    let serial = format!("--serial file={} {}", env.path("forked.log").display(), disk(&env)?);
+    succeeds(env.vellum("ctl here pause")?)?;
+    let before = fs::read(env.path("here.log"))?;
+    succeeds(env.vellum(&format!("fork here --name forked {serial}"))?)?;
+    for name in ["here", "forked"] {
+        succeeds(env.vellum(&format!("ctl {name} resume"))?)?;
+    }
     ends(here, 0)?;
-    whole(&logged(&env, &["here.log"])?)
+    whole(&logged(&env, &["here.log"])?)?;
+    let forked = || Ok::<Log, Failed>(read(&[before.clone(), fs::read(env.path("forked.log"))?].concat()));
+    whole(&eventually(LIMIT, "the fork's end", || {
+        let log = forked()?;
+        Ok((!matches!(log.verdict(), Verdict::Crashed(_))).then_some(log))
+    })?)?;
+    let env = TestEnv::new()?;
+    let (here, json) = built_in_on_memfd(&env)?;
+    let of_fork = env.path("forked.json");
+    succeeds(env.vellum(&format!("fork here --name forked --json {}", of_fork.display()))?)?;
+    for (name, json) in [("forked", &of_fork), ("here", &json)] {
+        succeeds(env.vellum(&format!("ctl {name} stop"))?)?;
+        right(&eventually(LIMIT, "its result", || Ok(json.exists().then(|| json.clone())))?)?;
+    }
+    ends(here, 0)
 }
 
 /// The image refuses invalid options with one line and without a verdict.

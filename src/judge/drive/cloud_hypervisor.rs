@@ -11,15 +11,15 @@ use serde_json::{Value, json};
 
 use super::http::Api;
 use super::process::Process;
-use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, is_silent, program, version_of};
+use super::{
+    COPIES, DISK, FIRST, GOES_ON, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of,
+};
 
 const PROGRAM: &str = "cloud-hypervisor";
 const REMEDY: &str = "build it from a checkout, and name the directory of its program in VELLUM_VMMS";
-/// The console, in each directory.
-const CONSOLE: &str = "first.log";
 
-pub(super) fn version() -> Result<String, Trouble> {
-    version_of(PROGRAM, REMEDY)
+pub(super) fn version(round: &Round) -> Result<String, Trouble> {
+    version_of(round, PROGRAM, "--version", REMEDY)
 }
 
 struct CloudHypervisor {
@@ -48,27 +48,38 @@ impl CloudHypervisor {
 
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     match scenario {
-        Scenario::SnapshotDiff => Err(Trouble::Missing(
-            "Cloud Hypervisor has no snapshots of changed pages alone".into(),
-            "judge whole ones: --scenario snapshot".into(),
-        )),
-        Scenario::MigratePostcopy => Err(Trouble::Missing(
-            "postcopy of Cloud Hypervisor is not driven".into(),
-            "judge precopy: --scenario migrate".into(),
-        )),
+        Scenario::SnapshotDiff => {
+            cannot("Cloud Hypervisor has no snapshots of changed pages alone", "--scenario snapshot")
+        }
+        Scenario::MigratePostcopy => {
+            cannot("postcopy of Cloud Hypervisor is not driven", "--scenario migrate")
+        }
+        Scenario::Fork => cannot("Cloud Hypervisor does not fork machines", "--scenario restore"),
         _ => {
             let done = moves(round, scenario);
-            // What the second one has printed, for the reader.
-            let _ = fs::rename(round.dir.join("second").join(CONSOLE), round.path("second.log"));
+            // What the copies have printed, for the reader.
+            for name in COPIES {
+                let _ = fs::rename(round.path(name).join(FIRST), round.path(&format!("{name}.log")));
+            }
             done
         }
     }
 }
 
+/// A process of its own directory, which waits to be told what machine it runs.
+fn copy(round: &Round, name: &str) -> Result<CloudHypervisor, Trouble> {
+    let dir = round.path(name);
+    fs::create_dir(&dir).map_err(Trouble::io("a directory"))?;
+    for name in [DISK, KERNEL] {
+        symlink(round.path(name), dir.join(name)).map_err(Trouble::io("a directory"))?;
+    }
+    CloudHypervisor::of(start(&dir, &[])?, round, &dir)
+}
+
 fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let (setup, limit) = (round.setup, round.setup.limit);
     let [cpus, memory] = [format!("boot={}", setup.cpus), format!("size={}M", setup.memory)];
-    let [serial, disk] = [format!("file={CONSOLE}"), format!("path={DISK},readonly=on")];
+    let [serial, disk] = [format!("file={FIRST}"), format!("path={DISK},readonly=on")];
     let line = ["--kernel", KERNEL, "--cmdline", &setup.cmdline, "--cpus", &cpus, "--memory", &memory];
     let devices = ["--serial", &serial, "--console", "off", "--disk", &disk];
     let mut process = start(round.dir, &[&line[..], &devices[..]].concat())?;
@@ -77,13 +88,8 @@ fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     }
     let mut first = CloudHypervisor::of(process, round, round.dir)?;
     round.has_begun(&mut first.process)?;
-    let dir = round.path("second");
-    fs::create_dir(&dir).map_err(Trouble::io("a directory"))?;
-    for name in [DISK, KERNEL] {
-        symlink(round.path(name), dir.join(name)).map_err(Trouble::io("a directory"))?;
-    }
     if scenario == Scenario::Migrate {
-        let mut second = CloudHypervisor::of(start(&dir, &[])?, round, &dir)?;
+        let mut second = copy(round, COPIES[0])?;
         let socket = round.path("socket");
         let to = format!("unix:{}", socket.display());
         let body = json!({ "receiver_url": to });
@@ -110,8 +116,10 @@ fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     first.put("vm.snapshot", Some(&json!({ "destination_url": url })))?;
     drop(first);
     (setup.between)(&saved).map_err(Trouble::io("the snapshot"))?;
-    let mut second = CloudHypervisor::of(start(&dir, &[])?, round, &dir)?;
-    second.put("vm.restore", Some(&json!({ "source_url": url })))?;
-    second.put("vm.resume", None)?;
-    second.process.ended(limit)
+    round.restores(scenario, |name| {
+        let second = copy(round, name)?;
+        second.put("vm.restore", Some(&json!({ "source_url": url })))?;
+        second.put("vm.resume", None)?;
+        Ok(second.process)
+    })
 }

@@ -10,15 +10,15 @@ use serde_json::{Value, json};
 
 use super::http::Api;
 use super::process::Process;
-use super::{DISK, KERNEL, Round, Scenario, Trouble, is_silent, program, version_of};
+use super::{DISK, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
 use crate::schedule::PAGE;
 use vellum_sys::pagemap::data;
 
 const PROGRAM: &str = "firecracker";
 const REMEDY: &str = "get a release of Firecracker, or name the directory of its program in VELLUM_VMMS";
 
-pub(super) fn version() -> Result<String, Trouble> {
-    version_of(PROGRAM, REMEDY)
+pub(super) fn version(round: &Round) -> Result<String, Trouble> {
+    version_of(round, PROGRAM, "--version", REMEDY)
 }
 
 struct Firecracker {
@@ -67,9 +67,12 @@ impl Firecracker {
 
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let limit = round.setup.limit;
-    if matches!(scenario, Scenario::Migrate | Scenario::MigratePostcopy) {
-        let remedy = "judge snapshots instead: --scenario snapshot";
-        return Err(Trouble::Missing("Firecracker has no migration".into(), remedy.into()));
+    match scenario {
+        Scenario::Migrate | Scenario::MigratePostcopy => {
+            return cannot("Firecracker has no migration", "judge snapshots instead: --scenario snapshot");
+        }
+        Scenario::Fork => return cannot("Firecracker does not fork machines", "--scenario restore"),
+        _ => {}
     }
     let mut first = Firecracker::start(round, "first")?;
     first.boot(round)?;
@@ -98,13 +101,13 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     is_silent(round)?;
     drop(first);
     (round.setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;
-    let mut second = Firecracker::start(round, "second")?;
     let memory = json!({ "backend_path": "saved", "backend_type": "File" });
-    second.put(
-        "/snapshot/load",
-        &json!({ "snapshot_path": "state", "mem_backend": memory, "resume_vm": true }),
-    )?;
-    second.process.ended(limit)
+    let load = json!({ "snapshot_path": "state", "mem_backend": memory, "resume_vm": true });
+    round.restores(scenario, |name| {
+        let second = Firecracker::start(round, name)?;
+        second.put("/snapshot/load", &load)?;
+        Ok(second.process)
+    })
 }
 
 /// Copies what a sparse file of dirty pages holds into the file of the snapshot before, as

@@ -1,11 +1,14 @@
 //! A process that does not outlive its driver.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::Trouble;
 use vellum_sys::signal::{end_with_parent, last};
@@ -14,9 +17,10 @@ use vellum_sys::signal::{end_with_parent, last};
 const MAX_SAID: u64 = 64 << 10;
 const POLL: Duration = Duration::from_millis(20);
 
-/// A VMM that runs.
+/// A VMM that runs, in a process group of its own.
 pub(super) struct Process {
     child: Child,
+    ended: Option<ExitStatus>,
     name: String,
     /// The file with its standard error.
     error: PathBuf,
@@ -32,11 +36,51 @@ impl Process {
     /// The same with a standard output.
     pub(super) fn start_with(command: &mut Command, error: PathBuf, output: Stdio) -> Result<Self, Trouble> {
         let name = command.get_program().to_string_lossy().into_owned();
+        Self::spawn(command, error, output).map_err(Trouble::io(&name))
+    }
+
+    /// The same, with the error of the system.
+    pub(super) fn spawn(command: &mut Command, error: PathBuf, output: Stdio) -> io::Result<Self> {
+        let name = command.get_program().to_string_lossy().into_owned();
         end_with_parent(command);
-        let file = File::create(&error).map_err(Trouble::io("its messages"))?;
-        let streams = command.stdin(Stdio::null()).stdout(output).stderr(file);
-        let child = streams.spawn().map_err(Trouble::io(&name))?;
-        Ok(Self { child, name, error })
+        let streams = command.process_group(0).stdin(Stdio::null()).stdout(output);
+        let child = streams.stderr(File::create(&error)?).spawn()?;
+        Ok(Self { child, ended: None, name, error })
+    }
+
+    /// Runs `command`, which must succeed, as a step of which `what` is the end.
+    pub(super) fn succeeds(
+        command: &mut Command,
+        error: PathBuf,
+        output: Stdio,
+        limit: Duration,
+        what: &str,
+    ) -> Result<(), Trouble> {
+        let mut process = Self::start_with(command, error, output)?;
+        process.succeeded(limit, what)
+    }
+
+    /// Waits for its end, which must be a success.
+    pub(super) fn succeeded(&mut self, limit: Duration, what: &str) -> Result<(), Trouble> {
+        let status = self.end(limit, what)?;
+        match status.success() {
+            true => Ok(()),
+            false => Err(Trouble::failed(format!("{}: {what}: {status}{}", self.name, self.said()))),
+        }
+    }
+
+    /// Its status, if it has ended. Then what it has started is ended, too.
+    fn status(&mut self) -> Result<Option<ExitStatus>, Trouble> {
+        // It stays unreaped, so that its ID and its group's are its own.
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        let has_ended =
+            || waitid(WaitId::Pid(Pid::from_child(&self.child)), options).map(|status| status.is_some());
+        if self.ended.is_none() && has_ended().map_err(|error| Trouble::io(&self.name)(error.into()))? {
+            // There may be nothing else in its group.
+            let _ = self.kill();
+            self.ended = Some(self.child.wait().map_err(Trouble::io(&self.name))?);
+        }
+        Ok(self.ended)
     }
 
     /// Asks `done` until it has an answer. Fails if the process ends first, or when the time is
@@ -52,12 +96,17 @@ impl Process {
             if let Some(answer) = done()? {
                 return Ok(answer);
             }
-            if let Some(status) = self.child.try_wait().map_err(Trouble::io(&self.name))? {
+            if let Some(status) = self.status()? {
                 let name = &self.name;
                 return Err(Trouble::failed(format!("{name} ended ({status}) before {what}{}", self.said())));
             }
             wait(begun, limit, what)?;
         }
+    }
+
+    /// Kills it and all that it has started, as long as it has not been reaped.
+    fn kill(&self) -> rustix::io::Result<()> {
+        kill_process_group(Pid::from_child(&self.child), Signal::KILL)
     }
 
     /// The last line that it has said, if there is one.
@@ -72,21 +121,28 @@ impl Process {
 
     /// Waits for its end.
     pub(super) fn ended(&mut self, limit: Duration) -> Result<(), Trouble> {
+        self.end(limit, "the machine's end").map(drop)
+    }
+
+    fn end(&mut self, limit: Duration, what: &str) -> Result<ExitStatus, Trouble> {
         let begun = Instant::now();
-        while self.child.try_wait().map_err(Trouble::io(&self.name))?.is_none() {
-            wait(begun, limit, "the machine's end")?;
+        loop {
+            match self.status()? {
+                Some(status) => return Ok(status),
+                None => wait(begun, limit, what)?,
+            }
         }
-        Ok(())
     }
 }
 
 /// Waits a little, unless the time is over or a signal has come.
 pub(super) fn wait(begun: Instant, limit: Duration, what: &str) -> Result<(), Trouble> {
-    if last().is_some() {
-        return Err(Trouble::failed(format!("interrupted before {what}")));
+    if let Some(signal) = last() {
+        return Err(Trouble::failed(format!("signal {signal} came before {what}")));
     }
     if begun.elapsed() > limit {
-        return Err(Trouble::failed(format!("nothing for {} s: {what} did not come", limit.as_secs())));
+        let seconds = limit.as_secs_f64();
+        return Err(Trouble::failed(format!("nothing for {seconds} s: {what} did not come")));
     }
     thread::sleep(POLL);
     Ok(())
@@ -94,8 +150,10 @@ pub(super) fn wait(begun: Instant, limit: Duration, what: &str) -> Result<(), Tr
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if self.ended.is_none() {
+            // It has not been reaped, so the group is its own.
+            let _ = self.kill();
+            let _ = self.child.wait();
+        }
     }
 }

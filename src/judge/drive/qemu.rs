@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::process::{Process, wait};
-use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, is_silent, program, version_of};
+use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// Where a machine moves to.
@@ -16,8 +16,8 @@ const SOCKET: &str = "unix:socket";
 /// Bytes of an answer.
 const MAX_ANSWER: u64 = 1 << 20;
 
-pub(super) fn version() -> Result<String, Trouble> {
-    version_of(PROGRAM, "apt-get install qemu-system-x86")
+pub(super) fn version(round: &Round) -> Result<String, Trouble> {
+    version_of(round, PROGRAM, "--version", "apt-get install qemu-system-x86")
 }
 
 /// A QEMU with its QMP connection.
@@ -116,9 +116,12 @@ impl Qemu {
 
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let limit = round.setup.limit;
-    if scenario == Scenario::SnapshotDiff {
-        let remedy = "judge whole ones: --scenario snapshot";
-        return Err(Trouble::Missing("QEMU has no snapshots of changed pages alone".into(), remedy.into()));
+    match scenario {
+        Scenario::SnapshotDiff => {
+            return cannot("QEMU has no snapshots of changed pages alone", "--scenario snapshot");
+        }
+        Scenario::Fork => return cannot("QEMU does not fork machines", "--scenario restore"),
+        _ => {}
     }
     let mut first = Qemu::start(round, "first", None)?;
     if scenario == Scenario::Boot {
@@ -126,28 +129,30 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     }
     round.has_begun(&mut first.process)?;
     match scenario {
-        Scenario::Boot | Scenario::SnapshotDiff => {}
+        Scenario::Boot | Scenario::SnapshotDiff | Scenario::Fork => {}
         Scenario::Pause => {
             first.do_("stop")?;
             is_silent(round)?;
             first.do_("cont")?;
             first.process.ended(limit)?;
         }
-        Scenario::Snapshot => {
+        Scenario::Snapshot | Scenario::Restore => {
             first.do_("stop")?;
             first.migrate("exec:cat > saved", false)?;
             is_silent(round)?;
             drop(first);
             (round.setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;
-            let mut second = Qemu::start(round, "second", Some("exec:cat saved"))?;
-            // It stands still, because it was saved so; and there is nothing to continue before all
-            // of it is read.
-            let begun = Instant::now();
-            while second.ask("query-status", &json!({}))?["status"] == "inmigrate" {
-                wait(begun, limit, "the end of the restore")?;
-            }
-            second.do_("cont")?;
-            second.process.ended(limit)?;
+            round.restores(scenario, |name| {
+                let mut second = Qemu::start(round, name, Some("exec:cat saved"))?;
+                // It stands still, because it was saved so; and there is nothing to continue before
+                // all of it is read.
+                let begun = Instant::now();
+                while second.ask("query-status", &json!({}))?["status"] == "inmigrate" {
+                    wait(begun, limit, "the end of the restore")?;
+                }
+                second.do_("cont")?;
+                Ok(second.process)
+            })?;
         }
         Scenario::Migrate | Scenario::MigratePostcopy => {
             let postcopy = scenario == Scenario::MigratePostcopy;

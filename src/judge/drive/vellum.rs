@@ -1,54 +1,101 @@
 //! This program, driven by its own command line.
 
+use std::fs;
 use std::process::{Command, Stdio};
 
 use super::process::Process;
-use super::{DISK, KERNEL, Round, Scenario, Trouble};
+use super::{BEFORE, COPIES, DISK, FIRST, KERNEL, Round, Scenario, Trouble, is_silent, version_of};
 
-pub(super) fn version() -> Result<String, Trouble> {
-    let output = program()?.arg("--version").output().map_err(Trouble::io("vellum"))?;
-    Ok(String::from_utf8_lossy(&output.stdout).trim().into())
-}
-
-fn program() -> Result<Command, Trouble> {
-    std::env::current_exe().map(Command::new).map_err(Trouble::io("this program"))
+pub(super) fn version(round: &Round) -> Result<String, Trouble> {
+    let own = std::env::current_exe().map_err(Trouble::io("this program"))?;
+    version_of(round, &own.display().to_string(), "--version", "")
 }
 
 impl Round<'_> {
     /// A command whose machines have their sockets in the round's directory.
     fn vellum(&self, arguments: &[&str]) -> Result<Command, Trouble> {
-        let mut command = program()?;
-        command.args(arguments).env("XDG_RUNTIME_DIR", self.dir);
+        let mut command = std::env::current_exe().map(Command::new).map_err(Trouble::io("this program"))?;
+        // A path may have commas, which end it in an argument of a disk.
+        command.args(arguments).env("XDG_RUNTIME_DIR", self.dir).current_dir(self.dir);
         Ok(command)
     }
 
-    /// Starts a machine of this name, whose console is a file.
-    fn machine(&self, name: &str, arguments: &[&str]) -> Result<Process, Trouble> {
+    /// A command with the name of a machine, its console in a file, and its disk.
+    fn machine(&self, name: &str, arguments: &[&str]) -> Result<Command, Trouble> {
         let serial = format!("file={}", self.path(&format!("{name}.log")).display());
         let mut command = self.vellum(arguments)?;
-        command.args(["--name", name, "--serial", &serial]);
-        // A path may have commas, which end it here.
-        command.current_dir(self.dir).args(["--disk", &format!("{DISK},readonly")]);
-        Process::start(&mut command, self.path(&format!("{name}.err")))
+        command.args(["--name", name, "--serial", &serial, "--disk", &format!("{DISK},readonly")]);
+        Ok(command)
+    }
+
+    /// Starts a machine.
+    fn start(&self, name: &str, arguments: &[&str]) -> Result<Process, Trouble> {
+        Process::start(&mut self.machine(name, arguments)?, self.path(&format!("{name}.err")))
     }
 
     /// Runs a command that must succeed.
     fn succeeds(&self, arguments: &[&str]) -> Result<(), Trouble> {
         let mut command = self.vellum(arguments)?;
-        let output = command.stdin(Stdio::null()).output().map_err(Trouble::io("vellum"))?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(Trouble::failed(String::from_utf8_lossy(&output.stderr).trim())),
+        self.succeeded(&mut command, arguments[0])
+    }
+
+    fn succeeded(&self, command: &mut Command, what: &str) -> Result<(), Trouble> {
+        Process::succeeds(command, self.path("ask.err"), Stdio::null(), self.setup.limit, what)
+    }
+
+    /// Forks the first machine, which stands still, so that it is known what it has printed.
+    fn forks(&self, first: &mut Process) -> Result<(), Trouble> {
+        self.succeeds(&["pause", "first"])?;
+        fs::copy(self.path(FIRST), self.path(BEFORE)).map_err(Trouble::io("the console"))?;
+        let mut children = Vec::new();
+        for name in &COPIES[..2] {
+            self.succeeded(&mut self.machine(name, &["fork", "first"])?, "fork")?;
+            children.push(Child { round: self, name });
         }
+        // The children stand still, as it did.
+        for name in ["first", COPIES[0], COPIES[1]] {
+            self.succeeds(&["resume", name])?;
+        }
+        first.ended(self.setup.limit)?;
+        for child in children {
+            child.ended()?;
+        }
+        Ok(())
+    }
+}
+
+/// A machine that a fork has made, which is no child of this process.
+struct Child<'a> {
+    round: &'a Round<'a>,
+    name: &'a str,
+}
+
+impl Child<'_> {
+    /// Waits for its end. That is the end of its events, too.
+    fn ended(self) -> Result<(), Trouble> {
+        let mut command = self.round.vellum(&["ctl", self.name, "events"])?;
+        Process::start(&mut command, self.round.path("events.err"))?.ended(self.round.setup.limit)
+    }
+}
+
+impl Drop for Child<'_> {
+    fn drop(&mut self) {
+        // It may have ended. A signal does not keep this from it.
+        let Ok(mut command) = self.round.vellum(&["ctl", self.name, "stop"]) else { return };
+        let _ = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
     }
 }
 
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let (setup, limit) = (round.setup, round.setup.limit);
-    let [cpus, memory, kernel] =
-        [setup.cpus.to_string(), format!("{}m", setup.memory), round.path(KERNEL).display().to_string()];
+    let backing = if scenario == Scenario::Fork { ",backing=memfd" } else { "" };
+    let [cpus, memory, kernel] = [
+        setup.cpus.to_string(),
+        format!("{}m{backing}", setup.memory),
+        round.path(KERNEL).display().to_string(),
+    ];
     let line = ["run", "-k", &kernel, "-c", &cpus, "-m", &memory, "-p", &setup.cmdline];
-    let mut first = round.machine("first", &line)?;
+    let mut first = round.start("first", &line)?;
     if scenario == Scenario::Boot {
         return first.ended(limit);
     }
@@ -59,10 +106,12 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
         Scenario::Boot => {}
         Scenario::Pause => {
             round.succeeds(&["pause", "first"])?;
+            is_silent(round)?;
             round.succeeds(&["resume", "first"])?;
             first.ended(limit)?;
         }
-        Scenario::Snapshot | Scenario::SnapshotDiff => {
+        Scenario::Fork => round.forks(&mut first)?,
+        Scenario::Snapshot | Scenario::SnapshotDiff | Scenario::Restore => {
             if scenario == Scenario::SnapshotDiff {
                 round.succeeds(&["snapshot", "first", &dir, "--follow"])?;
                 let before = round.pass();
@@ -71,11 +120,11 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             round.succeeds(&["snapshot", "first", &dir, "--stop"])?;
             first.ended(limit)?;
             (setup.between)(&round.path("saved")).map_err(Trouble::io("the snapshot"))?;
-            round.machine("second", &["restore", &dir])?.ended(limit)?;
+            round.restores(scenario, |name| round.start(name, &["restore", &dir]))?;
         }
         Scenario::Migrate | Scenario::MigratePostcopy => {
             let to = format!("unix:{socket}");
-            let mut second = round.machine("second", &["receive", "--listen", &to])?;
+            let mut second = round.start("second", &["receive", "--listen", &to])?;
             second.until(limit, "its socket", || Ok(round.path("socket").exists().then_some(())))?;
             let mode = if scenario == Scenario::Migrate { "precopy" } else { "postcopy" };
             round.succeeds(&["migrate", "first", "--to", &to, "--mode", mode])?;

@@ -173,6 +173,10 @@ impl Place {
                     return Err(SMALL);
                 }
                 store(common + 24, SIZE);
+                // kvmtool takes entries of a longer queue then.
+                if load::<u16>(common + 24) != SIZE {
+                    return Err("its queue does not take a size");
+                }
                 for (register, address) in [32, 40, 48].into_iter().zip(addresses) {
                     store(common + register, address as u32);
                     store(common + register + 4, (address >> 32) as u32);

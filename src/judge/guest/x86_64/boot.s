@@ -478,35 +478,42 @@ setup:
 setup16:
     cli
     cld
-    // Not every loader has DS and SS name these sectors.
+    // Not every loader has DS and SS name these sectors: kvmtool has CS name them, too, and others enter 0x20 segments
+    // above them at offset 0.
+    cmp dword ptr [0x202], 0x53726448
+    je 1f
     mov ax, cs
     sub ax, 0x20
     mov ds, ax
-    mov ss, ax
-    mov esp, 0x8ff0
-    mov ax, 0x600
+1:  mov ax, 0x600
     mov es, ax
+    mov ss, ax
+    mov esp, 0x1ff0
     xor di, di
     xor ax, ax
     mov cx, 2048
     rep stosw
     mov eax, [0x228]
     mov es:[0x228], eax
-    mov di, 0x2d0
+    // kvmtool's firmware takes DS, ES and SS for one segment, as they are in Linux, and writes to EDI.
+    push ds
+    push es
+    pop ds
+    mov edi, 0x2d0
     xor ebx, ebx
     xor bp, bp
 2:  mov eax, 0xe820
     mov edx, 0x534d4150
     mov ecx, 20
     // A firmware may change what it does not return anything in.
-    push ds
     push es
-    push di
+    push edi
     push bp
     int 0x15
     pop bp
-    pop di
+    pop edi
     pop es
+    push es
     pop ds
     jc 3f
     cmp eax, 0x534d4150
@@ -519,6 +526,7 @@ setup16:
     jnz 2b
 3:  mov ax, bp
     mov es:[0x1e8], al
+    pop ds
     cli
     in al, 0x92
     or al, 2

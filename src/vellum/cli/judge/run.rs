@@ -1,6 +1,5 @@
 //! `vellum judge run`.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,7 +11,7 @@ use crate::cli::failure::Failure;
 use crate::cli::judged::JudgedArgs;
 use vellum_host::Facts;
 use vellum_judge::drive::{self, Scenario, Setup, Trouble, Vmm};
-use vellum_judge::read::Verdict;
+use vellum_judge::read::{Log, Verdict};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::{Answer, Case, Report, Status};
 use vellum_sys::{keyvalue, signal};
@@ -21,13 +20,13 @@ use vellum_sys::{keyvalue, signal};
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct RunArgs {
-    /// cloud-hypervisor, firecracker, qemu (qemu-system-x86_64) or vellum (this program); programs
-    /// are looked for in the directory VELLUM_VMMS and in PATH
-    #[arg(long, value_name = "NAME", value_parser = |text: &str| keyvalue::one_of("VMM", text, &Vmm::NAMES))]
-    vmm: Vmm,
+    /// cloud-hypervisor, crosvm, firecracker, kvmtool (lkvm), qemu (qemu-system-x86_64) or vellum
+    /// (this program); programs are looked for in the directory VELLUM_VMMS and in PATH
+    #[arg(long, value_name = "NAME", required_unless_present = "command", conflicts_with = "command", value_parser = |text: &str| keyvalue::one_of("VMM", text, &Vmm::NAMES))]
+    vmm: Option<Vmm>,
 
-    /// boot, pause, snapshot, snapshot-diff, migrate or migrate-postcopy; may be repeated
-    /// [default: all of them]
+    /// boot, pause, snapshot, snapshot-diff, restore, migrate, migrate-postcopy or fork; may be
+    /// repeated [default: all of them, and boot of a command]
     #[arg(long, value_name = "NAME", value_parser = |text: &str| keyvalue::one_of("scenario", text, &Scenario::NAMES))]
     scenario: Vec<Scenario>,
 
@@ -57,12 +56,18 @@ pub(super) struct RunArgs {
 
     #[command(flatten)]
     result: JudgedArgs,
+
+    /// Any other VMM: a command that boots the image and prints its console on standard output.
+    /// {elf}, {bzimage}, {flat}, {disk}, {cmdline}, {cpus} and {memory} (in MiB) are replaced
+    #[arg(value_name = "COMMAND", last = true)]
+    command: Vec<String>,
 }
 
 const EXAMPLES: &str = "\
 Examples:
   vellum judge run --vmm qemu
-  vellum judge run --vmm vellum --scenario migrate --times 100 --format ktap";
+  vellum judge run --vmm vellum --scenario migrate --times 100 --format ktap
+  vellum judge run -- my-vmm --kernel {elf} --args {cmdline} --cpus {cpus} --ram {memory}";
 
 /// Runs `vellum judge run`.
 pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
@@ -70,33 +75,49 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
     if mebibytes << 20 != args.memory || mebibytes < 4 {
         return Err(Failure::usage("--memory: whole MiB, at least 4m, would work"));
     }
+    let vmm = args.vmm.unwrap_or(Vmm::Command);
+    if vmm == Vmm::Command && !args.command.iter().any(|word| IMAGES.iter().any(|name| word.contains(name))) {
+        let known = drive::PLACEHOLDERS.join(", ");
+        return Err(Failure::usage(format!(
+            "COMMAND boots no image: a word with {} would work; there are {known}",
+            IMAGES.join(", ")
+        )));
+    }
     let logs = Logs::new(args.logs.as_deref())?;
     let all = Scenario::NAMES.map(|(_, scenario)| scenario);
-    let scenarios = if args.scenario.is_empty() { &all[..] } else { &args.scenario };
+    let scenarios = match (args.scenario.is_empty(), vmm) {
+        (false, _) => &args.scenario[..],
+        (true, Vmm::Command) => &[Scenario::Boot],
+        (true, _) => &all,
+    };
     args.result.deliver("judge run", &ProgressBar::hidden(), || {
         signal::remember(&signal::ENDING).map_err(Failure::host)?;
         let mut report = Report::new("judge run", Facts::collect("off".into()));
-        let version = match drive::version(args.vmm) {
+        let version = match drive::version(vmm, &setup(args, mebibytes, ""), &logs.dir) {
             Ok(version) => version,
             Err(Trouble::Missing(what, remedy)) => {
                 return Err(Failure { lacking: true, ..Failure::usage(format!("{what}: {remedy}")) });
             }
-            Err(Trouble::Failed(why)) => return Err(Failure::host(why)),
+            Err(Trouble::Failed(why)) => return Err(stopped().unwrap_or_else(|| Failure::host(why))),
         };
         report.ask("vmm", version);
         report.ask("times", args.times);
         report.ask("cpus", args.cpus);
         report.ask("memory", format!("{mebibytes}m"));
         report.ask("cmdline", args.cmdline.clone());
-        let mut lost = Vec::new();
         for scenario in scenarios {
-            let case = judge(args, *scenario, mebibytes, &logs)?;
-            if case.status.is_bad() {
-                lost.push(format!("{}: {}", case.name, case.why()));
+            let (case, done) = judge(args, vmm, *scenario, mebibytes, &logs)?;
+            if let Some(signal) = signal::last() {
+                let (name, of) = (scenario.name(), args.times);
+                report.cut_short = Some(format!(
+                    "ended by signal {signal} after {done} of {of} rounds of {name}: these are the results so far"
+                ));
             }
-            report.cases.push(case);
+            // What was found counts. What was not looked at to the end has not passed.
+            if signal::last().is_none() || case.status.is_bad() {
+                report.cases.push(case);
+            }
             if signal::last().is_some() {
-                report.cut_short = Some("a signal ended it".into());
                 break;
             }
         }
@@ -104,13 +125,15 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
         report.figure("scenarios_whole", "scenarios", passed as f64);
         report.set_headline("scenarios_whole");
         let count = report.cases.len();
-        report.answer(Answer::of_test(match lost.first() {
+        let worst = report.cases.iter().filter(|case| case.status.is_bad()).min_by_key(|case| badness(case.status));
+        let worst = worst.map(|case| format!("{}: {}", case.name, case.why()));
+        report.answer(Answer::of_test(match &worst {
             None => format!("{passed} of {count} scenarios whole, {} times each", args.times),
-            Some(first) => first.clone(),
+            Some(worst) => worst.clone(),
         }));
-        let exit = match (lost.first(), signal::last()) {
-            (_, Some(signal)) => Ok(Exit::Signal(signal)),
-            (Some(first), _) => Err(Failure::ended(Exit::Error, first.clone())),
+        let exit = match (worst, &report.cut_short) {
+            (Some(worst), _) => Err(Failure::ended(Exit::Error, worst)),
+            (None, Some(_)) => Err(stopped().unwrap_or_else(|| Failure::host("a signal came"))),
             (None, None) if passed < scenarios.len() => Err(Failure::not_run(&report)),
             (None, None) => Ok(Exit::PowerOff),
         };
@@ -118,50 +141,92 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
     })?
 }
 
-/// All rounds of a scenario as one case. The first failed round decides. If none failed, a crashed
-/// one does.
-fn judge(args: &RunArgs, scenario: Scenario, mebibytes: u64, logs: &Logs) -> Result<Case, Failure> {
+/// The placeholders of which a command has one, at least.
+const IMAGES: [&str; 3] = ["{elf}", "{bzimage}", "{flat}"];
+
+/// How a command ends that a signal has stopped, if there was one.
+fn stopped() -> Option<Failure> {
+    let signal = signal::last()?;
+    Some(Failure::ended(Exit::Signal(signal), format!("ended by signal {signal}; no machine is left")))
+}
+
+/// The place of a status among those that are bad, from the worst on. A machine that lost something
+/// is worse than one without a verdict.
+fn badness(status: Status) -> u32 {
+    match status {
+        Status::Fail => 0,
+        Status::Crash => 1,
+        Status::Timeout => 2,
+        Status::Pass | Status::Skip => 3,
+    }
+}
+
+fn setup(args: &RunArgs, mebibytes: u64, cmdline: &str) -> Setup {
+    Setup {
+        cpus: args.cpus,
+        memory: mebibytes,
+        cmdline: format!("{cmdline} {}", args.cmdline),
+        command: args.command.clone(),
+        limit: args.limit,
+        between: |_| Ok(()),
+    }
+}
+
+/// The rounds of a scenario as one case, and how many there were to the end. The worst one decides,
+/// and the first one of these.
+fn judge(
+    args: &RunArgs,
+    vmm: Vmm,
+    scenario: Scenario,
+    mebibytes: u64,
+    logs: &Logs,
+) -> Result<(Case, u32), Failure> {
     // Long enough for a migration to start in the middle. A boot has nothing to wait for.
     let passes = if scenario == Scenario::Boot { "passes=3" } else { "passes=16 rate=30000" };
-    let mut found = BTreeMap::new();
+    let mut worst: Option<(Status, String)> = None;
+    let mut done = 0;
     for round in 1..=args.times {
-        let setup = Setup {
-            cpus: args.cpus,
-            memory: mebibytes,
-            cmdline: format!("{passes} report=50ms seed={round} {}", args.cmdline),
-            limit: args.limit,
-            between: |_| Ok(()),
-        };
+        let setup = setup(args, mebibytes, &format!("{passes} report=50ms seed={round}"));
         let dir = logs.round(scenario, round)?;
-        let what = match drive::run(args.vmm, scenario, &setup, &dir) {
+        let found = match drive::run(vmm, scenario, &setup, &dir) {
             Err(Trouble::Missing(what, remedy)) => {
                 let case = Case::new(scenario.name(), Status::Skip);
-                return Ok(case.because(what).mended_by(remedy));
+                return Ok((case.because(what).mended_by(remedy), done));
             }
+            // The round was broken off, and shows nothing.
+            Err(Trouble::Failed(_)) if signal::last().is_some() => break,
             Err(Trouble::Failed(why)) => Some((Status::Crash, why)),
-            Ok(log) => match log.verdict() {
-                Verdict::Whole => None,
-                Verdict::Lost => {
-                    let first = log.faults.first();
-                    let first = first
-                        .map_or(String::new(), |fault| format!(" {} at {:#x}", fault.kind, fault.address));
-                    Some((Status::Fail, format!("LOST{first}")))
-                }
-                Verdict::Refused(why) | Verdict::Crashed(why) => Some((Status::Crash, why)),
-            },
+            Ok(logs) => logs.iter().filter_map(verdict).min_by_key(|(status, _)| badness(*status)),
         };
-        if let Some((status, why)) = what {
-            found.entry(status).or_insert_with(|| format!("{why} (round {round})"));
-            if signal::last().is_some() {
-                break;
-            }
+        done = round;
+        if let Some((status, why)) = found
+            && worst.as_ref().is_none_or(|(known, _)| badness(status) < badness(*known))
+        {
+            worst = Some((status, format!("{why} (round {round})")));
+        }
+        if signal::last().is_some() {
+            break;
         }
     }
-    let worst = found.remove_entry(&Status::Fail).or_else(|| found.pop_first());
-    Ok(match worst {
+    let case = match worst {
         None => Case::new(scenario.name(), Status::Pass),
         Some((status, why)) => Case::new(scenario.name(), status).because(why),
-    })
+    };
+    Ok((case, done))
+}
+
+/// What is bad in a log.
+fn verdict(log: &Log) -> Option<(Status, String)> {
+    match log.verdict() {
+        Verdict::Whole => None,
+        Verdict::Lost => {
+            let first = log.faults.first();
+            let first =
+                first.map_or(String::new(), |fault| format!(" {} at {:#x}", fault.kind, fault.address));
+            Some((Status::Fail, format!("LOST{first}")))
+        }
+        Verdict::Refused(why) | Verdict::Crashed(why) => Some((Status::Crash, why)),
+    }
 }
 
 /// The directory of the rounds' consoles. It is removed in the end, unless `--logs` keeps it.
