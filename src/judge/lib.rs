@@ -12,11 +12,12 @@
 //! array of published positions. After the move each part has the state of some time before it: its
 //! age. The move was right if all ages are equal. Otherwise the image prints LOST:
 //!
-//! 1. *R(v)* holds *v*'s position, which determines the content of every page of *P(v)*: the page's
-//! address, the last pass that wrote it ([`Schedule::writes`](schedule::Schedule::writes)), and at
-//! the page's end a hash of both. *v* compares each page of *P(v)* before it writes it. A page that
-//! is older or newer than *R(v)* differs, because two passes never leave the same words. So *P(v)*
-//! and *R(v)* have the same age.
+//! 1. *R(v)* holds *v*'s position, which determines the content of every page of *P(v)*: the
+//!    page's address, the last pass that wrote it
+//!    ([`Schedule::writes`](schedule::Schedule::writes)), and at the page's end a hash of both.
+//!    *v* compares each page of *P(v)* before it writes it. A page that is older or newer than
+//!    *R(v)* differs, because two passes never leave the same words. So *P(v)* and *R(v)* have the
+//!    same age.
 //! 2. In each pass *v* visits some pages of *S* in the same way. The array of positions holds *v*'s
 //!    position, and *v* compares it with its registers at each boundary, every 64 accesses. So *S*
 //!    and *R(v)* have the same age, for each *v*.
