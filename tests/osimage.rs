@@ -384,6 +384,46 @@ fn a_second_machine_leaves_the_access_of_the_first_alone() -> Result<(), Failed>
     ensure(fs::read(access.join("config"))? == b"the first machine's", || "it was replaced".into())
 }
 
+/// A kept machine creates another user when it gets another `--login`, and no user twice.
+#[test(makers(), hosts::kvm())]
+fn another_login_is_another_instance_of_a_kept_machine() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let kernel = Code::default().print("runs\n").power_off().elf64();
+    let tree = make_tree(
+        &scratch,
+        "root",
+        &[("boot/vmlinuz-1", &kernel[..]), ("usr/bin/cloud-init", b""), ("etc/fstab", b"")],
+    )?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let kept = scratch.path("data/vellum/web");
+    // What is said, the seed, and the host key, if SSH can reach the guest.
+    let start = |user: &str| -> Result<_, Failed> {
+        let output = run(Command::new(VELLUM)
+            .env("XDG_DATA_HOME", scratch.path("data"))
+            .env("XDG_RUNTIME_DIR", scratch.path("run"))
+            .args(["run", "-m", "64m", "--keep", "--name", "web", "--login", user, "-d"])
+            .arg(&image)
+            .stdin(Stdio::null()))?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let read = |name: &str| fs::read_to_string(kept.join(name));
+        Ok((said, [read("user-data")?, read("meta-data")?], read("host.pub").ok()))
+    };
+    let (said, first, key) = start("ada")?;
+    ensure(said.contains("log in as ada with the password ") && first[0].contains("\"ada\""), || {
+        said.clone()
+    })?;
+    let (said, again, _) = start("ada")?;
+    ensure(again == first && said.contains("of the run that created this user"), || said.clone())?;
+    let (said, second, same) = start("bob")?;
+    let is_new = second[0].contains("\"bob\"") && second[1] != first[1] && said.contains("log in as bob");
+    ensure(is_new, || format!("{said}{second:?}"))?;
+    ensure(key == same, || format!("{key:?}, then {same:?}"))?;
+    // Without its overlay the machine is new.
+    fs::remove_file(kept.join("disk.overlay"))?;
+    let (_, third, other) = start("bob")?;
+    ensure(third != second && (key.is_none() || other != key), || format!("{third:?}"))
+}
+
 /// A kernel of a few bytes, which prints something and powers off, in a raw or qcow2 disk under the
 /// default overlay: it runs, and the image is unchanged.
 #[test(makers(), hosts::kvm(), tools::program("qemu-img"))]
@@ -418,6 +458,36 @@ fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     let names = said.contains("/boot/vmlinuz-1: not a kernel") && !said.contains("/proc/");
     ensure(refused.status.code() == Some(2) && names, || format!("{refused:?}"))
+}
+
+/// `--firmware` enters a PVH image, although the disk has a kernel. A firmware for a processor's
+/// reset vector, such as OVMF.fd, is refused.
+#[cfg(target_arch = "x86_64")]
+#[test(makers(), hosts::kvm())]
+fn a_firmware_is_entered_instead_of_the_kernel_in_the_image() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let kernel = Code::default().print("from the image\n").power_off().elf64();
+    let tree = make_tree(&scratch, "root", &[("boot/vmlinuz-1", &kernel[..]), ("etc/fstab", b"")])?;
+    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let firmware = scratch.path("firmware");
+    run(Command::new(VELLUM).args(["judge", "image", "--format", "elf", "--out"]).arg(&firmware))?;
+    let start = |firmware: &Path| {
+        let mut command = Command::new(VELLUM);
+        command.args(["run", "-m", "64m", "--protocol", "pvh", "-p", "passes=1", "-d"]).arg(&image);
+        command.arg("--firmware").arg(firmware).stdin(Stdio::null()).output()
+    };
+    let entered = start(&firmware)?;
+    let said = String::from_utf8_lossy(&entered.stdout).into_owned();
+    ensure(
+        said.contains(" boot=pvh") && said.contains("# end WHOLE") && !said.contains("from the image"),
+        || format!("{entered:?}"),
+    )?;
+    let reset = scratch.path("OVMF.fd");
+    File::create(&reset)?.set_len(MIB)?;
+    let refused = start(&reset)?;
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    let names = said.contains("--firmware") && said.contains("not a kernel") && said.lines().count() == 1;
+    ensure(refused.status.code() == Some(2) && names, || said.clone())
 }
 
 #[test(tools::program("qemu-img"))]
@@ -462,4 +532,41 @@ fn disks_are_made_and_converted() -> Result<(), Failed> {
     }
     let output = disk(&["create"], &[&scratch.path("odd"), Path::new("1000b")])?;
     ensure(output.status.code() == Some(2) && !scratch.path("odd").exists(), || format!("{output:?}"))
+}
+
+/// The bytes of an image that are read to detect its format. Only these are read by a process that
+/// is not confined.
+const MAGIC_BYTES: u64 = 72;
+
+/// The tables of an image are read behind a seccomp filter, in a process without other rights.
+#[test(tools::program("strace"))]
+fn strangers_images_are_read_by_a_confined_process() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let (image, raw) = (scratch.path("a.qcow2"), scratch.path("a.raw"));
+    run(Command::new(VELLUM).args(["disk", "create"]).arg(&image).arg("4m"))?;
+    for words in [vec!["info"], vec!["convert"]] {
+        let log = scratch.path("calls");
+        let mut strace = Command::new("strace");
+        strace.args(["-f", "-y", "-e", "trace=seccomp,read,pread64,preadv", "-o"]).arg(&log).arg(VELLUM);
+        strace.arg("disk").args(&words).arg(&image);
+        if words == ["convert"] {
+            strace.arg(&raw);
+        }
+        run(&mut strace)?;
+        let (mut confined, mut read) = (Vec::new(), 0);
+        for line in fs::read_to_string(&log)?.lines() {
+            let (process, call) = line.split_once(char::is_whitespace).ok_or_else(|| line.to_owned())?;
+            if call.trim_start().starts_with("seccomp(SECCOMP_SET_MODE_FILTER") {
+                confined.push(process.to_owned());
+            } else if call.contains("a.qcow2>") && !confined.iter().any(|known| known == process) {
+                // pread64(FILE, BYTES, COUNT, OFFSET) = RESULT
+                let count = call.rsplit(", ").nth(1).and_then(|count| count.parse::<u64>().ok());
+                ensure(count.is_some_and(|count| count <= MAGIC_BYTES), || format!("{words:?}: {line}"))?;
+            } else if call.contains("a.qcow2>") {
+                read += 1;
+            }
+        }
+        ensure(read > 0, || format!("{words:?}: the image was not read"))?;
+    }
+    Ok(())
 }

@@ -546,7 +546,7 @@ impl Overlay {
     fn sync(&mut self) -> io::Result<()> {
         self.over.sync_data()?;
         #[cfg(test)]
-        self.trace.push(Act::Sync);
+        self.trace.push(Act::Sync(0));
         Ok(())
     }
 
@@ -557,7 +557,7 @@ impl Overlay {
         {
             let mut bytes = vec![0; len as usize];
             self.over.read_exact_at(&mut bytes, at).unwrap();
-            self.trace.push(Act::Write(at, bytes));
+            self.trace.push(Act::Write(0, at, bytes));
         }
     }
 }
@@ -612,7 +612,8 @@ mod tests {
         let first = image(over.try_clone().unwrap());
         let mut begin = header.to_vec();
         begin.resize(over.metadata().unwrap().len() as usize, 0);
-        power::is_survived(first, &original, &begin, 1000, &trace, &image);
+        let again = |files: Vec<File>| image(files.into_iter().next().unwrap());
+        power::is_survived(first, &original, &[begin], 1000, &trace, &again);
         let mut left = vec![0; original.len()];
         under.read_exact_at(&mut left, 0).unwrap();
         assert_eq!(left, original);

@@ -1,4 +1,4 @@
-//! In tests: simulates a power loss. Each sector written since the file's last fsync may reach the
+//! In tests: simulates a power loss. Each sector written since its file's last fsync may reach the
 //! medium or not.
 
 use std::fs::File;
@@ -13,16 +13,16 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::Image;
 
-/// A change to a file.
+/// A change to a file. The files of an image have numbers.
 #[derive(Clone)]
 pub(crate) enum Act {
-    /// These bytes were written at this offset.
-    Write(u64, Vec<u8>),
-    /// Everything before this is on the medium.
-    Sync,
+    /// These bytes were written at this offset of this file.
+    Write(usize, u64, Vec<u8>),
+    /// Everything that was written to this file before is on the medium.
+    Sync(usize),
 }
 
-/// The changes to a file, in order.
+/// The changes to files, in order.
 pub(crate) type Trace = Arc<Mutex<Vec<Act>>>;
 
 pub(crate) const SECTOR: u64 = 512;
@@ -84,17 +84,17 @@ impl Guest {
 }
 
 /// Makes random writes, zeroes and flushes on the `image` of `original`; `trace` returns the acts
-/// on its file. Then cuts the power at `cuts` places, and drops any of the unflushed sectors.
+/// on its files. Then cuts the power at `cuts` places, and drops any of the unflushed sectors.
 /// Checks that everything flushed is there, and that each other sector has a content written since
-/// the flush, or the flushed one. `again` opens the file with the resulting content. Before the
-/// acts that content was `begin`.
+/// the flush, or the flushed one. `again` opens the files with the resulting contents. Before the
+/// acts those contents were `begin`.
 pub(crate) fn is_survived(
     mut image: Image,
     original: &[u8],
-    begin: &[u8],
+    begin: &[Vec<u8>],
     cuts: usize,
     trace: &dyn Fn(&Image) -> Vec<Act>,
-    again: &dyn Fn(File) -> Image,
+    again: &dyn Fn(Vec<File>) -> Image,
 ) {
     let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |elapsed| elapsed.as_nanos() as u64);
     let seed = std::env::var("VELLUM_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(clock) | 1;
@@ -136,24 +136,22 @@ pub(crate) fn is_survived(
         assert_eq!(guest.read(&image, 0, original.len()), now, "step {step}, seed {seed}");
     }
     let trace = trace(&image);
-    let ends = trace.iter().map(|act| match act {
-        Act::Write(at, bytes) => at + bytes.len() as u64,
-        Act::Sync => 0,
-    });
-    let length = ends.max().unwrap_or(0).max(begin.len() as u64);
     for _ in 0..cuts {
         let cut = random(&mut state, trace.len() as u64 + 1) as usize;
-        let synced = trace[..cut].iter().rposition(|act| matches!(act, Act::Sync)).map_or(0, |at| at + 1);
-        let after = file(begin);
-        after.set_len(length).unwrap();
+        let after: Vec<File> = begin.iter().map(|bytes| file(bytes)).collect();
         for (at, act) in trace[..cut].iter().enumerate() {
-            let Act::Write(offset, data) = act else { continue };
+            let Act::Write(number, offset, data) = act else { continue };
+            let is_synced = trace[at..cut].iter().any(|act| matches!(act, Act::Sync(of) if of == number));
+            // A file is at least as long as what was written to it.
+            let after = &after[*number];
+            let end = after.metadata().unwrap().len().max(offset + data.len() as u64);
+            after.set_len(end).unwrap();
             // A write may begin within a sector of the medium.
             let mut rest = &data[..];
             let mut to = *offset;
             while !rest.is_empty() {
                 let part = rest.len().min((SECTOR - to % SECTOR) as usize);
-                if at < synced || random(&mut state, 2) == 0 {
+                if is_synced || random(&mut state, 2) == 0 {
                     after.write_all_at(&rest[..part], to).unwrap();
                 }
                 (rest, to) = (&rest[part..], to + part as u64);

@@ -23,6 +23,7 @@ use imago::format::PreallocateMode;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::{self, drivers::CommonStorageHelper};
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder, Mapping, Storage};
+use serde::{Deserialize, Serialize};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use vellum_kvm::memory::slices::Slices;
@@ -94,7 +95,7 @@ pub enum Error {
 }
 
 /// A checked header.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
     /// The version: 2 or 3.
     pub version: u32,
@@ -230,44 +231,51 @@ fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io::Result<()
     Ok(())
 }
 
-/// A file of an image, for imago. It does not open other files.
-struct ImageFile {
+/// A file, with what has to be synced of it.
+struct Synced {
     file: Arc<File>,
-    helper: CommonStorageHelper,
     /// Whether there are unsynced writes, and whether a table is among them.
     unsynced: AtomicBool,
     unsynced_table: AtomicBool,
-    /// In tests, the writes and syncs, in order.
+    /// In tests, the number of the file in `trace`, and the writes and syncs, in order.
+    #[cfg(test)]
+    number: usize,
     #[cfg(test)]
     trace: power::Trace,
 }
 
-impl ImageFile {
+impl Synced {
     fn new(file: File) -> Self {
         Self {
             file: Arc::new(file),
-            helper: CommonStorageHelper::default(),
             unsynced: AtomicBool::new(false),
             unsynced_table: AtomicBool::new(false),
+            #[cfg(test)]
+            number: 0,
             #[cfg(test)]
             trace: power::Trace::default(),
         }
     }
 
     /// Syncs earlier writes to the medium.
-    fn sync_data(&self) -> io::Result<()> {
+    fn sync(&self) -> io::Result<()> {
         self.file.sync_data()?;
         self.unsynced.store(false, Ordering::Relaxed);
         self.unsynced_table.store(false, Ordering::Relaxed);
         #[cfg(test)]
-        self.trace.lock().unwrap().push(Act::Sync);
+        self.trace.lock().unwrap().push(Act::Sync(self.number));
         Ok(())
+    }
+
+    /// Syncs earlier writes, if there are any.
+    fn settle(&self) -> io::Result<()> {
+        if self.unsynced.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
     }
 
     /// Called before data is written, perhaps to a cluster that was free. imago has already written
     /// the table that mapped the cluster to other data. This syncs that table to the medium.
     fn before_data(&self) -> io::Result<()> {
-        if self.unsynced_table.load(Ordering::Relaxed) { self.sync_data() } else { Ok(()) }
+        if self.unsynced_table.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
     }
 
     /// Records that `len` bytes at `at` have been written.
@@ -278,14 +286,32 @@ impl ImageFile {
         {
             let mut bytes = vec![0; len as usize];
             read_or_zero(&self.file, &mut bytes, at).unwrap();
-            self.trace.lock().unwrap().push(Act::Write(at, bytes));
+            self.trace.lock().unwrap().push(Act::Write(self.number, at, bytes));
         }
+    }
+}
+
+/// A file of an image, for imago. It does not open other files.
+struct ImageFile {
+    own: Arc<Synced>,
+    /// The external data file, if this is the file of the tables.
+    data: Option<Arc<Synced>>,
+    helper: CommonStorageHelper,
+}
+
+impl ImageFile {
+    fn new(file: File) -> Self {
+        Self::of(Arc::new(Synced::new(file)), None)
+    }
+
+    fn of(own: Arc<Synced>, data: Option<Arc<Synced>>) -> Self {
+        Self { own, data, helper: CommonStorageHelper::default() }
     }
 }
 
 impl fmt::Debug for ImageFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.file.fmt(f)
+        self.own.file.fmt(f)
     }
 }
 
@@ -299,12 +325,12 @@ impl fmt::Display for ImageFile {
 // used by one thread.
 impl Storage for ImageFile {
     fn size(&self) -> io::Result<u64> {
-        file_size(&self.file)
+        file_size(&self.own.file)
     }
 
     unsafe fn pure_readv(&self, bufv: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
         for mut part in bufv.into_inner() {
-            read_or_zero(&self.file, &mut part, offset)?;
+            read_or_zero(&self.own.file, &mut part, offset)?;
             offset += part.len() as u64;
         }
         Ok(())
@@ -312,31 +338,33 @@ impl Storage for ImageFile {
 
     unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
         // This is a table, or a part of a cluster that is copied. imago's order keeps each table
-        // consistent with the writes before it. This sync makes the medium keep to that order.
-        if self.unsynced.load(Ordering::Relaxed) {
-            self.sync_data()?;
+        // consistent with the writes before it. These syncs make the medium keep to that order. The
+        // data that a table maps may be in another file.
+        if let Some(data) = &self.data {
+            data.settle()?;
         }
-        self.unsynced_table.store(true, Ordering::Relaxed);
+        self.own.settle()?;
+        self.own.unsynced_table.store(true, Ordering::Relaxed);
         for part in bufv.into_inner() {
-            self.file.write_all_at(&part, offset)?;
-            self.note(offset, part.len() as u64);
+            self.own.file.write_all_at(&part, offset)?;
+            self.own.note(offset, part.len() as u64);
             offset += part.len() as u64;
         }
         Ok(())
     }
 
     unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.before_data()?;
-        crate::write_zeros(&self.file, offset, length, false)?;
-        self.note(offset, length);
+        self.own.before_data()?;
+        crate::write_zeros(&self.own.file, offset, length, false)?;
+        self.own.note(offset, length);
         Ok(())
     }
 
     unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
-        match fallocate(&self.file, FallocateMode::PunchHole, true, offset, length) {
+        match fallocate(&self.own.file, FallocateMode::PunchHole, true, offset, length) {
             Err(error) if error.errno() != libc::EOPNOTSUPP => Err(error.into()),
             _ => {
-                self.note(offset, length);
+                self.own.note(offset, length);
                 Ok(())
             }
         }
@@ -347,7 +375,7 @@ impl Storage for ImageFile {
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.sync_data()
+        self.own.sync()
     }
 
     unsafe fn invalidate_cache(&self) -> io::Result<()> {
@@ -359,7 +387,7 @@ impl Storage for ImageFile {
     }
 
     fn resize(&self, new_size: u64, _: storage::PreallocateMode) -> io::Result<()> {
-        self.file.set_len(new_size)
+        self.own.file.set_len(new_size)
     }
 }
 
@@ -379,7 +407,6 @@ pub struct Named {
 pub struct Qcow2 {
     access: FormatAccess<ImageFile>,
     version: u32,
-    has_data_file: bool,
     /// The cluster size in bytes.
     cluster: u64,
     unpacked: Unpacked,
@@ -392,21 +419,22 @@ pub struct Qcow2 {
 
 /// imago's access to an image with `header`.
 fn access(
-    image: ImageFile,
+    image: Arc<Synced>,
     header: &Header,
     writable: bool,
-    named: Named,
+    backing: Option<File>,
+    data: Option<Arc<Synced>>,
 ) -> Result<FormatAccess<ImageFile>, Error> {
-    let mut builder = Driver::builder(image).write(writable);
-    builder = match (&header.backing, named.backing) {
+    let mut builder = Driver::builder(ImageFile::of(image, data.clone())).write(writable);
+    builder = match (&header.backing, backing) {
         (None, None) => builder.backing(None),
         (Some(_), Some(backing)) => builder.backing(Some(Arc::new(backing_access(backing)?))),
         (Some(name), None) => return Err(Error::Backing(name.clone())),
         (None, Some(_)) => return Err(Error::NoBacking),
     };
-    builder = match (header.data_file, named.data) {
+    builder = match (header.data_file, data) {
         (false, None) => builder.data_file(None),
-        (true, Some(data)) => builder.data_file(Some(ImageFile::new(data))),
+        (true, Some(data)) => builder.data_file(Some(ImageFile::of(data, None))),
         (true, None) => return Err(Error::DataFile),
         (false, Some(_)) => return Err(Error::NoDataFile),
     };
@@ -418,7 +446,7 @@ fn backing_access(file: File) -> Result<FormatAccess<ImageFile>, Error> {
     read_or_zero(&file, &mut magic, 0)?;
     if magic == MAGIC {
         let header = Header::read(&file)?;
-        return access(ImageFile::new(file), &header, false, Named::default());
+        return access(Arc::new(Synced::new(file)), &header, false, None, None);
     }
     let raw = imago::raw::Raw::builder(ImageFile::new(file)).open(DenyImplicitOpenGate::default())?;
     Ok(FormatAccess::new(raw))
@@ -431,18 +459,26 @@ impl Qcow2 {
     /// Why it cannot be used.
     pub fn open(file: File, writable: bool, named: Named) -> Result<Self, Error> {
         let header = Header::read(&file)?;
-        let image = ImageFile::new(file);
-        let data = match &named.data {
-            Some(data) => Arc::new(data.try_clone()?),
-            None => image.file.clone(),
-        };
-        Ok(Self {
-            extents: header.backing.is_none().then(|| (data, RefCell::new(Extents::new(header.cluster)))),
+        let image = Synced::new(file);
+        #[cfg(test)]
+        let trace = image.trace.clone();
+        let data = named.data.map(|file| {
+            #[cfg_attr(not(test), allow(unused_mut))]
+            let mut data = Synced::new(file);
             #[cfg(test)]
-            trace: image.trace.clone(),
-            access: access(image, &header, writable, named)?,
+            {
+                (data.number, data.trace) = (1, trace.clone());
+            }
+            Arc::new(data)
+        });
+        let image = Arc::new(image);
+        let holder = data.as_ref().unwrap_or(&image).file.clone();
+        Ok(Self {
+            extents: header.backing.is_none().then(|| (holder, RefCell::new(Extents::new(header.cluster)))),
+            #[cfg(test)]
+            trace,
+            access: access(image, &header, writable, named.backing, data)?,
             version: header.version,
-            has_data_file: header.data_file,
             cluster: header.cluster,
             unpacked: Unpacked::new(header.cluster),
         })
@@ -500,7 +536,7 @@ impl Qcow2 {
                 if let Some((_, extents)) = &self.extents {
                     extents.borrow_mut().note(at, len as u64, offset);
                 }
-                read(data, &storage.file, offset, len)
+                read(data, &storage.own.file, offset, len)
             }
             Mapping::Zero { .. } => Ok(data.zero(len)),
             Mapping::Eof { .. } => Ok(0),
@@ -523,7 +559,7 @@ impl Qcow2 {
             let part = &mut bytes[..len as usize];
             let count = match mapping {
                 Mapping::Raw { storage, offset, .. } => {
-                    read_or_zero(&storage.file, part, offset)?;
+                    read_or_zero(&storage.own.file, part, offset)?;
                     part.len()
                 }
                 Mapping::Zero { .. } => {
@@ -572,17 +608,17 @@ impl Qcow2 {
         self.forget(at, data.left() as u64);
         let mapping = self.access.prepare_data_mapping(at, data.left() as u64, true)?;
         let (storage, offset, len) = (mapping.storage(), mapping.offset(), mapping.length() as usize);
-        storage.before_data()?;
+        storage.own.before_data()?;
         let mut done = 0;
         while done < len {
-            match data.pwritev(&storage.file, offset + done as u64, len - done) {
+            match data.pwritev(&storage.own.file, offset + done as u64, len - done) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(count) => done += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        storage.note(offset, len as u64);
+        storage.own.note(offset, len as u64);
         self.access.commit_data_mapping(mapping)?;
         if let Some((_, extents)) = &mut self.extents {
             extents.get_mut().note(at, len as u64, offset);
@@ -643,11 +679,6 @@ impl Qcow2 {
     /// # Errors
     /// The kernel's error.
     pub fn flush(&mut self) -> io::Result<()> {
-        // The tables are in another file. Its syncs do not cover writes to the data file, so those
-        // are synced before the tables are written.
-        if self.has_data_file {
-            self.access.sync()?;
-        }
         self.access.flush()?;
         self.access.sync()
     }
@@ -659,12 +690,21 @@ mod tests {
     use crate::Image;
     use crate::power::{Guest, SECTOR, base, file};
 
-    /// Tests images with and without a backing file, and with several tables of each kind.
+    /// Tests images with and without a backing file and a data file, and with several tables of each
+    /// kind.
     #[test]
     fn what_was_flushed_outlives_a_loss_of_power() {
         let size = 97 * SECTOR;
-        for (cluster, has_backing) in [(512, false), (512, true), (4096, true), (65536, false)] {
-            let (made, below) = (file(&[]), file(&base(size as usize)));
+        let kinds = [
+            (512, false, false),
+            (512, true, false),
+            (4096, true, false),
+            (65536, false, false),
+            (512, false, true),
+            (4096, true, true),
+        ];
+        for (cluster, has_backing, has_data) in kinds {
+            let (made, data, below) = (file(&[]), file(&[]), file(&base(size as usize)));
             let image = ImageFile::new(made.try_clone().unwrap());
             let mut builder = Driver::create_builder(image).size(size).cluster_size(cluster);
             let mut original = vec![0; size as usize];
@@ -672,19 +712,30 @@ mod tests {
                 builder = builder.backing("below".into(), "raw".into());
                 original = base(size as usize);
             }
+            if has_data {
+                builder = builder.data_file("data".into(), ImageFile::new(data.try_clone().unwrap()));
+            }
             builder.create().unwrap();
-            let mut begin = vec![0; file_size(&made).unwrap() as usize];
-            made.read_exact_at(&mut begin, 0).unwrap();
+            let content = |file: &File| {
+                let mut bytes = vec![0; file_size(file).unwrap() as usize];
+                file.read_exact_at(&mut bytes, 0).unwrap();
+                bytes
+            };
+            let begin = [content(&made), content(&data)];
             let trace = |image: &Image| match image {
                 Image::Qcow2(image) => image.trace.lock().unwrap().clone(),
                 _ => panic!("it is a qcow2 image"),
             };
-            let again = |file| {
-                let backing = has_backing.then(|| below.try_clone().unwrap());
-                Image::Qcow2(Box::new(Qcow2::open(file, true, Named { backing, data: None }).unwrap()))
+            let again = |files: Vec<File>| {
+                let [file, data] = files.try_into().unwrap();
+                let named = Named {
+                    backing: has_backing.then(|| below.try_clone().unwrap()),
+                    data: has_data.then_some(data),
+                };
+                Image::Qcow2(Box::new(Qcow2::open(file, true, named).unwrap()))
             };
-            println!("clusters of {cluster} bytes, backing file: {has_backing}");
-            power::is_survived(again(made), &original, &begin, 150, &trace, &again);
+            println!("clusters of {cluster} bytes, backing file: {has_backing}, data file: {has_data}");
+            power::is_survived(again(vec![made, data]), &original, &begin, 150, &trace, &again);
         }
     }
 

@@ -1,18 +1,19 @@
 //! Debian in images that are laid out like distributions' cloud images. `vellum run -d IMAGE
 //! --login NAME` boots each to a login, and `vellum ssh` reaches it.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Command;
 
 use support::env::Process;
-use support::{Failed, LIMIT, Need, ensure, eventually, test};
+use support::{Failed, LIMIT, Need, Scratch, ensure, eventually, test};
+use vellum_control::names;
 use vellum_sys::terminal::open_pty;
 
 use crate::VELLUM;
 use crate::all_on_a_root;
-use crate::guest::{for_this_bed, host};
+use crate::guest::{for_this_bed, host, scratch};
 use crate::typed::{until, until_any};
 
 /// The images, in the laboratory's order (tests/lab/src/hosts/cloud.rs): the disk, its content, and
@@ -37,7 +38,7 @@ fn images() -> Need {
 }
 
 /// The user of `--login` logs in on the console with the printed password, can use sudo, and can
-/// use SSH. The image is unchanged.
+/// use SSH. SSH refuses a guest with another host key. The image is unchanged.
 #[test(images())]
 fn images_of_clouds_boot_by_themselves_to_a_login() -> Result<(), Failed> {
     for (at, (disk, what, place)) in IMAGES.into_iter().enumerate() {
@@ -83,9 +84,72 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
         Ok((ssh.status.code() != Some(255)).then_some(ssh))
     })?;
     ensure(told.stdout == b"x\n", || format!("{told:?}"))?;
+    is_refused_with_another_key(name)?;
     master.write_all(b"\x01x")?;
     let status = child.wait()?;
     ensure(status.code() == Some(0), || format!("{status:?}"))
+}
+
+/// Replaces the known host key of machine `name` for one connection, which must fail.
+fn is_refused_with_another_key(name: &str) -> Result<(), Failed> {
+    let directory = names::ssh_directory(name)?;
+    let known = directory.join("known_hosts");
+    let right = fs::read_to_string(&known)?;
+    // The login key is of the same type as the host key.
+    fs::write(&known, format!("{name} {}", fs::read_to_string(directory.join("key.pub"))?))?;
+    let refused = Command::new(VELLUM).args(["ssh", name, "--", "true"]).output()?;
+    fs::write(&known, right)?;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    let is_refused = refused.status.code() == Some(255) && said.contains("Host key verification failed");
+    ensure(is_refused, || format!("{refused:?}"))?;
+    let reached = Command::new(VELLUM).args(["ssh", name, "--", "true"]).output()?;
+    ensure(reached.status.success(), || format!("{reached:?}"))
+}
+
+/// `--ssh` gives a shell in the guest and ends with the shell's status. With `--keep`, the next run
+/// has the files of this one, and another `--login` adds its user.
+#[test(images())]
+fn images_of_clouds_are_kept_with_a_user_for_each_login() -> Result<(), Failed> {
+    let scratch = scratch()?;
+    let name = "kept";
+    let known = scratch.path("data/vellum/kept/known_hosts");
+    let first = shell_by_ssh(&scratch, name, "ada", "echo kept > file; exit 3", 3)?;
+    ensure(first.contains("log in as ada with the password "), || first.clone())?;
+    let host_key = fs::read_to_string(&known)?;
+    // The password of the second user is new, and the host key is the same.
+    let command = "test \"$(sudo cat /home/ada/file) $(id -un)\" = 'kept bob' && exit 4";
+    let second = shell_by_ssh(&scratch, name, "bob", command, 4)?;
+    ensure(second.contains("log in as bob with the password "), || second.clone())?;
+    ensure(fs::read_to_string(&known)? == host_key, || "the host key has changed".into())
+}
+
+/// Runs `command` in the shell of `--ssh`, which must end with `status`. Returns the output until
+/// the shell's prompt.
+fn shell_by_ssh(
+    scratch: &Scratch,
+    name: &str,
+    user: &str,
+    command: &str,
+    status: i32,
+) -> Result<String, Failed> {
+    let (mut master, slave, tty) = open_pty()?;
+    host(&["stty", "-F", &tty, "sane"])?;
+    let (bed_flags, bed_cmdline) = for_this_bed();
+    let mut run = Command::new("setsid");
+    run.args(["-c", VELLUM, "run", "-d", IMAGES[0].0, "--login", user, "--ssh", "--keep", "--name", name])
+        .args(["--timeout", "7000s", "-p", bed_cmdline])
+        .args(bed_flags)
+        .env("XDG_DATA_HOME", scratch.path("data"))
+        .stdin(slave.try_clone()?)
+        .stdout(slave.try_clone()?)
+        .stderr(slave);
+    let mut child = Process::spawn(&mut run)?;
+    drop(run);
+    let said = until(&mut master, &format!("{user}@{name}:~$ "))?;
+    master.write_all(format!("{command}\r").as_bytes())?;
+    let ended = child.wait()?;
+    ensure(ended.code() == Some(status), || format!("{ended:?} after {said}"))?;
+    Ok(said)
 }
 
 /// Logs in at the prompt. On a busy host a login may time out, and the prompt comes again.

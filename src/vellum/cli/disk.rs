@@ -5,7 +5,6 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 
 use clap::{Args, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -15,15 +14,12 @@ use super::failure::Failure;
 use super::output::print;
 use super::run_flags::FLAGS;
 use vellum_devices::virtio::blk::{self, BlkConfig};
-use vellum_disk::copy::{Target, copy};
-use vellum_disk::format::Format;
-use vellum_disk::qcow2;
+use vellum_disk::copy::Target;
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_osimage::VolumeInfo;
-use vellum_osimage::confined::{self, About};
+use vellum_osimage::confined::{self, About, Failed};
 use vellum_sandbox::Mode;
 use vellum_sys::keyvalue;
-use vellum_sys::open::{self, Kind};
 
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
@@ -117,7 +113,10 @@ pub(crate) fn run(args: &DiskArgs) -> Result<Exit, Failure> {
         DiskCommand::Create { image, size, format } => {
             check_size(*size)?;
             let format = format.unwrap_or_else(|| DiskFormat::of(image));
-            create(image, |file| target(file, format, *size)?.finish())?;
+            let written = |file| target(file, format, *size).and_then(|mut target| target.finish());
+            create(image, |file| {
+                written(file).map_err(|error| Failure::host(format!("{}: {error}", image.display())))
+            })?;
         }
         DiskCommand::Convert { from, to, format, backing } => {
             convert(from, backing.as_ref(), to, format.unwrap_or_else(|| DiskFormat::of(to)))?;
@@ -138,21 +137,21 @@ fn refuse(error: &blk::BlkError) -> Failure {
 }
 
 fn info(path: &Path, backing: Option<&PathBuf>, json: bool) -> Result<(), Failure> {
-    let config = config(path, backing);
-    let view = blk::view(&config).map_err(|error| refuse(&error))?;
-    let bytes = view.size().map_err(Failure::host)?;
-    let file = open::for_reading(path, Kind::Disk).map_err(Failure::host)?;
-    let header = match Format::of(&file).map_err(Failure::host)? {
-        Some(Format::Qcow2) => qcow2::Header::read(&file).ok(),
-        _ => None,
+    let files = blk::Files::open(&config(path, backing)).map_err(|error| refuse(&error))?;
+    let open = || {
+        let header = files.header().map_err(|error| refuse(&error).message)?;
+        let image = files.image().map_err(|error| refuse(&error).message)?;
+        Ok((image, header))
     };
-    let examined = confined::find(Rc::new(view), Mode::On)
-        .map_err(|why| Failure::usage(format!("{}: {why}", path.display())))?;
+    let (examined, header) = confined::find(Mode::On, open).map_err(|failed| match failed {
+        Failed::Open(why) => Failure::usage(why),
+        Failed::Work(why) => Failure::usage(format!("{}: {why}", path.display())),
+    })?;
     let info = Info {
         format: if header.is_some() { "qcow2" } else { "raw" },
         version: header.as_ref().map(|header| header.version),
-        bytes,
-        allocated_bytes: file.metadata().map_err(Failure::host)?.blocks() * SECTOR,
+        bytes: examined.bytes,
+        allocated_bytes: fs::metadata(path).map_err(Failure::host)?.blocks() * SECTOR,
         cluster_bytes: header.as_ref().map(|header| header.cluster),
         snapshots: header.as_ref().map(|header| header.snapshots),
         backing: header.and_then(|header| header.backing),
@@ -238,7 +237,7 @@ fn target(file: File, format: DiskFormat, size: u64) -> io::Result<Target> {
 }
 
 /// Creates the file `path`, which must not exist, and removes it if `work` fails.
-fn create(path: &Path, work: impl FnOnce(File) -> io::Result<()>) -> Result<(), Failure> {
+fn create(path: &Path, work: impl FnOnce(File) -> Result<(), Failure>) -> Result<(), Failure> {
     let mut options = File::options();
     options.read(true).write(true).create_new(true);
     let file = options.open(path).map_err(|error| match error.kind() {
@@ -247,21 +246,31 @@ fn create(path: &Path, work: impl FnOnce(File) -> io::Result<()>) -> Result<(), 
         }
         _ => Failure::usage(format!("{}: {error}", path.display())),
     })?;
-    work(file).map_err(|error| {
+    work(file).inspect_err(|_| {
         let _ = fs::remove_file(path);
-        Failure::host(format!("{}: {error}", path.display()))
     })
 }
 
 fn convert(from: &Path, backing: Option<&PathBuf>, to: &Path, format: DiskFormat) -> Result<(), Failure> {
-    let image = blk::view(&config(from, backing)).map_err(|error| refuse(&error))?;
-    let size = image.size().map_err(Failure::host)?;
-    check_size(size)?;
+    let files = blk::Files::open(&config(from, backing)).map_err(|error| refuse(&error))?;
+    let open = || {
+        let image = files.image().map_err(|error| refuse(&error).message)?;
+        check_size(image.size().map_err(|error| error.to_string())?).map_err(|failure| failure.message)?;
+        Ok(image)
+    };
     let style = ProgressStyle::with_template("{bytes}/{total_bytes} {bar:40} {bytes_per_sec}");
-    let bar = ProgressBar::new(size).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let bar = ProgressBar::no_length().with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let show = |at, size| {
+        bar.set_length(size);
+        bar.set_position(at);
+    };
     let done = create(to, |file| {
-        let mut target = target(file, format, size)?;
-        copy(&image, &mut target, |at| bar.set_position(at))
+        confined::convert(Mode::On, open, |size| target(file, format, size), show).map_err(|failed| {
+            match failed {
+                Failed::Open(why) => Failure::usage(why),
+                Failed::Work(why) => Failure::host(format!("{}: {why}", to.display())),
+            }
+        })
     });
     bar.finish_and_clear();
     done

@@ -4,7 +4,6 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 
 use clap::Args;
 
@@ -21,9 +20,12 @@ use vellum_devices::virtio::rng::{self, RngConfig};
 use vellum_devices::virtio::transport::Codec;
 use vellum_disk::overlay::Place;
 use vellum_kvm::arch::boot::default_cmdline;
-use vellum_osimage::confined;
+use vellum_osimage::confined::{self, Failed};
 use vellum_sandbox::Mode;
 use vellum_sys::socket::SocketError;
+
+/// The file of a kept machine's writes.
+pub(super) const OVERLAY: &str = "disk.overlay";
 
 /// The arguments for an operating system in a disk image.
 #[derive(Debug, Args)]
@@ -172,7 +174,7 @@ fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
     }
     let name = name.ok_or_else(|| Failure::usage("--keep needs a name to keep it under: --name NAME"))?;
     let directory = names::make_kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
-    disk.overlay = Some(Place::File(directory.join("disk.overlay")));
+    disk.overlay = Some(Place::File(directory.join(OVERLAY)));
     Ok(directory)
 }
 
@@ -184,11 +186,17 @@ fn find(
     mode: Mode,
     files: &mut Vec<File>,
 ) -> Result<(PathBuf, String), Failure> {
-    let view = blk::view(disk).map_err(|error| Failure::of(&error, FLAGS))?;
+    let opened = blk::Files::open(disk).map_err(|error| Failure::of(&error, FLAGS))?;
     let path = disk.path.display();
     let remedy = "; --kernel FILE and --initrd FILE name a kernel that is beside it";
-    let examined =
-        confined::find(Rc::new(view), mode).map_err(|why| Failure::usage(format!("--disk {path}: {why}")))?;
+    let open = || {
+        let image = opened.image().map_err(|error| Failure::of(&error, FLAGS).message)?;
+        Ok((image, ()))
+    };
+    let (examined, ()) = confined::find(mode, open).map_err(|failed| match failed {
+        Failed::Open(why) => Failure::usage(why),
+        Failed::Work(why) => Failure::usage(format!("--disk {path}: {why}")),
+    })?;
     let found = examined.boots.map_err(|why| Failure::usage(format!("--disk {path}: {why}{remedy}")))?;
     let about = found.about;
     if args.image.login.is_some() && about.has_cloud_init == Some(false) {

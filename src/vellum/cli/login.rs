@@ -14,7 +14,7 @@ use std::process::{Command, Stdio};
 use serde_json::json;
 
 use super::failure::Failure;
-use super::image::descriptor;
+use super::image::{OVERLAY, descriptor};
 use super::kernel::KernelArgs;
 use super::output::say;
 use super::run_flags::FLAGS;
@@ -28,8 +28,12 @@ use vellum_sys::random;
 const ALPHABET: &[u8; 32] = b"abcdefghjkmnpqrstuvwxyz23456789-";
 /// Characters of a password: 60 bits.
 const PASSWORD: usize = 12;
+/// The file of a kept machine's user-data.
+const USER_DATA: &str = "user-data";
 /// Characters of an instance ID.
 const INSTANCE: usize = 8;
+/// The first line of user-data.
+const HEAD: &str = "#cloud-config\n";
 /// The public keys that ssh(1) uses.
 const KEYS: [&str; 4] = ["id_ed25519.pub", "id_ed25519_sk.pub", "id_ecdsa.pub", "id_rsa.pub"];
 
@@ -47,8 +51,8 @@ pub(super) fn seed(user_data: PathBuf, meta_data: Option<PathBuf>) -> Seed {
 }
 
 /// Gives the guest a seed that creates `user`, and forwards a port to its SSH server if it has a
-/// network without a tap. `kept` is the directory of a machine whose disk is kept. Its user is kept
-/// too.
+/// network without a tap. `kept` is the directory of a machine whose disk is kept, with its users.
+/// cloud-init creates another `user` there as soon as it sees a new instance ID.
 pub(super) fn prepare(
     args: &mut KernelArgs,
     user: &str,
@@ -68,9 +72,12 @@ pub(super) fn prepare(
         }
         (None, None) => None,
     };
-    let is_new = kept.is_none_or(|kept| !kept.join("user-data").exists());
+    // Without the overlay the guest has no user, whatever its seed was.
+    let before =
+        kept.filter(|kept| kept.join(OVERLAY).exists()).and_then(|kept| user_of(&kept.join(USER_DATA)));
+    let is_new = before.as_deref() != Some(user);
     let identity = match &directory {
-        Some(directory) if is_reachable => Identity::of(directory, is_new)?,
+        Some(directory) if is_reachable => Identity::of(directory, before.is_none())?,
         _ => None,
     };
     if is_new {
@@ -87,7 +94,7 @@ pub(super) fn prepare(
                     private(&path).and_then(|mut file| file.write_all(text.as_bytes())).map(|()| path)
                 };
                 let meta_data = write("meta-data", &id).map_err(|error| host("meta-data", error))?;
-                let user_data = write("user-data", &user_data).map_err(|error| host("user-data", error))?;
+                let user_data = write(USER_DATA, &user_data).map_err(|error| host("user-data", error))?;
                 seed(user_data, Some(meta_data))
             }
             None => {
@@ -104,8 +111,8 @@ pub(super) fn prepare(
         args.devices.add(seed);
         say(&format!("log in as {user} with the password {password}"));
     } else if let Some(kept) = kept {
-        args.devices.add(seed(kept.join("user-data"), Some(kept.join("meta-data"))));
-        say("the user and the password are those of the first start with this name");
+        args.devices.add(seed(kept.join(USER_DATA), Some(kept.join("meta-data"))));
+        say(&format!("log in as {user} with the password of the run that created this user"));
     }
     let config = match (directory, identity) {
         (Some(directory), Some(identity)) => {
@@ -181,7 +188,14 @@ fn user_data(user: &str, password: &str, identity: Option<&Identity>) -> Result<
             json!({ "ed25519_private": identity.host_private, "ed25519_public": identity.host_public });
     }
     let text = serde_json::to_string_pretty(&config).map_err(Failure::host)?;
-    Ok(format!("#cloud-config\n{text}\n"))
+    Ok(format!("{HEAD}{text}\n"))
+}
+
+/// The user that the user-data in the file `path` creates. `None` if there is no such file.
+fn user_of(path: &Path) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let config: serde_json::Value = serde_json::from_str(text.strip_prefix(HEAD)?).ok()?;
+    Some(config["users"][0]["name"].as_str()?.to_owned())
 }
 
 /// The keys of a machine: the guest's host key, and one that can log in.

@@ -68,8 +68,8 @@ fn ssh(config: &Path, name: &str, command: &[String]) -> Command {
     ssh
 }
 
-/// Boots the guest in a process of its own, connects to it, and stops it when the connection ends.
-/// Returns ssh's status.
+/// Boots the guest in a process of its own, connects to it, and stops it when the connection ends,
+/// with its writes on the disk if that is kept. Returns ssh's status.
 pub(super) fn beside(
     prepared: &Prepared,
     mut args: KernelArgs,
@@ -92,7 +92,7 @@ pub(super) fn beside(
     let (output, child_output) = io::pipe().map_err(host)?;
     let (ready, word) = io::pipe().map_err(host)?;
     let (child_output, word) = (OwnedFd::from(child_output), OwnedFd::from(word));
-    let mode = process.sandbox;
+    let (mode, keep) = (process.sandbox, args.image.keep);
     match fork(&child_output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
             drop((output, ready));
@@ -118,6 +118,9 @@ pub(super) fn beside(
             }
             let status = ssh(&ssh_config, name, &[]).status();
             // The guest may have been switched off from inside.
+            if keep {
+                let _ = ssh(&ssh_config, name, &["sync".into()]).status();
+            }
             let _ = machine.ask(&Do::Stop {});
             child.wait().map_err(Failure::host)?;
             let status =

@@ -166,43 +166,105 @@ pub(super) fn grow(config: &BlkConfig, image: &mut Image, size: u64, wanted: u64
     }
 }
 
-/// The disk as its guest would see it, for a reader: with its overlay, if that exists. It is locked
-/// against writers until it is dropped.
-///
-/// # Errors
-/// The image cannot be used as a disk.
-pub fn view(config: &BlkConfig) -> Result<Image, BlkError> {
-    let place = config.overlay.clone();
-    let reader = BlkConfig { readonly: true, overlay: None, size: None, ..config.clone() };
-    let (file, format) = open_image(&reader, false)?;
-    let path = config.path.clone();
-    let open_error = |source| BlkError::Open { path: path.clone(), readonly: true, source };
-    if !lock(&file, Lock::Shared).map_err(open_error)? {
-        return Err(BlkError::Locked { path, readonly: true });
+/// The files of a disk for a reader: open, and locked against writers until they are dropped. Only
+/// the format has been read of them, so that a process with fewer rights can read the rest.
+pub struct Files {
+    config: BlkConfig,
+    file: File,
+    format: ImageFormat,
+    named: Named,
+    /// The overlay, if it exists and has been written to.
+    over: Option<(PathBuf, File)>,
+}
+
+impl Files {
+    /// Opens the files of the disk that `config` describes.
+    ///
+    /// # Errors
+    /// A file cannot be opened or locked, or the image's format is not supported.
+    pub fn open(config: &BlkConfig) -> Result<Self, BlkError> {
+        let reader = BlkConfig { readonly: true, overlay: None, size: None, ..config.clone() };
+        let (file, format) = open_image(&reader, false)?;
+        lock_or(&file, &config.path, false)?;
+        let named = match format {
+            ImageFormat::Raw => Named::default(),
+            ImageFormat::Qcow2 => open_named(&reader, false)?,
+        };
+        let over = match &config.overlay {
+            Some(Place::File(over)) => open_overlay(config, over)?,
+            _ => None,
+        };
+        Ok(Self { config: reader, file, format, named, over })
     }
-    let image = match format {
-        ImageFormat::Raw => Image::Raw(file.try_clone().map_err(open_error)?),
-        ImageFormat::Qcow2 => Image::Qcow2(Box::new(open_qcow2(&reader, &file)?)),
-    };
-    let Some(Place::File(over)) = place else { return Ok(image) };
-    let failed =
-        |source: overlay::Error| BlkError::Overlay { path: path.clone(), over: over.clone(), source };
-    let written = match open::for_reading(&over, open::Kind::Regular) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(image),
-        written => written.map_err(|error| failed(error.into()))?,
-    };
-    if written.metadata().map_err(|error| failed(error.into()))?.len() == 0 {
-        return Ok(image);
+
+    /// The header of a qcow2 image. `None` if the image is raw.
+    ///
+    /// # Errors
+    /// The image cannot be used.
+    pub fn header(&self) -> Result<Option<qcow2::Header>, BlkError> {
+        match self.format {
+            ImageFormat::Raw => Ok(None),
+            ImageFormat::Qcow2 => {
+                let failed = |source| BlkError::Qcow2 { path: self.config.path.clone(), source };
+                qcow2::Header::read(&self.file).map(Some).map_err(failed)
+            }
+        }
     }
-    if !lock(&written, Lock::Shared).map_err(|error| failed(error.into()))? {
-        return Err(BlkError::Locked { path: over.clone(), readonly: true });
+
+    /// The disk as its guest would see it, with the overlay.
+    ///
+    /// # Errors
+    /// The image or its overlay cannot be used.
+    pub fn image(self) -> Result<Image, BlkError> {
+        let path = self.config.path;
+        let open_error = |source| BlkError::Open { path: path.clone(), readonly: true, source };
+        // The second descriptor has the same lock.
+        let file = self.file.try_clone().map_err(open_error)?;
+        let image = match self.format {
+            ImageFormat::Raw => Image::Raw(file),
+            ImageFormat::Qcow2 => {
+                let failed = |source| BlkError::Qcow2 { path: path.clone(), source };
+                Image::Qcow2(Box::new(Qcow2::open(file, false, self.named).map_err(failed)?))
+            }
+        };
+        let Some((over, written)) = self.over else { return Ok(image) };
+        let size = image.size().map_err(open_error)?;
+        let base = match image {
+            Image::Qcow2(image) => Base::Qcow2(image, self.file),
+            _ => Base::Raw(self.file),
+        };
+        let overlay = Overlay::new(base, size, None, written, false);
+        let failed = |source| BlkError::Overlay { path: path.clone(), over, source };
+        Ok(Image::Over(Box::new(overlay.map_err(failed)?)))
     }
-    let size = image.size().map_err(open_error)?;
-    let base = match image {
-        Image::Qcow2(image) => Base::Qcow2(image, file),
-        _ => Base::Raw(file),
+}
+
+/// Locks `file`, which is at `path`, for as long as it is open.
+fn lock_or(file: &File, path: &Path, write: bool) -> Result<(), BlkError> {
+    let kind = if write { Lock::Exclusive } else { Lock::Shared };
+    match lock(file, kind) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(BlkError::Locked { path: path.into(), readonly: !write }),
+        Err(source) => Err(BlkError::Open { readonly: !write, path: path.into(), source }),
+    }
+}
+
+/// Opens the overlay `over` for a reader. `None` if it does not exist, or is empty.
+fn open_overlay(config: &BlkConfig, over: &Path) -> Result<Option<(PathBuf, File)>, BlkError> {
+    let failed = |error: io::Error| BlkError::Overlay {
+        path: config.path.clone(),
+        over: over.into(),
+        source: error.into(),
     };
-    Ok(Image::Over(Box::new(Overlay::new(base, size, None, written, false).map_err(failed)?)))
+    let written = match open::for_reading(over, open::Kind::Regular) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        written => written.map_err(failed)?,
+    };
+    if written.metadata().map_err(failed)?.len() == 0 {
+        return Ok(None);
+    }
+    lock_or(&written, over, false)?;
+    Ok(Some((over.into(), written)))
 }
 
 /// An image with an overlay over `base`. A shared lock keeps writers away from `base`.
@@ -287,27 +349,23 @@ pub(super) fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkEr
     let writable = !config.readonly && config.overlay.is_none();
     // The lock comes first. Another machine may be writing the tables, and to open an image for
     // writing can change its header.
-    let locked = |path: &PathBuf, file: &File, write: bool| {
-        let kind = if write { Lock::Exclusive } else { Lock::Shared };
-        match lock(file, kind) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly: !write }),
-            Err(source) => Err(BlkError::Open { readonly: !write, path: path.clone(), source }),
-        }
-    };
-    locked(&config.path, file, writable)?;
+    lock_or(file, &config.path, writable)?;
+    let named = open_named(config, writable)?;
+    let failed = |source| BlkError::Qcow2 { path: config.path.clone(), source };
+    let file = file.try_clone().map_err(|error| failed(error.into()))?;
+    Qcow2::open(file, writable, named).map_err(failed)
+}
+
+/// Opens and locks the backing and data files of `config`.
+fn open_named(config: &BlkConfig, writable: bool) -> Result<Named, BlkError> {
     let beside = |path: &Option<PathBuf>, write: bool| {
         let Some(path) = path else { return Ok(None) };
         let file = open::open(path, File::options().read(true).write(write), open::Kind::Disk)
             .map_err(|source| BlkError::Open { readonly: !write, path: path.clone(), source })?;
-        locked(path, &file, write)?;
+        lock_or(&file, path, write)?;
         Ok(Some(file))
     };
-    let named =
-        Named { backing: beside(&config.backing, false)?, data: beside(&config.data_file, writable)? };
-    let failed = |source| BlkError::Qcow2 { path: config.path.clone(), source };
-    let file = file.try_clone().map_err(|error| failed(error.into()))?;
-    Qcow2::open(file, writable, named).map_err(failed)
+    Ok(Named { backing: beside(&config.backing, false)?, data: beside(&config.data_file, writable)? })
 }
 
 /// Whether a machine has this block device, judged by its lock.

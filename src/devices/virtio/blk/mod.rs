@@ -26,7 +26,7 @@ use super::worker::Worker;
 use super::{
     Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
 };
-pub use image::{BlkError, ImageFormat, view};
+pub use image::{BlkError, Files, ImageFormat};
 use image::{grow, open_image, open_qcow2, over};
 use requests::{Disk, Id};
 use vellum_disk::overlay::{Base, Place};
