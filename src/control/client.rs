@@ -45,6 +45,13 @@ pub enum Error {
         /// The socket.
         path: PathBuf,
     },
+    /// The process that listened has not read the request: it ended, or another one has its machine
+    /// now.
+    #[error("{path}: the machine closed the connection before it read the request")]
+    Unread {
+        /// The socket.
+        path: PathBuf,
+    },
     /// The machine does not answer.
     #[error("{path}: no answer within {patience:?}{}; a stopped process (kill -STOP) answers after kill -CONT", process(*pid))]
     Silent {
@@ -72,9 +79,11 @@ impl Diagnose for Error {
     fn origin(&self) -> ErrorOrigin {
         match self {
             Self::Connect { .. } | Self::Foreign { .. } => ErrorOrigin::USER,
-            Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => {
-                ErrorOrigin::HOST
-            }
+            Self::Closed { .. }
+            | Self::Unread { .. }
+            | Self::Silent { .. }
+            | Self::Answer { .. }
+            | Self::Refused(_) => ErrorOrigin::HOST,
         }
     }
 }
@@ -117,6 +126,8 @@ pub struct Client {
     part: Vec<u8>,
     /// Events that came before an answer.
     events: VecDeque<Value>,
+    /// Whether it has asked for events.
+    listens: bool,
     last_id: u64,
 }
 
@@ -147,6 +158,7 @@ impl Client {
             stream: BufReader::new(stream),
             part: Vec::new(),
             events: VecDeque::new(),
+            listens: false,
             last_id: first_id(),
         })
     }
@@ -172,7 +184,32 @@ impl Client {
     }
 
     /// Sends a request with its descriptors and waits for the answer.
+    ///
+    /// An upgrade leaves the machine in another process, which listens on the same socket. A
+    /// request that the first process has not read is sent to that one.
     pub fn ask_with(&mut self, what: &Do, descriptors: &[BorrowedFd<'_>]) -> Result<Value, Error> {
+        let answer = match self.ask_once(what, descriptors) {
+            Err(Error::Unread { .. }) => {
+                self.connect_again().map_err(|_| Error::Closed { path: self.path.clone() })?;
+                self.ask_once(what, descriptors)
+            }
+            answer => answer,
+        };
+        self.listens |= answer.is_ok() && *what == Do::Events {};
+        answer
+    }
+
+    /// Connects to the process that listens now, and asks for events if this client has.
+    fn connect_again(&mut self) -> Result<(), Error> {
+        let next = Self::connect_within(&self.path, self.patience)?;
+        (self.stream, self.part) = (next.stream, next.part);
+        match self.listens {
+            true => self.ask_once(&Do::Events {}, &[]).map(drop),
+            false => Ok(()),
+        }
+    }
+
+    fn ask_once(&mut self, what: &Do, descriptors: &[BorrowedFd<'_>]) -> Result<Value, Error> {
         self.last_id += 1;
         let mut request = serde_json::to_value(what).expect("plain data");
         request["id"] = self.last_id.into();
@@ -182,7 +219,9 @@ impl Client {
         let mut said = None;
         loop {
             let mut answer = match self.next(Some(self.patience)) {
-                Err(Error::Closed { .. }) if let Some(why) = said => return Err(Error::Refused(why)),
+                Err(Error::Closed { .. } | Error::Unread { .. }) if let Some(why) = said => {
+                    return Err(Error::Refused(why));
+                }
                 line => line?,
             };
             if answer["event"].is_string() {
@@ -196,6 +235,7 @@ impl Client {
                 continue;
             }
             return match answer["error"].as_str() {
+                Some(_) if answer["again"] == true => Err(Error::Unread { path: self.path.clone() }),
                 Some(error) => Err(Error::Refused(error.to_owned())),
                 None => Ok(answer["ok"].take()),
             };
@@ -280,6 +320,10 @@ impl Client {
                     line: String::from_utf8_lossy(&line[..line.len().min(80)]).into_owned(),
                 })
             }
+            // A unix socket that is closed with unread data says so to the other end.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                Err(Error::Unread { path: self.path.clone() })
+            }
             _ => Err(Error::Closed { path: self.path.clone() }),
         }
     }
@@ -291,7 +335,7 @@ impl Client {
                 Value::String(why) => Error::Refused(why),
                 _ => Error::Closed { path: self.path.clone() },
             },
-            _ => Error::Closed { path: self.path.clone() },
+            _ => Error::Unread { path: self.path.clone() },
         }
     }
 }
@@ -320,4 +364,75 @@ fn first_id() -> u64 {
     // Without randomness (early in boot) other clients are unlikely.
     let _ = random::fill(&mut bytes);
     u64::from_le_bytes(bytes) & NUMBERS
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// What one process does with the request that it gets, and what the client is told then.
+    type Process = fn(UnixStream);
+
+    /// The first process leaves the machine to a second one, which answers.
+    fn asked(name: &str, first: Process) -> Result<Value, Error> {
+        let path = std::env::temp_dir().join(format!("vellum-client-{name}-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let answer = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                first(listener.accept().unwrap().0);
+                let (stream, _) = listener.accept().unwrap();
+                let mut lines = BufReader::new(&stream);
+                // The client listened for events, so it does again.
+                for expected in ["events", "pause"] {
+                    let mut line = String::new();
+                    lines.read_line(&mut line).unwrap();
+                    let request: Value = serde_json::from_str(&line).unwrap();
+                    assert_eq!(request["do"], expected);
+                    writeln!(&stream, "{{\"id\":{},\"ok\":\"{expected}\"}}", request["id"]).unwrap();
+                }
+            });
+            let mut client = Client::connect(&path)?;
+            client.ask(&Do::Events {})?;
+            client.ask(&Do::Pause {})
+        });
+        std::fs::remove_file(&path).unwrap();
+        answer
+    }
+
+    fn answer(stream: &UnixStream, rest: &str) {
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        let request: Value = serde_json::from_str(&line).unwrap();
+        writeln!(&*stream, "{{\"id\":{},{rest}}}", request["id"]).unwrap();
+    }
+
+    #[test]
+    fn a_request_that_is_not_read_goes_to_the_next_process() {
+        let unread = asked("unread", |stream| {
+            answer(&stream, r#""ok":{}"#);
+            let mut poll = Poll::default();
+            poll.readable(&stream);
+            assert!(poll.wait(None).unwrap());
+        });
+        assert_eq!(unread.unwrap(), "pause");
+    }
+
+    #[test]
+    fn a_request_that_is_answered_by_again_goes_to_the_next_process() {
+        let again = asked("again", |stream| {
+            answer(&stream, r#""ok":{}"#);
+            answer(&stream, r#""error":"elsewhere","again":true"#);
+        });
+        assert_eq!(again.unwrap(), "pause");
+    }
+
+    #[test]
+    fn a_connection_that_is_closed_before_the_request_is_made_anew() {
+        // Whether the client notices as it sends or as it reads depends on which is first.
+        let closed = asked("closed", |stream| answer(&stream, r#""ok":{}"#));
+        assert_eq!(closed.unwrap(), "pause");
+    }
 }

@@ -53,6 +53,13 @@ impl Asked {
         self.answer_with(result, &[]);
     }
 
+    /// Tells the client to ask again: another process has the machine now, and listens on the same
+    /// socket.
+    pub fn elsewhere(self) {
+        let error = "another process has this machine now: ask again";
+        send(&self.reply, &json!({"id": self.by.id, "error": error, "again": true}));
+    }
+
     /// Sends the answer with descriptors.
     pub fn answer_with(self, result: Result<Value, String>, descriptors: &[OwnedFd]) {
         let line = match result {

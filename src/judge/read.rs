@@ -48,7 +48,7 @@ pub struct Start {
 
 /// One fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
+pub struct Finding {
     /// The kind, one of [`kinds`].
     pub kind: &'static str,
     /// The vCPU that found it.
@@ -77,7 +77,7 @@ pub struct Log {
     /// The last pass that was reported.
     pub pass: Option<u64>,
     /// The faults that were printed one by one.
-    pub faults: Vec<Fault>,
+    pub faults: Vec<Finding>,
     /// The count of each kind at the end, in the order of [`kinds`].
     pub counts: Vec<Option<u64>>,
     sums: Vec<(u64, u64, u64)>,
@@ -199,7 +199,7 @@ impl Log {
         } else if let Some(rest) = line.strip_prefix(FAULT) {
             let kind = KINDS.iter().find(|kind| rest.split(' ').next() == Some(**kind))?;
             let of = |key| number(value(rest, key)?);
-            let fault = Fault {
+            let fault = Finding {
                 kind,
                 vcpu: of("vcpu")?,
                 address: of("address")?,

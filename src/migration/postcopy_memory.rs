@@ -342,17 +342,17 @@ mod tests {
             (0..8).for_each(|page| word(page).store(1, Ordering::Relaxed));
             let missing = Bits::new(8);
             missing.set(2..5);
-            let landing =
+            let postcopy =
                 PostcopyMemory::new(uffd, mapping.clone(), PAGE_SIZE, missing, threads::event().unwrap());
-            landing.register().unwrap();
-            landing.empty(shared).unwrap();
-            landing.take(1..5, Some(&[2; 4 * PAGE_SIZE as usize])).unwrap();
-            assert_eq!((landing.left(), landing.brought()), (0, 3));
-            landing.take(2..3, None).unwrap();
-            landing.unregister().unwrap();
+            postcopy.register().unwrap();
+            postcopy.empty(shared).unwrap();
+            postcopy.take(1..5, Some(&[2; 4 * PAGE_SIZE as usize])).unwrap();
+            assert_eq!((postcopy.left(), postcopy.brought()), (0, 3));
+            postcopy.take(2..3, None).unwrap();
+            postcopy.unregister().unwrap();
             // As placed by a thread that found the pages missing before another thread placed them.
-            landing.put(3..4, &[3; PAGE_SIZE as usize]).unwrap();
-            landing.put_zeroes(2..3).unwrap();
+            postcopy.put(3..4, &[3; PAGE_SIZE as usize]).unwrap();
+            postcopy.put_zeroes(2..3).unwrap();
             let found: Vec<u64> = (0..8).map(|page| word(page).load(Ordering::Relaxed)).collect();
             let came = u64::from_ne_bytes([2; 8]);
             assert_eq!(found, [1, 1, came, came, came, 1, 1, 1]);
@@ -370,15 +370,15 @@ mod tests {
         let mapping = Arc::new(Mapping::new(2 * unit, PAGE_SIZE, Source::Anonymous).unwrap());
         let missing = Bits::new(2);
         missing.set(0..2);
-        let landing = PostcopyMemory::new(uffd, mapping, unit, missing, threads::event().unwrap());
-        landing.register().unwrap();
-        landing.empty(false).unwrap();
-        landing.take(0..1, None).unwrap();
-        let whole = landing.gather(0, 1, Some(&[2; PAGE_SIZE as usize])).unwrap();
-        landing.take(0..1, None).unwrap();
-        landing.put_gathered(0, &whole).unwrap();
+        let postcopy = PostcopyMemory::new(uffd, mapping, unit, missing, threads::event().unwrap());
+        postcopy.register().unwrap();
+        postcopy.empty(false).unwrap();
+        postcopy.take(0..1, None).unwrap();
+        let whole = postcopy.gather(0, 1, Some(&[2; PAGE_SIZE as usize])).unwrap();
+        postcopy.take(0..1, None).unwrap();
+        postcopy.put_gathered(0, &whole).unwrap();
         // This one had looked before the unit was marked as present.
-        assert!(landing.gather(0, 1, None).is_none());
-        assert!(locked(&landing.gathered).is_empty() && landing.left() == 1);
+        assert!(postcopy.gather(0, 1, None).is_none());
+        assert!(locked(&postcopy.gathered).is_empty() && postcopy.left() == 1);
     }
 }

@@ -77,7 +77,7 @@ impl Answer {
 
 /// The outcome of a result or a comparison. The worst is last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Word {
+pub enum Outcome {
     /// No difference was shown.
     Same,
     /// There are too few results to show a difference.
@@ -102,7 +102,7 @@ pub enum Word {
     Fail,
 }
 
-impl fmt::Display for Word {
+impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Same => "SAME",
@@ -124,11 +124,11 @@ impl fmt::Display for Word {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// `None` for a measurement that went well.
-    pub word: Option<Word>,
+    pub outcome: Option<Outcome>,
     /// The answer, or the reason why it is missing.
     pub text: String,
     /// Everything else that is wrong with the result.
-    pub reasons: Vec<(Word, String)>,
+    pub reasons: Vec<(Outcome, String)>,
     /// The main figures.
     pub figures: Vec<Fact>,
     /// What the user can do next.
@@ -164,32 +164,32 @@ impl Report {
                 && (!self.is_one_case() || self.invalid.is_empty())
         });
         let failed = bad.is_some() || self.invalid.iter().any(|failed| wrong(&failed));
-        let mut reasons: Vec<(Word, String)> = Vec::new();
-        reasons.extend(self.invalid.iter().map(|failed| (Word::Invalid, failed.to_string())));
-        reasons.extend(self.cut_short.iter().map(|rest| (Word::CutOff, rest.clone())));
-        reasons.extend(self.not_run.iter().map(|what| (Word::NotRun, what.clone())));
+        let mut reasons: Vec<(Outcome, String)> = Vec::new();
+        reasons.extend(self.invalid.iter().map(|failed| (Outcome::Invalid, failed.to_string())));
+        reasons.extend(self.cut_short.iter().map(|rest| (Outcome::CutOff, rest.clone())));
+        reasons.extend(self.not_run.iter().map(|what| (Outcome::NotRun, what.clone())));
         let mut figures = answer.figures;
-        let (word, text) = if failed {
+        let (outcome, text) = if failed {
             let why = bad.map(|case| format!("{}: {}", case.name, case.why()));
             let text = if answer.text.is_empty() { why.unwrap_or_default() } else { answer.text };
-            (Some(Word::Fail), text)
+            (Some(Outcome::Fail), text)
         } else if answer.elsewhere && self.invalid.is_empty() {
             let text = self.cut_short.clone().unwrap_or(answer.text);
-            reasons.retain(|(word, _)| *word != Word::CutOff);
-            (Some(Word::Moved), text)
+            reasons.retain(|(outcome, _)| *outcome != Outcome::CutOff);
+            (Some(Outcome::Moved), text)
         } else if !reasons.is_empty() {
-            let (word, why) = reasons.remove(0);
+            let (outcome, why) = reasons.remove(0);
             if !answer.text.is_empty() {
                 figures.insert(0, Fact { name: "so far".into(), text: answer.text });
             }
-            (Some(word), why)
+            (Some(outcome), why)
         } else if self.status() == Status::Skip {
             let why = self.all_cases().into_iter().find(|case| case.status == Status::Skip);
-            (Some(Word::NotRun), why.map_or(answer.text, |case| format!("{}: {}", case.name, case.why())))
+            (Some(Outcome::NotRun), why.map_or(answer.text, |case| format!("{}: {}", case.name, case.why())))
         } else {
-            (answer.check.then_some(Word::Pass), answer.text)
+            (answer.check.then_some(Outcome::Pass), answer.text)
         };
-        Verdict { word, text, reasons, figures, next: answer.next }
+        Verdict { outcome, text, reasons, figures, next: answer.next }
     }
 
     /// Returns an answer for a result that has none, because an older Vellum wrote it.
@@ -210,8 +210,8 @@ impl Report {
 impl Verdict {
     /// The first line in plain text.
     pub fn line(&self) -> String {
-        match self.word {
-            Some(word) => format!("{word}  {}", self.text),
+        match self.outcome {
+            Some(outcome) => format!("{outcome}  {}", self.text),
             None => self.text.clone(),
         }
     }
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(cut.verdict().figures[0].text, "9 pages checked, 0 wrong");
         cut.fail(None, Premise::OneCpu);
         assert!(cut.verdict().line().starts_with("INVALID  the host has one CPU"), "{:?}", cut.verdict());
-        assert_eq!(cut.verdict().reasons, [(Word::CutOff, "ended by signal 2".into())]);
+        assert_eq!(cut.verdict().reasons, [(Outcome::CutOff, "ended by signal 2".into())]);
         cut.cases = vec![Case::new("a", Status::Fail).because("lost"), Case::new("b", Status::Pass)];
         assert_eq!(cut.verdict().line(), "FAIL  9 pages checked, 0 wrong");
         assert_eq!(cut.verdict().reasons.len(), 2);
@@ -248,7 +248,7 @@ mod tests {
     fn wrong_contents_fail_and_a_skip_has_not_passed() {
         let mut wrong = report();
         wrong.fail(None, Premise::WrongContents { wrong: 1, of: 9, example: None });
-        assert_eq!(wrong.verdict().word, Some(Word::Fail));
+        assert_eq!(wrong.verdict().outcome, Some(Outcome::Fail));
         let mut skipped = report();
         skipped.cases = vec![Case::new("a", Status::Skip).because("no KVM")];
         assert_eq!(skipped.verdict().line(), "NOT RUN  a: no KVM");
@@ -270,6 +270,6 @@ mod tests {
         report.set_headline("time");
         assert_eq!(report.verdict().line(), "bench b: time 500.0 ms");
         report.cases = vec![report.as_case()];
-        assert_eq!(report.verdict().word, None);
+        assert_eq!(report.verdict().outcome, None);
     }
 }

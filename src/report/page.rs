@@ -76,7 +76,7 @@ impl Page {
 
     /// Writes the word and the text of a verdict.
     pub(crate) fn answer(&mut self, verdict: &Verdict) {
-        let word = verdict.word.map(|word| word.to_string());
+        let word = verdict.outcome.map(|word| word.to_string());
         match (self.form, word) {
             (Form::Text(width), word) => {
                 let first = word.map_or(String::new(), |word| format!("{word}  "));

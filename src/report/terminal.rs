@@ -28,7 +28,7 @@ pub fn render(reports: &[Report], form: Form, extent: Extent) -> String {
     match extent {
         Extent::Short(more) => {
             let mut verdicts: Vec<_> = reports.iter().map(|report| (report.verdict(), report)).collect();
-            verdicts.sort_by_key(|(verdict, _)| std::cmp::Reverse(verdict.word));
+            verdicts.sort_by_key(|(verdict, _)| std::cmp::Reverse(verdict.outcome));
             verdicts.iter().for_each(|(verdict, _)| page.answer(verdict));
             for (verdict, report) in &verdicts {
                 page.facts(verdict);

@@ -80,7 +80,7 @@ pub(super) enum Next {
 
 /// The connection, and what is needed to request pages on it.
 pub(super) struct Asking {
-    landing: Arc<PostcopyMemory>,
+    postcopy: Arc<PostcopyMemory>,
     ram: Memory,
     link: Option<Link>,
     gate: Arc<Gate>,
@@ -96,17 +96,17 @@ pub(super) struct Asking {
 
 impl Asking {
     pub fn new(following: Following, told: Receiver<FetchCommand>, wake: Arc<EventFd>) -> Self {
-        let Following { landing, ram, mut link, gate, vcpus } = following;
+        let Following { postcopy, ram, mut link, gate, vcpus } = following;
         link.read_ahead(AT_ONCE);
         let (link, broken) = (Some(link), None);
-        Self { landing, ram, link, gate, vcpus, told, wake, broken, woken: true, speaks: true }
+        Self { postcopy, ram, link, gate, vcpus, told, wake, broken, woken: true, speaks: true }
     }
 
     /// Handles a fault of `thread` on a unit.
     pub fn supply(&mut self, unit: u64, thread: u32) -> Result<(), String> {
-        let first = self.landing.waits(unit, thread);
-        if self.landing.missing().first_run(unit..unit + 1).is_none() {
-            return self.landing.zero(unit..unit + 1);
+        let first = self.postcopy.waits(unit, thread);
+        if self.postcopy.missing().first_run(unit..unit + 1).is_none() {
+            return self.postcopy.zero(unit..unit + 1);
         }
         if first {
             self.ask(unit);
@@ -116,7 +116,7 @@ impl Asking {
 
     /// Requests a unit, with one request for each memslot that contains part of it.
     fn ask(&mut self, unit: u64) {
-        let pages = unit * self.landing.unit()..(unit + 1) * self.landing.unit();
+        let pages = unit * self.postcopy.unit()..(unit + 1) * self.postcopy.unit();
         let Some(link) = &mut self.link else { return };
         for (region, slot) in (0u32..).zip(self.ram.slots()) {
             let (start, end) =
@@ -135,7 +135,7 @@ impl Asking {
 
     /// Takes what arrives, or waits for it.
     pub fn go_on(&mut self, say: &dyn Fn(Said)) -> Result<Next, String> {
-        if self.landing.left() == 0 {
+        if self.postcopy.left() == 0 {
             return Ok(Next::Whole);
         }
         if self.woken {
@@ -146,7 +146,7 @@ impl Asking {
                 Ok(FetchCommand::Link(mut link)) => {
                     link.read_ahead(AT_ONCE);
                     (self.link, self.broken, self.speaks) = (Some(*link), None, true);
-                    self.landing.awaited().into_iter().for_each(|unit| self.ask(unit));
+                    self.postcopy.awaited().into_iter().for_each(|unit| self.ask(unit));
                 }
                 Ok(FetchCommand::Cut) => self.link = None,
                 Ok(_) => {}
@@ -162,13 +162,13 @@ impl Asking {
         }
         if self.link.is_none()
             && !self.gate.has_run()
-            && !self.landing.awaited().is_empty()
+            && !self.postcopy.awaited().is_empty()
             && self.gate.shut()
         {
             // The waiting thread is the one that would have to be told.
             return Err("the link to the source was cut before the guest ran here; it never will".into());
         }
-        let (faults, link) = (self.landing.uffd().descriptor(), self.link.as_ref().map(Link::descriptor));
+        let (faults, link) = (self.postcopy.uffd().descriptor(), self.link.as_ref().map(Link::descriptor));
         let mut poll = Poll::default();
         poll.readable(faults);
         poll.readable(&*self.wake);
@@ -196,7 +196,7 @@ impl Asking {
                         return Ok(Some(error.to_string()));
                     }
                     let first = first_of(slot) + run.first;
-                    self.landing.take(first..first + u64::from(run.pages), data)?;
+                    self.postcopy.take(first..first + u64::from(run.pages), data)?;
                 }
                 Ok(Some(_)) => return Ok(Some("the source sent more than pages".into())),
                 Err(error) => return Ok(Some(error.to_string())),
@@ -208,8 +208,8 @@ impl Asking {
     /// Ends fetching when no page is missing: unregisters, locks and populates the memory as
     /// configured.
     pub fn finish(self) -> Result<(Waited, Option<Link>), String> {
-        self.landing.unregister()?;
-        let waited = self.landing.waited(&self.vcpus);
+        self.postcopy.unregister()?;
+        let waited = self.postcopy.waited(&self.vcpus);
         self.ram.mapping.keep(false);
         if self.ram.config.lock {
             self.ram.mapping.lock(true).map_err(|error| format!("locking memory: {error}"))?;

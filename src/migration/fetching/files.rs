@@ -54,15 +54,15 @@ pub(super) fn missing(layers: &Layers, unit: u64, units: u64) -> Bits {
 }
 
 impl Files {
-    /// Fetches `layers` into `landing`, `first` before everything else.
+    /// Fetches `layers` into `postcopy`, `first` before everything else.
     pub fn new(
-        landing: &PostcopyMemory,
+        postcopy: &PostcopyMemory,
         layers: Layers,
         first: Option<WorkingSet>,
         recording: Option<Recording>,
         told: Receiver<FetchCommand>,
     ) -> Self {
-        let (unit, units) = (landing.unit(), landing.units());
+        let (unit, units) = (postcopy.unit(), postcopy.units());
         let page = unit * PAGE_SIZE;
         let step = (STEP / page).max(1);
         let first = first.map(|set| in_order(&set, unit, units, step)).unwrap_or_default();
@@ -83,8 +83,8 @@ impl Files {
     }
 
     /// Handles a fault on a unit.
-    pub fn supply(&mut self, landing: &PostcopyMemory, unit: u64) -> Result<(), String> {
-        self.bring_or_zero(landing, unit..unit + 1)?;
+    pub fn supply(&mut self, postcopy: &PostcopyMemory, unit: u64) -> Result<(), String> {
+        self.bring_or_zero(postcopy, unit..unit + 1)?;
         if self.recording.is_some() && self.wanted.first_run(unit..unit + 1).is_none() {
             self.wanted.set(unit..unit + 1);
             self.order.push(unit);
@@ -94,16 +94,16 @@ impl Files {
 
     /// Makes all of `run` present: fetches its missing units, and resolves faults on the others
     /// with zeroes.
-    fn bring_or_zero(&mut self, landing: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
+    fn bring_or_zero(&mut self, postcopy: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
         let mut at = run.start;
         while at < run.end {
-            let next = landing.missing().first_run(at..run.end).unwrap_or(run.end..run.end);
+            let next = postcopy.missing().first_run(at..run.end).unwrap_or(run.end..run.end);
             if next.start > at {
-                landing.zero(at..next.start)?;
+                postcopy.zero(at..next.start)?;
             }
             at = next.end;
             if !next.is_empty() {
-                self.bring(landing, next)?;
+                self.bring(postcopy, next)?;
             }
         }
         Ok(())
@@ -111,18 +111,18 @@ impl Files {
 
     /// Fetches a part of the rest, or waits for faults while the order is recorded. Returns false
     /// when all units are present.
-    pub fn go_on(&mut self, landing: &PostcopyMemory) -> Result<bool, String> {
-        let step = self.buffer.len() as u64 / (landing.unit() * PAGE_SIZE);
+    pub fn go_on(&mut self, postcopy: &PostcopyMemory) -> Result<bool, String> {
+        let step = self.buffer.len() as u64 / (postcopy.unit() * PAGE_SIZE);
         if self.recording.is_some() {
-            self.record(landing)?;
+            self.record(postcopy)?;
         } else if let Some(run) = self.window.pop() {
-            self.bring_or_zero(landing, run)?;
+            self.bring_or_zero(postcopy, run)?;
         } else if let Some(window) = self.first.pop() {
             self.window = window;
-            self.announce(self.first.last(), landing.unit());
-        } else if let Some(run) = landing.missing().first_run_of(self.at..landing.units(), step) {
+            self.announce(self.first.last(), postcopy.unit());
+        } else if let Some(run) = postcopy.missing().first_run_of(self.at..postcopy.units(), step) {
             self.at = run.end;
-            self.bring(landing, run)?;
+            self.bring(postcopy, run)?;
         } else {
             return Ok(false);
         }
@@ -136,8 +136,8 @@ impl Files {
     }
 
     /// Fetches `run`, which is missing and at most one step.
-    fn bring(&mut self, landing: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
-        let unit = landing.unit();
+    fn bring(&mut self, postcopy: &PostcopyMemory, run: Range<u64>) -> Result<(), String> {
+        let unit = postcopy.unit();
         let pages = run.start * unit..run.end * unit;
         let all = &mut self.buffer[..((pages.end - pages.start) * PAGE_SIZE) as usize];
         if unit > 1 {
@@ -151,11 +151,11 @@ impl Files {
             let bytes = [found.start, found.end].map(|page| ((page - pages.start) * PAGE_SIZE) as usize);
             layer.read(found, &mut all[bytes[0]..bytes[1]]).map_err(|error| error.to_string())?;
         }
-        landing.put(run, all)
+        postcopy.put(run, all)
     }
 
     /// Waits for faults until the order has been recorded for long enough, and then writes it.
-    fn record(&mut self, landing: &PostcopyMemory) -> Result<(), String> {
+    fn record(&mut self, postcopy: &PostcopyMemory) -> Result<(), String> {
         let Some(lasts) = self.recording.as_ref().map(|recording| recording.lasts) else { return Ok(()) };
         if self.runs.is_none() {
             match self.told.try_recv() {
@@ -171,14 +171,14 @@ impl Files {
         let left = self.runs.map_or(LOOK, |since| lasts.saturating_sub(since.elapsed()));
         if !left.is_zero() {
             let mut poll = Poll::default();
-            poll.readable(landing.uffd().descriptor());
+            poll.readable(postcopy.uffd().descriptor());
             return poll.wait(Some(left.min(LOOK))).map(drop).map_err(|error| format!("poll: {error}"));
         }
         let Some(recording) = self.recording.take() else { return Ok(()) };
         let set = WorkingSet {
-            unit: landing.unit() as u32,
+            unit: postcopy.unit() as u32,
             pages: self.layers.pages(),
-            firsts: self.order.drain(..).map(|unit| unit * landing.unit()).collect(),
+            firsts: self.order.drain(..).map(|unit| unit * postcopy.unit()).collect(),
         };
         match recording.file.finish(&set) {
             Ok(()) => tracing::info!("the working set of {} pages is recorded", set.firsts.len()),
@@ -234,16 +234,16 @@ mod tests {
             return;
         };
         let mapping = Arc::new(Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
-        let landing = PostcopyMemory::new(uffd, mapping, PAGE_SIZE, Bits::new(1), threads::event().unwrap());
+        let postcopy = PostcopyMemory::new(uffd, mapping, PAGE_SIZE, Bits::new(1), threads::event().unwrap());
         let (file, _naming) = Unnamed::create(&std::env::temp_dir()).unwrap();
         let recording = Recording { lasts: Duration::MAX, file };
         let (tell, told) = channel();
-        let mut files = Files::new(&landing, Layers(Vec::new()), None, Some(recording), told);
+        let mut files = Files::new(&postcopy, Layers(Vec::new()), None, Some(recording), told);
         tell.send(FetchCommand::Cut).unwrap();
-        assert_eq!((files.go_on(&landing), files.runs), (Ok(true), None));
+        assert_eq!((files.go_on(&postcopy), files.runs), (Ok(true), None));
         drop(tell);
-        assert_eq!(files.go_on(&landing), Ok(true));
-        assert_eq!((files.go_on(&landing), files.recording.is_none()), (Ok(false), true));
+        assert_eq!(files.go_on(&postcopy), Ok(true));
+        assert_eq!((files.go_on(&postcopy), files.recording.is_none()), (Ok(false), true));
     }
 
     #[test]

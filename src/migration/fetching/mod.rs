@@ -76,7 +76,7 @@ pub struct Work {
 #[derive(Debug)]
 pub struct Following {
     /// The memory, and which of it is missing.
-    pub landing: Arc<PostcopyMemory>,
+    pub postcopy: Arc<PostcopyMemory>,
     /// All RAM. It is populated or locked, if configured, once no page is missing.
     pub ram: Memory,
     /// The connection for faulting pages.
@@ -156,7 +156,7 @@ impl Fetching {
                 Ok(FetchCommand::Follow(following)) => Thread::of_a_source(*following, told, wakes),
                 _ => return,
             };
-            let registered = thread.landing.register();
+            let registered = thread.postcopy.register();
             let fails = registered.is_err();
             speaks(Said::Answers(registered));
             if fails {
@@ -278,7 +278,7 @@ enum Origin {
 
 /// The state of the thread.
 struct Thread {
-    landing: Arc<PostcopyMemory>,
+    postcopy: Arc<PostcopyMemory>,
     origin: Origin,
     began: Instant,
     faults: u64,
@@ -293,15 +293,15 @@ impl Thread {
     ) -> Self {
         let Work { mapping, page, layers, first } = work;
         let missing = files::missing(&layers, page / PAGE_SIZE, mapping.len() / page);
-        let landing = Arc::new(PostcopyMemory::new(uffd, mapping, page, missing, wake));
-        let files = Files::new(&landing, layers, first, recording, told);
-        Self { landing, origin: Origin::Files(files), began: Instant::now(), faults: 0 }
+        let postcopy = Arc::new(PostcopyMemory::new(uffd, mapping, page, missing, wake));
+        let files = Files::new(&postcopy, layers, first, recording, told);
+        Self { postcopy, origin: Origin::Files(files), began: Instant::now(), faults: 0 }
     }
 
     fn of_a_source(following: Following, told: Receiver<FetchCommand>, wake: Arc<EventFd>) -> Self {
-        let landing = following.landing.clone();
+        let postcopy = following.postcopy.clone();
         let asking = Asking::new(following, told, wake);
-        Self { landing, origin: Origin::Source(Box::new(asking)), began: Instant::now(), faults: 0 }
+        Self { postcopy, origin: Origin::Source(Box::new(asking)), began: Instant::now(), faults: 0 }
     }
 
     /// Runs until all pages are present. Returns false if the memory is no longer needed.
@@ -312,7 +312,7 @@ impl Thread {
                 self.answer()?;
             }
             let more = match &mut self.origin {
-                Origin::Files(files) => files.go_on(&self.landing)?,
+                Origin::Files(files) => files.go_on(&self.postcopy)?,
                 Origin::Source(asking) => match asking.go_on(say)? {
                     asking::Next::More { faults: came } => {
                         faults = came;
@@ -336,7 +336,7 @@ impl Thread {
             Origin::Files(_) => (Waited::default(), None),
             Origin::Source(asking) => asking.finish()?,
         };
-        let fetched = Fetched { faults: self.faults, pages: self.landing.brought(), us };
+        let fetched = Fetched { faults: self.faults, pages: self.postcopy.brought(), us };
         Ok(Whole { fetched, waited, link })
     }
 
@@ -345,15 +345,15 @@ impl Thread {
         let mut waiting = [(0, 0); BATCH];
         loop {
             let taken = self
-                .landing
+                .postcopy
                 .uffd()
                 .take_faults(&mut waiting)
                 .map_err(|error| format!("userfaultfd: {error}"))?;
             for (address, thread) in &waiting[..taken] {
-                let unit = self.landing.unit_at(*address);
+                let unit = self.postcopy.unit_at(*address);
                 self.faults += 1;
                 match &mut self.origin {
-                    Origin::Files(files) => files.supply(&self.landing, unit)?,
+                    Origin::Files(files) => files.supply(&self.postcopy, unit)?,
                     Origin::Source(asking) => asking.supply(unit, *thread)?,
                 }
             }

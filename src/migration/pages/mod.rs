@@ -261,7 +261,7 @@ pub struct Incoming {
     /// The pages that may be non-zero.
     written: Bits,
     /// Where pages go once the guest runs here while some are still missing.
-    landing: OnceLock<Arc<PostcopyMemory>>,
+    postcopy: OnceLock<Arc<PostcopyMemory>>,
 }
 
 impl Incoming {
@@ -272,14 +272,14 @@ impl Incoming {
         if !fresh {
             written.set(0..slot.pages());
         }
-        Self { slot, written, landing: OnceLock::new() }
+        Self { slot, written, postcopy: OnceLock::new() }
     }
 
-    /// From now on, arriving pages go to `landing`, which does not overwrite pages that are
+    /// From now on, arriving pages go to `postcopy`, which does not overwrite pages that are
     /// present.
-    pub(crate) fn land(&self, landing: &Arc<PostcopyMemory>) {
+    pub(crate) fn divert_to(&self, postcopy: &Arc<PostcopyMemory>) {
         // No other caller sets it.
-        let _ = self.landing.set(landing.clone());
+        let _ = self.postcopy.set(postcopy.clone());
     }
 
     /// Writes the pages of `run`, which has been checked ([`Run::check`]): `data`, or zeroes
@@ -291,9 +291,9 @@ impl Incoming {
         let pages = run.first..run.first + u64::from(run.pages);
         let offset = |page: u64| self.slot.offset() + page * PAGE_SIZE;
         assert!(pages.end <= self.slot.pages(), "{run:?} of {:?}", self.slot);
-        if let Some(landing) = self.landing.get() {
+        if let Some(postcopy) = self.postcopy.get() {
             let first = offset(pages.start) / PAGE_SIZE;
-            if let Err(why) = landing.take(first..first + u64::from(run.pages), data) {
+            if let Err(why) = postcopy.take(first..first + u64::from(run.pages), data) {
                 super::fetching::end(&why);
             }
             return;

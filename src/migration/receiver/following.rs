@@ -46,7 +46,7 @@ impl Receiving {
         if link.say(&Message::Joined {}).is_err() {
             return;
         }
-        match (&self.landing, self.place.as_ref().and_then(|place| place.fetching.as_ref())) {
+        match (&self.postcopy, self.place.as_ref().and_then(|place| place.fetching.as_ref())) {
             (Some(_), Some(fetching)) => fetching.link(link),
             _ => self.faults = Some(link),
         }
@@ -93,37 +93,37 @@ impl Receiving {
         // Reports of touched memory include the pages that have not arrived yet.
         let _ = place.ram.shown.set(will_be);
         let uffd = fetching.take_uffd().ok_or("it has begun")?;
-        let landing =
+        let postcopy =
             Arc::new(PostcopyMemory::new(uffd, place.ram.mapping.clone(), page, missing, fetching.wake()));
         let gate = Arc::new(Gate::new(self.fence.clone()));
         let vcpus = place.vcpus.threads();
         let (ram, own) = (place.ram.clone(), gate.clone());
-        fetching.follow(Following { landing: landing.clone(), ram, link, gate: own, vcpus })?;
+        fetching.follow(Following { postcopy: postcopy.clone(), ram, link, gate: own, vcpus })?;
         let shared =
             matches!(place.ram.config.backing, Backing::SharedHugetlb(_) | Backing::Shmem | Backing::Memfd);
-        landing.empty(shared)?;
+        postcopy.empty(shared)?;
         for (slot, memory) in place.memory.iter().zip(self.memory.iter()) {
             if Arc::ptr_eq(slot.mapping(), &place.ram.mapping) {
-                memory.land(&landing);
+                memory.divert_to(&postcopy);
             }
         }
-        (self.landing, self.gate) = (Some(landing), Some(gate));
+        (self.postcopy, self.gate) = (Some(postcopy), Some(gate));
         Ok(())
     }
 
     /// Sends the map of missing pages.
     pub(super) fn lack(&mut self) -> Result<(), link::Error> {
-        let (Some(landing), Some(place), Some(link)) = (&self.landing, &self.place, &mut self.link) else {
+        let (Some(postcopy), Some(place), Some(link)) = (&self.postcopy, &self.place, &mut self.link) else {
             return Ok(());
         };
         let mut pages = 0;
         for (region, slot) in (0u32..).zip(place.ram.slots()) {
             let bits = Bits::new(slot.pages());
             let first = slot.offset() / PAGE_SIZE;
-            let unit = landing.unit();
+            let unit = postcopy.unit();
             let units = first / unit..(first + slot.pages()).div_ceil(unit);
             let mut from = units.start;
-            while let Some(run) = landing.missing().first_run(from..units.end) {
+            while let Some(run) = postcopy.missing().first_run(from..units.end) {
                 from = run.end;
                 let (start, end) =
                     ((run.start * unit).max(first), (run.end * unit).min(first + slot.pages()));

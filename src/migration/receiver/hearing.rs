@@ -121,7 +121,7 @@ impl Receiving {
                     })
                 }
                 // All pages were present already.
-                Ok(Some(Frame::Run(..))) if self.landing.is_some() => Ok(()),
+                Ok(Some(Frame::Run(..))) if self.postcopy.is_some() => Ok(()),
                 Ok(Some(Frame::Missing(run, bits))) if receiving => match run.check(&self.regions) {
                     Ok(()) => {
                         if self.lacking.is_empty() {

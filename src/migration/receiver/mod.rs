@@ -200,7 +200,7 @@ pub struct Receiving {
     /// The source's map of pages that follow, one bitmap per region.
     lacking: Vec<Bits>,
     /// The memory with missing pages.
-    landing: Option<Arc<PostcopyMemory>>,
+    postcopy: Option<Arc<PostcopyMemory>>,
     gate: Option<Arc<Gate>>,
     waited: Waited,
     /// Pages of each region.
@@ -237,7 +237,7 @@ impl Receiving {
             faults: None,
             faults_number: None,
             lacking: Vec::new(),
-            landing: None,
+            postcopy: None,
             gate: None,
             waited: Waited::default(),
             regions: Arc::default(),

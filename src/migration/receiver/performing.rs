@@ -166,8 +166,10 @@ impl Receiving {
                 }
             }
             Action::Sever => {
-                let left =
-                    self.landing.as_ref().map_or(0, |landing| landing.left() * landing.unit() * PAGE_SIZE);
+                let left = self
+                    .postcopy
+                    .as_ref()
+                    .map_or(0, |postcopy| postcopy.left() * postcopy.unit() * PAGE_SIZE);
                 let why = self.broken.take().unwrap_or_default();
                 tracing::warn!(
                     "the link was cut ({why}), and {} of this guest's memory is at the source alone: who wants that waits until the migration \
@@ -189,7 +191,7 @@ impl Receiving {
             }
             Action::Free => {
                 self.memory = Arc::default();
-                (self.place, self.comparing, self.landing, self.faults) = (None, None, None, None);
+                (self.place, self.comparing, self.postcopy, self.faults) = (None, None, None, None);
                 self.demand(Demand::Free)?;
             }
             Action::Report(why) => {

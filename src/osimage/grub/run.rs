@@ -159,12 +159,12 @@ impl<'d> Script<'d> {
     fn all(&mut self, commands: &[Command]) -> Success {
         let mut success = true;
         for command in commands {
-            success = self.one(command)?;
+            success = self.command(command)?;
         }
         Ok(success)
     }
 
-    fn one(&mut self, command: &Command) -> Success {
+    fn command(&mut self, command: &Command) -> Success {
         self.steps += 1;
         if self.steps > MAX_STEPS {
             return Err(format!("it runs more than {MAX_STEPS} commands"));

@@ -3,7 +3,7 @@
 
 use super::results::{Comparison, Question};
 use super::{Change, FigureVerdict, Weighed};
-use crate::answer::{Verdict, Word};
+use crate::answer::{Outcome, Verdict};
 use crate::page::{Extent, Form, Page, words};
 use crate::printable;
 use crate::table::Table;
@@ -87,14 +87,14 @@ impl Question {
                     true => format!("{many} {unit} per side, {} are needed to show a difference", self.least),
                     false => format!("{many} {unit} per side do not vary, so more are needed to tell"),
                 };
-                (Word::TooFew, text)
+                (Outcome::TooFew, text)
             }
-            (0, 0, 0) => (Word::Same, format!("no difference was shown in {compared} figures")),
+            (0, 0, 0) => (Outcome::Same, format!("no difference was shown in {compared} figures")),
             _ => {
                 let word = match (slower, faster) {
-                    (0, 0) => Word::Differs,
-                    (0, _) => Word::Faster,
-                    (_, _) => Word::Slower,
+                    (0, 0) => Outcome::Differs,
+                    (0, _) => Outcome::Faster,
+                    (_, _) => Outcome::Slower,
                 };
                 let first =
                     headline.map_or(String::new(), |row| format!("; {}: {}", row.of.label, verdict(row)));
@@ -103,16 +103,16 @@ impl Question {
         };
         let warned = |(label, warning): (&str, &super::results::Warning)| {
             let word = match warning.kind {
-                "CUT OFF" => Word::CutOff,
-                "NOT RUN" => Word::NotRun,
-                _ => Word::Invalid,
+                "CUT OFF" => Outcome::CutOff,
+                "NOT RUN" => Outcome::NotRun,
+                _ => Outcome::Invalid,
             };
             (word, format!("{label}, {}", warning.text))
         };
         let sides = ["A", "B"].into_iter().zip(&self.sides);
         let warnings = sides.flat_map(|(label, side)| side.warnings.iter().map(move |w| (label, w)));
         Verdict {
-            word: Some(word),
+            outcome: Some(word),
             text: format!("{}: {text}", self.name),
             reasons: warnings.map(warned).collect(),
             figures: Vec::new(),

@@ -9,7 +9,7 @@ mod compare;
 
 use std::fmt::Write as _;
 
-use super::answer::{Verdict, Word};
+use super::answer::{Outcome, Verdict};
 use super::plot::{self, Plot};
 use super::table::{Group, Kind, cells, common_scale, groups};
 use super::terminal::{self, asked_value, percentiles, spread_of};
@@ -80,7 +80,7 @@ pub fn escape(text: &str) -> String {
 
 fn badges(result: &Report) -> String {
     let mut out = String::new();
-    if result.verdict().word == Some(Word::Fail) {
+    if result.verdict().outcome == Some(Outcome::Fail) {
         out.push_str(" <span class=\"badge bad\">FAIL</span>");
     }
     if result.cut_short.is_some() {
@@ -138,13 +138,15 @@ fn article(out: &mut String, i: usize, result: &Report) {
 
 /// Writes the first lines of a result or a comparison.
 fn verdict(out: &mut String, verdict: &Verdict) {
-    let (class, word) = match verdict.word {
+    let (class, word) = match verdict.outcome {
         None => ("plain", String::new()),
         Some(word) => {
             let class = match word {
-                Word::Pass | Word::Faster => "pass",
-                Word::Same | Word::TooFew | Word::Differs | Word::Moved => "plain",
-                Word::Slower | Word::Fail | Word::Invalid | Word::CutOff | Word::NotRun => "fail",
+                Outcome::Pass | Outcome::Faster => "pass",
+                Outcome::Same | Outcome::TooFew | Outcome::Differs | Outcome::Moved => "plain",
+                Outcome::Slower | Outcome::Fail | Outcome::Invalid | Outcome::CutOff | Outcome::NotRun => {
+                    "fail"
+                }
             };
             (class, format!("<strong>{word}</strong> "))
         }

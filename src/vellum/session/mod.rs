@@ -404,6 +404,11 @@ impl Session {
     /// here. Signals are passed on, and the exit status of that process is returned. A process that
     /// took over from another does not wait, because its successor has the supervisor.
     pub fn wait_for(&mut self, successor: OwnedFd) -> Exit {
+        while let Ok(heard) = self.heard.try_recv() {
+            if let Heard::Asked(asked) = heard {
+                asked.elsewhere();
+            }
+        }
         self.control = None;
         self.listeners.clear();
         for served in std::mem::take(&mut self.served) {

@@ -52,15 +52,15 @@ static TIMES: Shared<[SystemTime; MAX_VCPUS]> = Shared::new([NO_TIME; MAX_VCPUS]
 
 /// The last values of a processor's clock and timer.
 #[derive(Clone, Copy)]
-struct Seen {
+struct Readings {
     nanoseconds: u64,
     interrupts: u64,
     deadline: u64,
     patience: Patience,
 }
 
-static SEEN: Shared<[Seen; MAX_VCPUS]> =
-    Shared::new([Seen { nanoseconds: 0, interrupts: 0, deadline: 0, patience: Patience::NONE }; MAX_VCPUS]);
+static READINGS: Shared<[Readings; MAX_VCPUS]> =
+    Shared::new([Readings { nanoseconds: 0, interrupts: 0, deadline: 0, patience: Patience::NONE }; MAX_VCPUS]);
 /// The timer's ticks in [`SHOT`]. 0 without a timer.
 static COUNT: Shared<u32> = Shared::new(0);
 static HAS_CLOCK: Shared<bool> = Shared::new(false);
@@ -133,9 +133,9 @@ fn time_address(cpu: u64) -> u64 {
     TIMES.get() as u64 + size_of::<SystemTime>() as u64 * cpu
 }
 
-fn seen(cpu: u64) -> &'static mut Seen {
+fn seen(cpu: u64) -> &'static mut Readings {
     // SAFETY: each processor has its own.
-    unsafe { &mut (*SEEN.get())[cpu as usize & 7] }
+    unsafe { &mut (*READINGS.get())[cpu as usize & 7] }
 }
 
 /// Sets the timer for one interrupt after [`SHOT`].
