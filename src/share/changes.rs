@@ -104,7 +104,7 @@ impl Server {
     ) -> Result<(), i32> {
         let directory = self.get(header.node)?;
         make(&directory).map_err(errno)?;
-        self.give(header, &directory, name)?;
+        self.give(header, &directory, name, kind)?;
         self.made(&directory, header.node, name, kind, answer).map(drop)
     }
 
@@ -130,38 +130,43 @@ impl Server {
         if is { Ok(()) } else { Err(libc::ESTALE) }
     }
 
-    /// Makes the guest's caller the owner of a new file, if the server may.
-    fn give(&self, header: Header, directory: &OwnedFd, name: &CStr) -> Result<(), i32> {
+    /// Makes the guest's caller the owner of a new file of type `kind`, if the server may. A file
+    /// that cannot be given away (vfat, NFS) is removed: the guest is told that there is none.
+    fn give(&self, header: Header, directory: &OwnedFd, name: &CStr, kind: FileType) -> Result<(), i32> {
         if !self.gives_away {
             return Ok(());
         }
         // In a directory with the set-group-ID bit, the new file already has the directory's group.
         let hands_on = u32::from(nodes::look(directory).map_err(errno)?.stx_mode) & libc::S_ISGID != 0;
         let (uid, gid) = (Uid::from_raw(header.uid), (!hands_on).then(|| Gid::from_raw(header.gid)));
-        fs::chownat(directory, name, Some(uid), gid, AtFlags::SYMLINK_NOFOLLOW).map_err(errno)
+        fs::chownat(directory, name, Some(uid), gid, AtFlags::SYMLINK_NOFOLLOW).map_err(|error| {
+            let how = if kind == FileType::Directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+            let _ = fs::unlinkat(directory, name, how);
+            errno(error)
+        })
     }
 
     fn create(&mut self, header: Header, name: &CStr, flags: u32, mode: u32, answer: &mut Answer) -> Done {
         let (node, taken, mode) = (header.node, self.allowed(flags)?, self.mode(mode)?);
         let directory = self.get(node)?;
         let new = taken | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
-        let file = match fs::openat(&*directory, name, new, mode) {
+        let (file, found) = match fs::openat(&*directory, name, new, mode) {
             Ok(file) => {
-                self.give(header, &directory, name)?;
-                self.made(&directory, node, name, FileType::RegularFile, answer)?;
-                file
+                self.give(header, &directory, name, FileType::RegularFile)?;
+                let found = self.made(&directory, node, name, FileType::RegularFile, answer)?;
+                (file, found)
             }
             // The host created the file meanwhile. Its type decides whether it may be opened.
             Err(rustix::io::Errno::EXIST) if flags.cast_signed() & libc::O_EXCL == 0 => {
                 let found = self.enter(&directory, node, name, answer)?;
                 let opened = self.open_node(found, flags);
                 let opened = opened.and_then(|file| self.is(found, FileType::RegularFile).map(|()| file));
-                opened.inspect_err(|_| self.nodes.forget(found, 1))?
+                (opened.inspect_err(|_| self.nodes.forget(found, 1))?, found)
             }
             Err(error) => return Err(errno(error)),
         };
         let file = Rc::new(file);
-        let fh = self.keep(Handle::File(file.clone()))?;
+        let fh = self.keep(Handle::File(file.clone())).inspect_err(|_| self.nodes.forget(found, 1))?;
         answer.opened(fh, self.open_flags());
         Ok(Some(file))
     }

@@ -5,6 +5,9 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use vellum_sys::poll::Poll;
 
 /// Types of file systems that are never shared, as in /proc/filesystems.
 const HIDDEN: [&str; 25] = [
@@ -55,16 +58,26 @@ impl Mounts {
 
     /// Whether the file system of mount `id` is shared. Unknown mounts are not.
     pub(crate) fn is_shared(&mut self, id: u64) -> bool {
+        // The kernel gives a number again as soon as its mount has gone.
+        if self.has_changed() {
+            self.shared.clear();
+        }
         if let Some(shared) = self.shared.get(&id) {
             return *shared;
         }
         let shared = self.read().is_ok_and(|text| kind(&text, id).is_some_and(is_shared));
-        // Only shared mounts are cached: a mount ID can be reused, and asking again for hidden ones
-        // is cheap.
+        // Only shared mounts are cached: asking again for hidden ones is cheap.
         if shared {
             self.shared.insert(id, true);
         }
         shared
+    }
+
+    /// Whether a mount came or went since the last call. If the kernel does not say, one may have.
+    fn has_changed(&self) -> bool {
+        let mut poll = Poll::default();
+        poll.changed(&self.table);
+        poll.wait(Some(Duration::ZERO)).unwrap_or(true)
     }
 
     fn read(&self) -> io::Result<String> {

@@ -6,6 +6,9 @@
 //! reopened through the directory in which the node was last found. If another file is there by
 //! then, the node is stale (ESTALE) and the guest looks it up again. A file that the guest has
 //! unlinked keeps its descriptor.
+//!
+//! The kernel gives a device's number again as soon as its file system is unmounted. So a file that
+//! is reopened across a mount point is stale, too, if what is mounted there is not shared.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, CString};
@@ -16,6 +19,7 @@ use std::rc::Rc;
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Statx, StatxFlags, openat2, statx};
 
 use super::fuse::ROOT;
+use super::mounts::Mounts;
 
 /// The identity of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,6 +66,8 @@ struct Node {
 
 /// All nodes of a share.
 pub(crate) struct Nodes {
+    /// What is mounted, and shared.
+    pub mounts: Mounts,
     nodes: HashMap<u64, Node>,
     numbers: HashMap<Id, u64>,
     next: u64,
@@ -99,7 +105,7 @@ impl Nodes {
     /// Creates the nodes of the directory `root`, with at most `most` open descriptors.
     ///
     /// # Errors
-    /// The error of statx(2) for `root`.
+    /// The error of statx(2) for `root`, or /proc is missing.
     pub fn new(root: OwnedFd, most: usize) -> io::Result<Self> {
         let id = Id::from(&look(&root)?);
         let node = Node {
@@ -113,6 +119,7 @@ impl Nodes {
             used: true,
         };
         Ok(Self {
+            mounts: Mounts::open()?,
             nodes: HashMap::from([(ROOT, node)]),
             numbers: HashMap::from([(id, ROOT)]),
             next: ROOT + 1,
@@ -163,6 +170,8 @@ impl Nodes {
         };
         self.put(number, parent, name);
         if let Some(node) = self.nodes.get_mut(&number) {
+            // Another file system may have the device's number since the last lookup.
+            node.kind = kind;
             node.lookups += 1;
         }
         number
@@ -263,14 +272,19 @@ impl Nodes {
     fn reopen(&mut self, number: u64, parent: &OwnedFd) -> io::Result<Rc<OwnedFd>> {
         self.make_room()?;
         let node = self.nodes.get_mut(&number).ok_or_else(|| gone(libc::ESTALE))?;
-        let (_, name) = node.place.as_ref().ok_or_else(|| gone(libc::ESTALE))?;
+        let (above, name) = node.place.as_ref().ok_or_else(|| gone(libc::ESTALE))?;
+        let above = *above;
         let opened = open_beneath(parent, name).map_err(|error| match error.raw_os_error() {
             Some(libc::ENOENT | libc::ENOTDIR | libc::ELOOP | libc::EXDEV) => gone(libc::ESTALE),
             _ => error,
         })?;
-        if Id::from(&look(&opened)?) != node.id {
+        let stat = look(&opened)?;
+        let (id, kind) = (node.id, node.kind);
+        let crosses = self.nodes.get(&above).is_none_or(|above| above.id.device != id.device);
+        if Id::from(&stat) != id || crosses && kind == Kind::File && !self.mounts.is_shared(stat.stx_mnt_id) {
             return Err(gone(libc::ESTALE));
         }
+        let node = self.nodes.get_mut(&number).ok_or_else(|| gone(libc::ESTALE))?;
         let descriptor = Rc::new(opened);
         node.descriptor = Some(descriptor.clone());
         self.open.push_back(number);
@@ -377,7 +391,11 @@ mod tests {
         let first = nodes.found(file, Kind::File, ROOT, c"a");
         assert_eq!(nodes.found(file, Kind::File, ROOT, c"b"), first);
         let other = Id { file_type: libc::S_IFDIR, ..file };
-        assert_ne!(nodes.found(other, Kind::File, ROOT, c"a"), first);
+        let second = nodes.found(other, Kind::File, ROOT, c"a");
+        assert_ne!(second, first);
+        // The number of a device that is shared no more.
+        assert_eq!(nodes.found(other, Kind::Hidden, ROOT, c"a"), second);
+        assert_eq!(nodes.kind(second).unwrap(), Kind::Hidden);
         fs::remove_dir_all(&path).unwrap();
     }
 

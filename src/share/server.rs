@@ -12,7 +12,6 @@ use std::rc::Rc;
 use rustix::fs::{self, FileType, Mode, OFlags, Statx};
 
 use super::fuse::{self, Answer, Attributes, Bad, Header, IN_HEADER, Request, Valid, init};
-use super::mounts::Mounts;
 use super::nodes::{self, Id, Kind, Nodes};
 use super::{Cache, Config};
 
@@ -42,7 +41,6 @@ pub struct Server {
     pub(super) handles: HashMap<u64, Handle>,
     next_handle: u64,
     most_handles: usize,
-    mounts: Mounts,
     /// /proc/self/fd, to reopen the content of O_PATH descriptors.
     pub(super) proc: OwnedFd,
     /// Whether new files get the guest's user as owner.
@@ -82,7 +80,6 @@ impl Server {
             handles: HashMap::new(),
             next_handle: 1,
             most_handles: descriptors / 3,
-            mounts: Mounts::open()?,
             proc,
             gives_away: rustix::process::geteuid().is_root(),
             writeback: false,
@@ -111,6 +108,9 @@ impl Server {
         let node = header.node;
         match request {
             Request::Init { minor, readahead, flags } => {
+                // A guest that boots another kernel does not say that it forgets (kexec).
+                self.handles.clear();
+                self.nodes.forget_all();
                 self.init(minor, readahead, flags, answer);
                 return Ok(None);
             }
@@ -256,7 +256,7 @@ impl Server {
             return Ok((Kind::File, false));
         }
         let directory = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::Directory;
-        match self.mounts.is_shared(stat.stx_mnt_id) {
+        match self.nodes.mounts.is_shared(stat.stx_mnt_id) {
             true => Ok((Kind::File, directory && self.submounts)),
             false if directory => Ok((Kind::Hidden, false)),
             // A file mounted on another file, from a file system that is hidden.

@@ -22,6 +22,12 @@ impl<'fd> Poll<'fd> {
         self.add(of, PollFlags::OUT);
     }
 
+    /// Adds an open /proc/PID/mountinfo, ready when a mount came or went since it was last waited
+    /// for (proc_pid_mountinfo(5)).
+    pub fn changed(&mut self, of: &'fd impl AsRawFd) {
+        self.add(of, PollFlags::PRI);
+    }
+
     /// Takes AsRawFd, because vmm-sys-util's EventFd does not implement AsFd.
     fn add(&mut self, of: &'fd impl AsRawFd, events: PollFlags) {
         // SAFETY: the descriptor's owner is borrowed for as long as this value and keeps it open.

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use support::{Failed, Need, Scratch, ensure, test};
+use support::{Failed, LIMIT, Need, Scratch, ensure, eventually, test};
 use vellum_sandbox::Mode;
 use vellum_share::Config;
 use vellum_share::fuse::{CREATE, IN_HEADER, OPEN, OUT_HEADER, RELEASE, ROOT, opened};
@@ -335,6 +335,44 @@ fn joined_file_systems_are_one_to_the_guest() -> Result<(), Failed> {
     let outcome = seen();
     // SAFETY: the string ends in a zero.
     unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    outcome
+}
+
+/// A file system that is not shared takes the place of one that was, with its mount's and its
+/// device's number. The guest knows the old one's root and asks for a file of the new one.
+#[test(root())]
+fn what_is_mounted_later_in_the_same_place_is_hidden() -> Result<(), Failed> {
+    let directory = Scratch::new()?;
+    let place = directory.path("mounted");
+    fs::create_dir(&place)?;
+    let path = CString::new(place.as_os_str().as_bytes())?;
+    let mount = |kind: &CStr| -> Result<(u64, u64), Failed> {
+        // SAFETY: the strings end in a zero.
+        let mounted =
+            unsafe { libc::mount(kind.as_ptr(), path.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) };
+        ensure(mounted == 0, || format!("mount: {}", std::io::Error::last_os_error()))?;
+        let root = fs::metadata(&place)?;
+        Ok((root.dev(), root.ino()))
+    };
+    // SAFETY: the string ends in a zero.
+    let unmount = || unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    let seen = || -> Result<bool, Failed> {
+        let before = mount(c"tmpfs")?;
+        let mut guest = Guest::new(directory.dir(), Config::default())?;
+        let node = guest.lookup(ROOT, "mounted")?;
+        unmount();
+        let same = mount(c"proc")? == before;
+        let error = guest.error(LOOKUP, node, &text("self"))?;
+        ensure(error == libc::ESTALE, || format!("same numbers: {same}: {error}"))?;
+        let node = guest.lookup(ROOT, "mounted")?;
+        let error = guest.error(LOOKUP, node, &text("self"))?;
+        ensure(error == libc::ENOENT, || format!("same numbers: {same}: {error}"))?;
+        unmount();
+        Ok(same)
+    };
+    // Other mounts that come and go meanwhile may take the numbers.
+    let outcome = eventually(LIMIT, "the device's number is given again", || Ok(seen()?.then_some(())));
+    unmount();
     outcome
 }
 
