@@ -206,8 +206,11 @@ impl Machine for BuiltinMachine {
     }
 
     fn progress(&self) -> Option<Progress> {
-        let done = self.guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum();
-        let of: u64 = self.regions.iter().map(|region| region.pages * self.config.write.passes).sum();
+        let done = self.guest.controls().map(|control| control.done.load(Ordering::Relaxed));
+        // The numbers may come from another process, and the guest may write to its own.
+        let done = done.fold(0, u64::saturating_add);
+        let of = self.regions.iter().map(|region| region.pages.saturating_mul(self.config.write.passes));
+        let of = of.fold(0, u64::saturating_add);
         Some(Progress { done, of: (of > 0).then_some(of) })
     }
 
@@ -448,7 +451,7 @@ fn measure(report: &mut Report, config: &RunConfig, guest: &Guest) {
         report.set_headline(headline);
     }
     let sum = |of: fn(&Control) -> &std::sync::atomic::AtomicU64| -> f64 {
-        guest.controls().map(|control| get(of(control))).sum::<u64>() as f64
+        guest.controls().map(|control| get(of(control)) as f64).sum()
     };
     report.figure("accesses", "pages", sum(|control| &control.done));
     report.figure("writes", "pages", sum(|control| &control.written));

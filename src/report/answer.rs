@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::case::Status;
 use super::premise::Premise;
-use super::{Figure, Label, Report};
+use super::{Case, Figure, Label, Report};
 
 /// The answer of a result in words and main figures.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,9 +159,10 @@ impl Report {
     pub fn verdict(&self) -> Verdict {
         let answer = self.answer.clone().unwrap_or_else(|| self.fallback());
         let wrong = |failed: &&super::Failed| matches!(failed.premise, Premise::WrongContents { .. });
+        // The only case of an invalid result may say no more than that it is invalid.
+        let invalid = |case: &Case| self.is_one_case() && case.why() == self.as_case().why();
         let bad = self.cases.iter().find(|case| {
-            matches!(case.status, Status::Fail | Status::Crash)
-                && (!self.is_one_case() || self.invalid.is_empty())
+            matches!(case.status, Status::Fail | Status::Crash) && (self.invalid.is_empty() || !invalid(case))
         });
         let failed = bad.is_some() || self.invalid.iter().any(|failed| wrong(&failed));
         let mut reasons: Vec<(Outcome, String)> = Vec::new();
@@ -186,6 +187,8 @@ impl Report {
         } else if self.status() == Status::Skip {
             let why = self.all_cases().into_iter().find(|case| case.status == Status::Skip);
             (Some(Outcome::NotRun), why.map_or(answer.text, |case| format!("{}: {}", case.name, case.why())))
+        } else if let Some(case) = self.cases.iter().find(|case| case.status == Status::Timeout) {
+            (Some(Outcome::CutOff), format!("{}: {}", case.name, case.why()))
         } else {
             (answer.check.then_some(Outcome::Pass), answer.text)
         };
@@ -220,7 +223,6 @@ impl Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Case;
     use vellum_host::Facts;
 
     fn report() -> Report {
@@ -252,6 +254,21 @@ mod tests {
         let mut skipped = report();
         skipped.cases = vec![Case::new("a", Status::Skip).because("no KVM")];
         assert_eq!(skipped.verdict().line(), "NOT RUN  a: no KVM");
+        let mut late = report();
+        late.cases =
+            vec![Case::new("a", Status::Pass), Case::new("b", Status::Timeout).because("no time was left")];
+        assert_eq!(late.verdict().line(), "CUT OFF  b: no time was left");
+    }
+
+    #[test]
+    fn an_invalid_result_that_has_also_failed_says_so() {
+        let mut both = report();
+        both.fail(None, Premise::OneCpu);
+        assert_eq!(both.verdict().outcome, Some(Outcome::Invalid));
+        both.cases = vec![both.as_case()];
+        assert_eq!(both.verdict().outcome, Some(Outcome::Invalid));
+        both.cases = vec![Case::new(&both.name, Status::Fail).because("1 of 2 pages lost")];
+        assert_eq!(both.verdict().outcome, Some(Outcome::Fail));
     }
 
     #[test]

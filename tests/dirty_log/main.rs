@@ -110,9 +110,10 @@ fn few_events_end_the_test_however_many_vcpus_there_are() -> Result<(), Failed> 
     let (method, backing) = (Method::Bitmap, Backing::Anonymous);
     let tally = held(&Config { vcpus: 32, events: 10, ..config(method, backing) })?;
     // One machine and few steps. The number of events that one step checks is random.
-    ensure(tally.events >= 10 && tally.legs == 1 && tally.collections[0] + tally.collections[1] <= 4, || {
-        format!("{tally:?}")
-    })
+    ensure(
+        tally.events >= 10 && tally.machines == 1 && tally.collections[0] + tally.collections[1] <= 4,
+        || format!("{tally:?}"),
+    )
 }
 
 /// Starts `vellum ARGUMENTS`, and interrupts it (SIGINT) when it has more than `threads` threads.

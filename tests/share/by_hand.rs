@@ -1,6 +1,6 @@
 //! Requests that no guest's kernel makes, and more files than a process may have descriptors.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;

@@ -455,6 +455,10 @@ fn answer(config: &Config, seen: &Examined) -> Answer {
         Mind::Raced => "when initially-set is revoked while the log is switched on",
         Mind::Interrupted => "when a signal ends a reset",
     };
+    if lost == 0 && config.mind == Mind::Interrupted && seen.cut_short == 0 {
+        let none = "this kernel ended no reset early, so there was nothing to lose";
+        return Answer::of_test(format!("dirty-edges: {method}, {written} pages written; {none}"));
+    }
     if lost == 0 {
         return Answer::of_test(format!("dirty-edges: {method}, {written} pages written {place}, 0 lost"));
     }

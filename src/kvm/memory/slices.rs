@@ -222,7 +222,8 @@ impl<'m> Slices<'m> {
     }
 }
 
-/// Returns the whole pages of `slice` to the host. They read as zeroes afterwards. Pages stay if
+/// Returns the whole pages of `slice` to the host. They read as zeroes afterwards, or, in a machine
+/// that was forked, as they did then: the driver must not rely on either. Pages stay if
 /// the backing cannot drop single small pages (hugetlb, locked memory).
 pub fn discard(slice: &Slice<'_>) {
     // Only whole pages: the kernel rounds the length up, so it would discard all of a page whose

@@ -44,6 +44,7 @@ mod test;
 mod upgrade;
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -203,7 +204,11 @@ pub fn say_panics() {
         let thread = std::thread::current();
         let (name, text) = (thread.name().unwrap_or("?"), panic.payload_as_str().unwrap_or("no message"));
         let place = panic.location().map_or(String::new(), |place| format!(" at {place}"));
-        eprintln!("vellum: thread {name} panicked{place}: {text}; --sandbox off shows where it came from");
+        // Standard error may be closed, and a hook must not panic.
+        let _ = writeln!(
+            std::io::stderr(),
+            "vellum: thread {name} panicked{place}: {text}; --sandbox off shows where it came from"
+        );
     }));
 }
 

@@ -273,7 +273,7 @@ impl<'a> SoakMachine<'a> {
             |vcpu| guest.controls().nth(vcpu).map_or(0, |control| control.pass.load(Ordering::Relaxed)),
         );
         let tally = &mut *self.tally;
-        if !tally.backings.contains(&self.backing) {
+        if verdict.checked > 0 && !tally.backings.contains(&self.backing) {
             tally.backings.push(self.backing);
         }
         tally.collections[usize::from(mode == Mode::Quiesced)] += 1;

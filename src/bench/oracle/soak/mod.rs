@@ -1,8 +1,8 @@
 //! `vellum test dirty-log`: guests write at random while their log is collected, toggled and cut,
 //! and the oracle checks it.
 //!
-//! The test runs in *legs*. A leg is a machine with one tracker, one backing and random memslots.
-//! Some have odd bases, with host addresses congruent modulo 2 MiB, so that huge pages are still
+//! The test builds one machine after the other, each with one tracker, one backing and random
+//! memslots. Some memslots have odd bases, with host addresses congruent modulo 2 MiB, so that huge pages are still
 //! mapped. The writers' order, hot set and overlap are random too. `SoakMachine::step`
 //! (`machine.rs`) draws the next action within a machine. One seed determines everything drawn, but
 //! not how far the guest has written by then.
@@ -158,7 +158,7 @@ pub struct Tally {
     /// How often the log was toggled, memslots were recreated, and memslots were moved.
     pub upheavals: [u64; 3],
     /// The number of machines.
-    pub legs: u64,
+    pub machines: u64,
     /// The backings with at least one collection.
     pub backings: Vec<Backing>,
     /// The most 2 MiB mappings that KVM had when a log was enabled.
@@ -197,7 +197,7 @@ impl Tally {
             names: Vec::new(),
             injected: [0; 2],
             upheavals: [0; 3],
-            legs: 0,
+            machines: 0,
             backings: Vec::new(),
             pages_2m: None,
             parts: Vec::new(),
@@ -270,6 +270,8 @@ pub struct Outcome {
     pub tallies: Vec<Tally>,
     /// The signal that interrupted the test, if one did.
     pub interrupted: Option<i32>,
+    /// The error of a machine that ended the test after an earlier one had lost pages.
+    pub failed: Option<String>,
 }
 
 /// Runs the test. Calls `watch` after every collection. A remembered signal
@@ -288,7 +290,7 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Er
     let start = Instant::now();
     let share = config.duration.map(|duration| duration / config.methods.len().max(1) as u32);
     let budget = budget(config.events, config.backings.len());
-    let mut held = Outcome { tallies: Vec::new(), interrupted: None };
+    let mut held = Outcome { tallies: Vec::new(), interrupted: None, failed: None };
     for (&method, nth) in config.methods.iter().zip(1..) {
         let until = share.map(|share| start + share * nth);
         // Each backing gets a turn even in a short test.
@@ -297,14 +299,14 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Er
         for &backing in config.backings.iter().cycle() {
             let over = until.is_some_and(|until| Instant::now() >= until);
             let enough = match config.lose {
-                0 => tally.events >= config.events && tally.legs >= config.backings.len() as u64,
+                0 => tally.events >= config.events && tally.machines >= config.backings.len() as u64,
                 lose => tally.injected[0] >= lose,
             };
-            if over || enough || held.interrupted.is_some() {
+            if over || enough || held.is_cut_off() {
                 break;
             }
-            tally.legs += 1;
-            let seed = mix(config.seed ^ mix(tally.legs ^ (nth as u64) << 32));
+            tally.machines += 1;
+            let seed = mix(config.seed ^ mix(tally.machines ^ (nth as u64) << 32));
             let until = until.zip(turn).map(|(until, turn)| until.min(Instant::now() + turn));
             let (before, begun) = (tally.clone(), Instant::now());
             let machine = SoakMachine::build(&kvm, config, method, backing, Rng(seed), &mut tally);
@@ -312,10 +314,14 @@ pub fn run(config: &Config, watch: &mut dyn FnMut(&Tally)) -> Result<Outcome, Er
             tally.add_part(&before, backing, begun.elapsed().as_secs_f64());
             match ended {
                 Err(Error::Run(guest::Error::Interrupted(signal))) => held.interrupted = Some(signal),
+                // What was found must not be lost with a machine that cannot be built.
+                Err(error) if !held.tallies.iter().chain([&tally]).all(Tally::is_clean) => {
+                    held.failed = Some(error.to_string());
+                }
                 ended => ended?,
             }
         }
-        if tally.legs > 0 {
+        if tally.machines > 0 {
             held.tallies.push(tally);
         }
     }
@@ -348,10 +354,11 @@ impl Outcome {
             }
         };
         let missing: Vec<_> = config.methods.iter().filter_map(missing).collect();
-        let why = match self.interrupted {
-            Some(signal) => format!("ended by signal {signal}"),
-            None if missing.is_empty() => return None,
-            None => "the time limit expired".into(),
+        let why = match (self.interrupted, &self.failed) {
+            (Some(signal), _) => format!("ended by signal {signal}"),
+            (None, Some(error)) => format!("ended by an error ({error})"),
+            (None, None) if missing.is_empty() => return None,
+            (None, None) => "the time limit expired".into(),
         };
         Some(match missing.is_empty() {
             true => format!("{why}; every tracker was tested with every backing"),
@@ -360,6 +367,11 @@ impl Outcome {
             }
             false => format!("{why} before anything was tested with {}", missing.join("; ")),
         })
+    }
+
+    /// Whether the test ended before its time.
+    fn is_cut_off(&self) -> bool {
+        self.interrupted.is_some() || self.failed.is_some()
     }
 
     /// The backings that any tracker reached, in the requested order.
@@ -384,7 +396,7 @@ fn cases(config: &Config, held: &Outcome) -> Vec<Case> {
                     "{} pages lost, {} unexplained bits or misplaced stamps in {} events",
                     part.lost, part.wrong, part.events
                 )),
-                None if held.interrupted.is_some() => Case::new(name, Status::Timeout)
+                None if held.is_cut_off() => Case::new(name, Status::Timeout)
                     .because("the test was interrupted before this")
                     .mended_by("let it run"),
                 None if config.lose > 0 => {
@@ -467,7 +479,7 @@ pub fn report(config: &Config, held: &Outcome, facts: Facts) -> Report {
         figure("log_toggled", "", tally.upheavals[0]);
         figure("memslots_recreated", "", tally.upheavals[1]);
         figure("memslots_moved", "", tally.upheavals[2]);
-        figure("machines", "", tally.legs);
+        figure("machines", "", tally.machines);
         if let Some(pages) = tally.pages_2m {
             figure("most_pages_mapped_2m", "pages", pages);
         }
@@ -547,7 +559,7 @@ mod tests {
             backings: backings.to_vec(),
             ..Tally::new(method)
         };
-        Outcome { tallies: reached.iter().map(tally).collect(), interrupted }
+        Outcome { tallies: reached.iter().map(tally).collect(), interrupted, failed: None }
     }
 
     #[test]
@@ -574,8 +586,11 @@ mod tests {
         let all: &[Backing] = &[Anonymous, Thp, Shmem];
         let every = held(&[(Method::Bitmap, all), (Method::Ring, all)], None);
         assert_eq!(report(&every).cut_short, None);
-        let ended = report(&Outcome { interrupted: Some(2), ..every });
+        let ended = report(&Outcome { interrupted: Some(2), ..every.clone() });
         assert!(ended.cut_short.is_some_and(|said| said.starts_with("ended by signal 2")));
+        let ended = Outcome { interrupted: None, failed: Some("no huge page".into()), ..every };
+        let said = "ended by an error (no huge page); every tracker was tested with every backing";
+        assert_eq!(report(&ended).cut_short.as_deref(), Some(said));
         let none = report(&held(&[], Some(15)));
         let said = "ended by signal 15 before anything was tested with bitmap; ring";
         assert_eq!((none.cut_short.as_deref(), none.figures.len()), (Some(said), 0));

@@ -178,7 +178,9 @@ fn wait(shared: &Shared, vcpu: &impl Run, exits: &Exits) -> Command {
     }
 }
 
-/// Splits the port accesses of a string instruction into accesses of `size` bytes.
+/// Splits the port accesses of a string instruction into accesses of `size` bytes. KVM goes on
+/// behind the whole instruction, so a part that asks for a pause does not end it. What the first
+/// such part asks for is returned.
 pub(super) fn one_by_one(
     exit: VcpuExit<'_>,
     size: usize,
@@ -188,14 +190,16 @@ pub(super) fn one_by_one(
     match exit {
         VcpuExit::IoIn(port, data) if data.len() > size && size > 0 => {
             for part in data.chunks_exact_mut(size) {
-                flow = on_exit(VcpuExit::IoIn(port, part));
+                let next = on_exit(VcpuExit::IoIn(port, part));
+                flow = if flow == Flow::Continue { next } else { flow };
             }
         }
         VcpuExit::IoOut(port, data) if data.len() > size && size > 0 => {
             for part in data.chunks_exact(size) {
-                flow = on_exit(VcpuExit::IoOut(port, part));
-                if flow != Flow::Continue {
-                    break;
+                let next = on_exit(VcpuExit::IoOut(port, part));
+                flow = if flow == Flow::Continue { next } else { flow };
+                if matches!(next, Flow::Stop(_)) {
+                    return next;
                 }
             }
         }

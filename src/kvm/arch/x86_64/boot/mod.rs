@@ -272,7 +272,8 @@ impl<'a, M: GuestMemoryBackend> Placement<'a, M> {
         let Some(mut initrd) = initrd else { return Ok(None) };
         let reach = limit.min(GAP_START);
         let below = self.taken.iter().map(|(taken, _)| taken.end).filter(|end| *end <= reach).max();
-        let most = reach - below.unwrap_or(HIGH).max(HIGH);
+        // A kernel may name any limit, also one below what is never used.
+        let most = reach.saturating_sub(below.unwrap_or(HIGH).max(HIGH));
         if initrd.len > most {
             return Err(Error::InitrdBeyondReach { size: initrd.len, most, limit: reach });
         }
