@@ -232,8 +232,11 @@ pub fn unpack_only(deb: &Path, at: &str, prefix: &str, to: &Path) -> Result<Path
     let mut tar = Command::new(tool::need("tar")?);
     let pattern = format!("./{at}/{prefix}*");
     let unpacked = tool::fed(tar.args(["-x", "--wildcards", "-C"]).arg(to).arg(pattern), archive);
-    files.wait().map_err(Error::file("wait for", "dpkg-deb"))?;
+    let read = files.wait().map_err(Error::file("wait for", "dpkg-deb"))?;
     unpacked?;
+    if !read.success() {
+        return Err(Error::Package(format!("{} cannot be read whole: dpkg-deb: {read}", deb.display())));
+    }
     let entries = fs::read_dir(to.join(at)).map_err(Error::file("read", to.join(at)))?;
     let found = entries.filter_map(|entry| Some(entry.ok()?.path())).next();
     found.ok_or_else(|| Error::Package(format!("{} holds no {at}/{prefix}…", deb.display())))

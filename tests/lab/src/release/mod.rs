@@ -100,9 +100,11 @@ pub fn run(options: &Options) -> Result<u8> {
     let scratch = cache.dir("scratch")?.join(format!("release-{}", std::process::id()));
     let _lock = cache.lock("release")?;
     fs::create_dir_all(&scratch).map_err(Error::file("create", &scratch))?;
-    let done = stages(&cache, options, &scratch, &mut tally);
+    // What was counted is told in any case.
+    if let Err(error) = stages(&cache, options, &scratch, &mut tally) {
+        tally.stage("release", "the run", Err(error));
+    }
     let _ = fs::remove_dir_all(&scratch);
-    done?;
     tally.close();
     Ok(u8::from(tally.failed() > 0))
 }

@@ -14,19 +14,36 @@ const FULL: &str = "test/full";
 /// The times of the last run.
 const TIMES: &str = "test/times";
 
-/// Records the result of a run with `options`.
-pub fn keep(options: &Options, status: u8, times: &str) -> Result<()> {
+/// The commit of this clone.
+#[derive(PartialEq, Eq)]
+pub struct Commit {
+    name: String,
+    /// Whether the tree is this commit's. Otherwise the commit does not identify it.
+    is_whole: bool,
+}
+
+impl Commit {
+    /// The commit as it is now. Prebuilt test programs run without a clone.
+    pub fn now() -> Self {
+        Self {
+            name: commit().unwrap_or_else(|_| "of no clone".into()),
+            is_whole: artifacts::is_uncommitted().is_ok_and(|uncommitted| !uncommitted),
+        }
+    }
+}
+
+/// Records the result of a run with `options` that began at the commit `began`.
+pub fn keep(options: &Options, status: u8, times: &str, began: &Commit) -> Result<()> {
     let cache = Cache::open()?;
     cache.dir("test")?;
     let write = |name: &str, text: String| {
         let path = cache.path(name);
         fs::write(&path, text).map_err(Error::file("write", &path))
     };
-    // Prebuilt test programs run without a clone.
-    let commit = commit().unwrap_or_else(|_| "of no clone".into());
+    let commit = &began.name;
     write(TIMES, format!("{}\n{commit}\n{times}", asked_for(options)))?;
-    // A commit does not identify a tree with uncommitted changes.
-    if options.full && status == 0 && !artifacts::is_uncommitted()? {
+    // A run takes hours, in which the tree may change.
+    if options.full && status == 0 && began.is_whole && *began == Commit::now() {
         let now = tool::text(Command::new("date").args(["-u", "+%F %R UTC"]))?;
         write(FULL, format!("{commit} {}", now.trim()))?;
     }

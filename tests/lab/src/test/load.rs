@@ -55,10 +55,16 @@ fn build(over: &AtomicBool) {
         let mut cargo = Command::new(artifacts::cargo());
         cargo.args(["build", "--quiet", "--target-dir"]).arg(&dir).current_dir(artifacts::workspace());
         let Ok(mut child) = started(&mut cargo) else { break };
-        while !over.load(Ordering::SeqCst) && matches!(child.try_wait(), Ok(None)) {
+        let mut ended = None;
+        while !over.load(Ordering::SeqCst) && ended.is_none() {
             thread::sleep(Duration::from_millis(200));
+            ended = child.try_wait().unwrap_or_default();
         }
         end(&mut child);
+        if let Some(status) = ended.filter(|status| !status.success()) {
+            eprintln!("lab: the build that should keep this machine busy ended with {status}: cargo build");
+            break;
+        }
     }
     let _ = fs::remove_dir_all(&dir);
 }

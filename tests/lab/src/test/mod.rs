@@ -225,7 +225,6 @@ pub fn run(mut options: Options) -> Result<u8> {
     options.check()?;
     let form = options.form.take();
     let options = &options;
-    let wants = |bed| options.bed.is_none_or(|asked| asked == bed);
     let record = Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from));
     let mut tally = match &form {
         Some(_) => Tally::kept(record, "lab test"),
@@ -234,75 +233,84 @@ pub fn run(mut options: Options) -> Result<u8> {
     if setup::is_held_to(options.setup) {
         tally.hold_to_setup();
     }
+    let commit = green::Commit::now();
+    // What was counted is told in any case.
+    if let Err(error) = beds(options, &mut tally) {
+        tally.stage("lab", "the run", Err(error));
+    }
+    ended(options, form, tally, commit)
+}
+
+/// Runs what `options` ask for, and counts it.
+fn beds(options: &Options, tally: &mut Tally) -> Result<()> {
+    let wants = |bed| options.bed.is_none_or(|asked| asked == bed);
     if options.setup {
-        setup::tools(|tool| needs(options.bed, tool), &mut tally);
+        setup::tools(|tool| needs(options.bed, tool), tally);
         tally.lap("setup", "what the tests of this machine call");
     }
     if let Some(times) = options.loaded {
         let _signals = setup::Signals::catch();
-        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
-        here::loaded(options, times, &mut tally)?;
-        return ended(options, form, tally);
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
+        return here::loaded(options, times, tally);
     }
     let on_host = wants(TestHost::Local) || options.bed == Some(TestHost::Metal);
     if on_host {
         let _signals = setup::Signals::catch();
-        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
         match options.bed {
-            Some(TestHost::Metal) => here::metal(options, &mut tally)?,
+            Some(TestHost::Metal) => here::metal(options, tally)?,
             // This includes metal's tests, on the same KVM.
-            _ => here::local(options, &mut tally)?,
+            _ => here::local(options, tally)?,
         }
     }
     let mut jobs = Vec::new();
     // A run without a bed uses one kind of host, because each takes long.
     if let TestHost::Emulated(host) = options.bed.unwrap_or(TestHost::Emulated(HOSTS[0]))
-        && setup::packages(host.programs(), options.setup, host.name(), &mut tally)?
+        && setup::packages(host.programs(), options.setup, host.name(), tally)?
     {
-        jobs.extend(hosts::emulated(host, options, &mut tally)?);
+        jobs.extend(hosts::emulated(host, options, tally)?);
     }
     if wants(TestHost::Linux) {
         let needs = [options.hosts.unwrap_or(svm::HOST).programs(), &["lz4", "zstd"]].concat();
-        if setup::packages(&needs, options.setup, "linux", &mut tally)? {
-            jobs.extend(hosts::linux(options, &mut tally)?);
+        if setup::packages(&needs, options.setup, "linux", tally)? {
+            jobs.extend(hosts::linux(options, tally)?);
         }
     }
     // A run without a bed builds for the other architecture and tests it briefly.
-    if options.bed.is_none() && setup::packages(arm64::HOST.programs(), options.setup, "arm64", &mut tally)? {
+    if options.bed.is_none() && setup::packages(arm64::HOST.programs(), options.setup, "arm64", tally)? {
         jobs.push(hosts::short(arm64::HOST)?);
     }
     if !jobs.is_empty() {
-        pool::run(&Cache::open()?, &jobs, &mut tally)?;
+        pool::run(&Cache::open()?, &jobs, tally)?;
     }
     if options.is_short() {
         tally.skip("kernels", "each series of kernel-patches", hosts::LEFT_TO_FULL);
     } else if wants(TestHost::Kernels) {
         let needs = [HOSTS[0].programs(), kernel::PROGRAMS].concat();
-        if setup::packages(&needs, options.setup, "kernels", &mut tally)? {
-            kernels::run(&mut tally)?;
+        if setup::packages(&needs, options.setup, "kernels", tally)? {
+            kernels::run(tally)?;
         }
     }
-    if options.bed == Some(TestHost::Fuzz)
-        && setup::packages(&fuzz::PROGRAMS, options.setup, "fuzz", &mut tally)?
+    if options.bed == Some(TestHost::Fuzz) && setup::packages(&fuzz::PROGRAMS, options.setup, "fuzz", tally)?
     {
         let _signals = setup::Signals::catch();
-        fuzz::run(options, &mut tally)?;
+        fuzz::run(options, tally)?;
     }
     if options.bed == Some(TestHost::Migration) {
         let _signals = setup::Signals::catch();
-        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
-        here::migration(options, &mut tally)?;
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
+        here::migration(options, tally)?;
     }
     if options.bed == Some(TestHost::Fleet) {
         let _signals = setup::Signals::catch();
-        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, &mut tally)).flatten();
-        here::fleet(options, &mut tally)?;
+        let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
+        here::fleet(options, tally)?;
     }
     // Arguments name tests on this machine, so Linux guests are left out then.
     let moves = options.bed == Some(TestHost::Pair)
         || options.bed == Some(TestHost::Migration) && options.arguments.is_empty();
     let needs = [svm::HOST.programs(), &["lz4", "zstd"]].concat();
-    if moves && setup::packages(&needs, options.setup, "migration", &mut tally)? {
+    if moves && setup::packages(&needs, options.setup, "migration", tally)? {
         if options.bed == Some(TestHost::Migration) {
             let under_load = Options {
                 bed: Some(TestHost::Linux),
@@ -316,21 +324,21 @@ pub fn run(mut options: Options) -> Result<u8> {
                 arguments: vec!["moves_under_load".into()],
                 form: None,
             };
-            let jobs = hosts::linux(&under_load, &mut tally)?;
-            pool::run(&Cache::open()?, &jobs, &mut tally)?;
+            let jobs = hosts::linux(&under_load, tally)?;
+            pool::run(&Cache::open()?, &jobs, tally)?;
         }
-        hosts::pair(options, &mut tally)?;
+        hosts::pair(options, tally)?;
     }
-    ended(options, form, tally)
+    Ok(())
 }
 
 /// Prints the results and records what later runs use.
-fn ended(options: &Options, form: Option<Output>, tally: Tally) -> Result<u8> {
+fn ended(options: &Options, form: Option<Output>, tally: Tally, commit: green::Commit) -> Result<u8> {
     tally.close();
     let status = tally.status();
     if !tally.is_inner() {
         // The results are known in any case.
-        if let Err(error) = green::keep(options, status, &tally.times()) {
+        if let Err(error) = green::keep(options, status, &tally.times(), &commit) {
             eprintln!("lab: {error}");
         }
     }

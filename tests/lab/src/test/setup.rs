@@ -99,7 +99,15 @@ pub fn huge_pages(wanted: u32, tally: &mut Tally) -> Option<HugePages> {
         return None;
     }
     match fs::write(NR_HUGEPAGES, (before + short).to_string()) {
-        Ok(()) => Some(HugePages { before }),
+        // The kernel reserves what it finds, and says nothing if that is less.
+        Ok(()) => {
+            let reserved = read(NR_HUGEPAGES).unwrap_or(0);
+            if reserved < before + short {
+                let why = format!("{reserved} of {} were found: memory is too fragmented", before + short);
+                tally.skip("local", "the setup of huge pages", &why);
+            }
+            Some(HugePages { before })
+        }
         Err(error) => {
             let remedy = format!("as root: echo {} > {NR_HUGEPAGES} ({error})", before + short);
             tally.skip("local", "the setup of huge pages", &remedy);
