@@ -27,7 +27,7 @@ use vellum_report::{Label, Premise, Report, Sample, json};
 /// The host may be idle for this share of the timed part, as in all of the laboratory's
 /// measurements.
 const IDLE_LIMIT: f64 = 0.01;
-/// The agent's argv[0], by which it recognises itself.
+/// The agent's `argv[0]`, by which it recognises itself.
 const AGENT: &str = "/init";
 /// What is counted of a guest's exits and of KVM's shadow pages: the suffix of a figure, a trace
 /// point, and a filter of its events. Exit reasons are from the Intel SDM, Appendix C: a load of
