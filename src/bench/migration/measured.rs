@@ -17,6 +17,8 @@ pub(super) struct Round {
     pub(super) parts: Parts,
     /// From the start on the source until the guest runs on the target.
     pub(super) total: f64,
+    /// From the start on the source until the target has all memory, if that follows the guest.
+    pub(super) memory_there: Option<f64>,
     pub(super) passes: Vec<Pass>,
     pub(super) left: Left,
     /// The guest's progress.
@@ -142,6 +144,7 @@ fn figures(report: &mut Report, column: Option<&str>, rounds: &[Round]) {
     put("downtime_expected", None, "s", &|r| seconds(r.left.expected_downtime));
     put("downtime_estimated", None, "s", &|r| seconds(r.left.estimated_downtime));
     put("total", None, "s", &|r| Some(r.total));
+    put("memory_there", None, "s", &|r| r.memory_there);
     put("total_estimated", None, "s", &|r| seconds(r.left.estimated_total));
     put("passes", None, "", &|r| Some(f64::from(r.left.passes)));
     put("bytes_sent", None, "bytes", &|r| Some(r.left.bytes as f64));

@@ -191,6 +191,7 @@ fn answer(report: &Report, config: &Config) -> Answer {
     let until = if config.follows() { "runs there after" } else { "moved in" };
     answer
         .fact(until, told("total"))
+        .fact_if("all memory is there after", report.told("memory_there"))
         .fact_if("passes", report.told("passes"))
         .fact_if(
             "sent",

@@ -279,6 +279,7 @@ impl Moved {
             downtime,
             parts,
             total: span(left.began, came.runs),
+            memory_there: follows.then(|| span(left.began, whole)),
             passes,
             left,
             before,

@@ -121,7 +121,7 @@ impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
             Arg::new("forward").long("forward").value_name("[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT");
         let forward = forward.value_parser(forward_of).action(ArgAction::Append);
         let command = command.arg(bound(forward.requires("net").help(
-            "Lead a port of the host to one of the guest's, of TCP unless udp: is said, on 127.0.0.1 unless an address is given; with \
+            "Forward a port of the host to the guest: TCP unless udp: is given, on 127.0.0.1 unless an address is given; with \
              --net user; may be repeated",
         )));
         let about = "The network in kvmtool's words: `mode=none`, or \

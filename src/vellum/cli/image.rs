@@ -20,6 +20,7 @@ use vellum_devices::virtio::rng::{self, RngConfig};
 use vellum_devices::virtio::transport::Codec;
 use vellum_disk::overlay::Place;
 use vellum_kvm::arch::boot::default_cmdline;
+use vellum_kvm::arch::irqchip;
 use vellum_osimage::confined::{self, Failed};
 use vellum_sandbox::Mode;
 use vellum_sys::socket::SocketError;
@@ -116,7 +117,10 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     };
     args.devices.set_disk(disk);
     if is_installed {
-        args.transport.get_or_insert(Codec::Pci);
+        // PCI devices interrupt by messages, which a GICv2 does not take.
+        if args.irqchip.get_or_insert_with(irqchip::Mode::of_host).takes_messages() {
+            args.transport.get_or_insert(Codec::Pci);
+        }
         if !args.devices.has(&rng::KIND) {
             args.devices.add(RngConfig);
         }

@@ -41,6 +41,11 @@ impl Mode {
             !has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V3) && has(kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_V2);
         if older { Self::Gicv2 } else { Self::Gicv3 }
     }
+
+    /// Whether devices can interrupt by messages (MSI): only a GICv3 has an ITS.
+    pub fn takes_messages(self) -> bool {
+        self == Self::Gicv3
+    }
 }
 
 /// Why KVM refuses an interrupt controller.

@@ -35,6 +35,11 @@ impl Mode {
     pub fn of_host() -> Self {
         Self::default()
     }
+
+    /// Whether devices can interrupt by messages (MSI): the local APICs of both take them.
+    pub fn takes_messages(self) -> bool {
+        true
+    }
 }
 
 /// State in vCPUs on which the controller's state depends: the vectors in their local APICs.

@@ -124,6 +124,8 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
         let passed = report.cases.iter().filter(|case| case.status == Status::Pass).count();
         report.figure("scenarios_whole", "scenarios", passed as f64);
         report.set_headline("scenarios_whole");
+        let skipped = report.cases.iter().filter(|case| case.status == Status::Skip);
+        report.not_run = skipped.map(|case| format!("{}: {}", case.name, case.why())).collect();
         let count = report.cases.len();
         let worst = report.cases.iter().filter(|case| case.status.is_bad()).min_by_key(|case| badness(case.status));
         let worst = worst.map(|case| format!("{}: {}", case.name, case.why()));

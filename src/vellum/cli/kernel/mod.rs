@@ -69,7 +69,7 @@ pub(crate) struct KernelArgs {
     /// The interrupt controller: split between KVM and Vellum, or all in KVM with an 8259 and a PIT
     /// [default: split; on Arm the newer one of those that this host has]
     #[arg(long, value_name = "WHERE", value_enum, requires = "guest")]
-    irqchip: Option<Mode>,
+    pub(super) irqchip: Option<Mode>,
 
     /// How the guest reaches its virtio devices: mmio, a page of registers each, which the ACPI
     /// tables name; or pci, a bus that it enumerates, with an interrupt for each queue (MSI-X)
