@@ -310,8 +310,8 @@ mod tests {
     #[test]
     fn flags_of_a_guest_with_a_kernel_need_one() {
         let kernel = KernelArgs::augment_args(clap::Command::new("run"));
-        // --kconfig works without a kernel.
-        let boots = ["kernel", "firmware", "disk", "kconfig"];
+        // --kconfig and --from work without a kernel.
+        let boots = ["kernel", "firmware", "disk", "kconfig", "from"];
         let flags = kernel.get_arguments().filter(|flag| !boots.contains(&flag.get_id().as_str()));
         let mut count = 0;
         for flag in flags {
