@@ -365,6 +365,35 @@ fn a_machine_with_a_directory_is_forked_and_listed() -> Result<(), Failed> {
     here.end_with(&["vellum-guard", "vellum-share"]).map(drop)
 }
 
+/// What is said of a machine after its start is in a file beside its socket, which is gone with the
+/// machine if nothing was said.
+#[test(kvm())]
+fn what_is_said_of_a_forked_machine_is_kept() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let kernel = env.path("kernel");
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    let flags = format!("--kernel {} --memory 16m,backing=memfd --serial null", kernel.display());
+    let here = env.run("here", &format!("run {flags}"))?;
+    let log = |name: &str| env.socket(name).with_extension("log");
+    for (name, by, said) in [("ends", "stop", ""), ("fails", "nmi", "triple fault on vCPU 0")] {
+        let forked = fork(&env, "here", &format!("--name {name} --serial null"))?;
+        ensure(log(name).exists(), || "there is no file".into())?;
+        env.ctl(&format!("{name} {by}"))?;
+        for machine in forked {
+            machine.is_over()?;
+        }
+        match said {
+            "" => eventually(LIMIT, "its file is removed", || Ok((!log(name).exists()).then_some(())))?,
+            said => {
+                let text = fs::read_to_string(log(name))?;
+                ensure(text.contains(said), || text.clone())?;
+            }
+        }
+    }
+    env.ctl("here stop")?;
+    here.end().map(drop)
+}
+
 /// A PC with devices: in each machine, the serial port continues without a lost byte.
 #[test(kvm())]
 fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
@@ -388,7 +417,9 @@ fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
     counts("here.out")?;
     // The refusal names the missing device, and no machine is left behind.
     let refused = env.vellum("fork here --name there --serial null")?;
-    says(&refused, 2, "there: rng: the machine has present, and the new one missing: give the target one")?;
+    says(&refused, 2, "--rng: here has rng: give the new machine one too")?;
+    let refused = env.vellum(&format!("fork here --name there --vsock v {}", devices("there.out")))?;
+    says(&refused, 2, "--vsock: here has no vsock: leave it out")?;
     for name in ["there", "then"] {
         let forked = fork(&env, "here", &format!("--name {name} {}", devices(&format!("{name}.out"))))?;
         let counted = counts(&format!("{name}.out"))?;
@@ -455,8 +486,8 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
         ("fork shared --name new", 2, "the memory of shared is shmem, which others cannot share"),
         ("fork locked --name new", 1, "its memory is locked"),
         ("fork waits --name new", 2, "the memory of waits is unknown"),
-        ("fork here --name new --rng", 2, "new: rng: "),
-        ("fork here --name new --disk nothing.img", 2, "new: --disk"),
+        ("fork here --name new --rng", 2, "--rng: here has no rng: leave it out"),
+        ("fork here --name new --disk nothing.img", 2, "--disk: here has no disk"),
         ("run --from nobody -- true", 2, "no machine named `nobody` listens"),
         ("run --from here -- true", 2, "--from here: this machine does not wait for commands"),
         ("run --from here --memory 1g -- true", 2, "a fork is like the machine that it is made of"),

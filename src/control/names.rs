@@ -114,6 +114,14 @@ pub fn socket(name: &str) -> Result<PathBuf, Error> {
     Ok(path.join(format!("{name}.sock")))
 }
 
+/// The file for the messages of the machine `name`, beside its socket. It may not exist.
+///
+/// # Errors
+/// As [`own_socket`].
+pub fn own_log(name: &str) -> Result<PathBuf, Error> {
+    Ok(own_socket(name)?.with_file_name(format!("{name}.log")))
+}
+
 /// The directory of what belongs to the SSH access of machine `name`, beside its socket. It may not
 /// exist.
 ///

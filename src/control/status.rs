@@ -45,6 +45,9 @@ pub struct Status {
     /// How dirty pages are collected, during a migration.
     #[serde(default)]
     pub tracker: Option<String>,
+    /// The names of the virtio devices.
+    #[serde(default)]
+    pub devices: Vec<String>,
     /// The names of the disks.
     #[serde(default)]
     pub disks: Vec<String>,

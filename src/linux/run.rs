@@ -121,6 +121,7 @@ impl Machine for LinuxMachine {
                 .cr3_cache
                 .map(|entries| Cr3Cache { entries, debugfs: counters::name(&self.vm.fd) }),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
+            devices: self.virtio.devices.iter().map(|wired| wired.name.clone()).collect(),
             disks: self.virtio.all::<DiskImage>().map(|(name, _)| name.to_owned()).collect(),
             stays: self.virtio.stays(),
         }

@@ -27,7 +27,7 @@ use vellum_devices::virtio::mmio::{self, Mmio};
 use vellum_devices::virtio::pci::{self, Pci};
 use vellum_devices::virtio::transport::{Codec, Transport};
 use vellum_devices::virtio::vsock::SocketPath;
-use vellum_devices::virtio::{DeviceConfig, Hang, KINDS, OpenError, PAUSE_TIMEOUT, VirtioDevice};
+use vellum_devices::virtio::{DeviceConfig, Hang, KINDS, Kind, OpenError, PAUSE_TIMEOUT, VirtioDevice};
 use vellum_kvm::arch::fixed::{self, PciHost, VirtioMmio};
 use vellum_kvm::arch::gsi::{self, Gsi, Gsis};
 use vellum_kvm::arch::layout;
@@ -38,6 +38,22 @@ use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 /// The requested devices. Devices of one kind are numbered in this order.
 #[derive(Clone, Debug, Default)]
 pub struct Config(pub Vec<Arc<dyn DeviceConfig>>);
+
+impl Config {
+    /// The names of the devices.
+    pub fn names(&self) -> Vec<String> {
+        let of = |kind: &'static Kind| {
+            let asked = self.0.iter().filter(move |config| config.kind().key == kind.key);
+            asked.enumerate().map(move |(at, _)| name_of(kind, at))
+        };
+        KINDS.iter().flat_map(|kind| of(kind)).collect()
+    }
+}
+
+/// The name of device `at` of a kind.
+fn name_of(kind: &Kind, at: usize) -> String {
+    if kind.repeats { format!("{}{at}", kind.key) } else { kind.key.to_owned() }
+}
 
 /// Why a device is not available.
 #[derive(Debug, thiserror::Error)]
@@ -186,7 +202,7 @@ impl Opened {
                 {
                     return Err(Error::Twice(kind.key, own.to_owned()));
                 }
-                let name = if kind.repeats { format!("{}{at}", kind.key) } else { kind.key.to_owned() };
+                let name = name_of(kind, at);
                 let device = if unlocked { config.open_unlocked() } else { config.open() };
                 let device = device.map_err(|error| Error::Open(kind.key, error))?;
                 let asked = Asked { kind: kind.key, written: config.written().ok() };

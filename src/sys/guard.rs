@@ -7,7 +7,7 @@
 //! controlling terminal, and reads nothing that the VMM could write. It only waits for the VMM's
 //! end and for the signal to name the file, and may only make the calls that this needs.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +15,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{AtFlags, CWD};
+use rustix::fs::{AtFlags, CWD, FileType, Stat};
 use rustix::process::{PidfdFlags, getpid, pidfd_open, setsid};
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin, stdout};
 use rustix::thread::set_name;
@@ -76,14 +76,15 @@ impl Drop for Started {
     }
 }
 
-/// Starts the guard of `names` and of a file to be named. The guard removes those names that are
-/// sockets without a listener. It never holds sockets that are bound after this call. `confine` is
-/// its last act before it waits, and allocates nothing.
+/// Starts the guard of `names`, of a `log`, and of a file to be named. The guard removes those names
+/// that are sockets without a listener, and a log that is empty. It never holds sockets that are
+/// bound after this call. `confine` is its last act before it waits, and allocates nothing.
 ///
 /// # Errors
 /// The host refuses a process or a pipe.
 pub fn start(
     names: Vec<Name>,
+    log: Option<CString>,
     naming: Option<Naming>,
     confine: impl Fn() -> io::Result<()>,
 ) -> io::Result<Started> {
@@ -97,7 +98,7 @@ pub fn start(
     // SAFETY: the child calls nothing that allocates or locks, so the state of other threads does
     // not matter.
     match unsafe { libc::fork() } {
-        0 => watch(&this, &names, naming.as_ref(), confine),
+        0 => watch(&this, &names, log.as_deref(), naming.as_ref(), confine),
         child => {
             let open = File::from(OwnedFd::from(open));
             let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(Started(Some(open))) };
@@ -112,6 +113,7 @@ pub fn start(
 fn watch(
     process: &OwnedFd,
     names: &[Name],
+    log: Option<&CStr>,
     mut naming: Option<&Naming>,
     confine: impl Fn() -> io::Result<()>,
 ) -> ! {
@@ -156,6 +158,12 @@ fn watch(
     for name in names {
         // The next process that wants the name finds it stale and removes it.
         let _ = name.remove_stale();
+    }
+    let is_empty = |stat: Stat| stat.st_size == 0 && FileType::from_raw_mode(stat.st_mode).is_file();
+    if let Some(log) = log
+        && rustix::fs::lstat(log).is_ok_and(is_empty)
+    {
+        let _ = rustix::fs::unlink(log);
     }
     exit_now(0)
 }

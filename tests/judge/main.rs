@@ -10,6 +10,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output};
 
+use serde_json::Value;
 use support::env::{Machine, TestEnv};
 use support::hosts::{kvm, real};
 use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
@@ -214,7 +215,7 @@ fn built_in_migrates(mode: &str) -> Result<(), Failed> {
 }
 
 fn right(json: &PathBuf) -> Result<(), Failed> {
-    let result: serde_json::Value = serde_json::from_slice(&fs::read(json)?)?;
+    let result: Value = serde_json::from_slice(&fs::read(json)?)?;
     let figures = result["figures"].as_array().ok_or("no figures")?;
     let wrong =
         figures.iter().find(|figure| figure["name"] == "wrong_stamps").ok_or("nothing was checked")?;
@@ -333,7 +334,10 @@ fn a_fork_is_whole() -> Result<(), Failed> {
     succeeds(env.vellum(&format!("fork here --name forked --json {}", of_fork.display()))?)?;
     for (name, json) in [("forked", &of_fork), ("here", &json)] {
         succeeds(env.vellum(&format!("ctl {name} stop"))?)?;
-        right(&eventually(LIMIT, "its result", || Ok(json.exists().then(|| json.clone())))?)?;
+        // The file is there before the result is in it.
+        let is_whole = || fs::read(json).is_ok_and(|text| serde_json::from_slice::<Value>(&text).is_ok());
+        eventually(LIMIT, "its result", || Ok(is_whole().then_some(())))?;
+        right(json)?;
     }
     ends(here, 0)
 }

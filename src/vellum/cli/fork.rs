@@ -8,10 +8,10 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +20,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::client::{failure, heard, listen, may_leave, status};
+use super::devices;
 use super::failure::Failure;
 use super::flags::Flags;
 use super::host::{self, HostArgs};
@@ -115,6 +116,8 @@ struct Inherited {
     waits: RawFd,
     /// The process of the machine that it is forked from.
     from: u32,
+    /// The file that standard error goes to, if that is the machine's alone.
+    log: Option<PathBuf>,
     /// Devices that the command line does not name.
     devices: Vec<ChildDevice>,
 }
@@ -136,7 +139,7 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
     let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, waits, from, devices } = inherited;
+    let Inherited { point, files, waits, from, log, devices } = inherited;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
@@ -144,7 +147,7 @@ fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
     let forked = Box::new(Forked { point, files, base });
     let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
     // The base determines the backing of the memory.
-    let host = args.host.waited_for(waits, from).with_devices(devices).map_err(|error| wrong(&error))?;
+    let host = args.host.waited_for(waits, from, log).with_devices(devices).map_err(|error| wrong(&error))?;
     host.run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
 }
 
@@ -157,6 +160,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     let names = names_of(args)?;
     check_backing(&args.machine, &has)?;
     check_room(names.len() as u64, &has)?;
+    check_devices(&args.machine, &has.devices, &args.host.device_names())?;
     let (source, us) = Source::of(&args.machine, &path, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
     let mut running = 0;
@@ -167,7 +171,10 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
                 Some(_) => numbered(word, number),
                 None => word,
             });
-            source.start(name, words, Vec::new(), [Stdio::null(), Stdio::piped()])
+            let log = names::own_log(name).map_err(failure)?;
+            let opened = File::options().create(true).write(true).truncate(true).mode(0o600).open(&log);
+            let opened = opened.map_err(|error| Failure::host(format!("{}: {error}", log.display())))?;
+            source.start(name, words, Vec::new(), [Stdio::null(), opened.into()], Some(log))
         };
         let started = (first..).zip(batch).map(start);
         let started: Result<Vec<_>, _> = started.collect();
@@ -236,6 +243,19 @@ fn check_backing(name: &str, status: &Status) -> Result<(), Failure> {
     Err(Failure::usage(format!(
         "the memory of {name} is {backing}, which others cannot share; start it with --memory SIZE,backing={instead}"
     )))
+}
+
+/// Fails if a machine with the devices `given` cannot become one with the devices `has`.
+fn check_devices(name: &str, has: &[String], given: &[String]) -> Result<(), Failure> {
+    let flag = |device: &str| devices::flag(device.trim_end_matches(|c: char| c.is_ascii_digit()));
+    if let Some(missing) = has.iter().find(|device| !given.contains(device)) {
+        let flag = flag(missing);
+        return Err(Failure::usage(format!("{flag} {name} has {missing}: give the new machine one too")));
+    }
+    if let Some(other) = given.iter().find(|device| !has.contains(device)) {
+        return Err(Failure::usage(format!("{} {name} has no {other}: leave it out", flag(other))));
+    }
+    Ok(())
 }
 
 /// Fails if this host lacks resources for `count` more machines like the one with this `status`.
@@ -335,7 +355,7 @@ pub(super) fn for_command(zygote: &str, vsock: &Path, sandbox: Mode) -> Result<(
     let name = format!("from-{}", std::process::id());
     let mut words: Vec<OsString> = vec!["fork".into(), path.into(), "--name".into(), (&name).into()];
     words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
-    let started = source.start(&name, words, devices, [Stdio::piped(), Stdio::inherit()])?;
+    let started = source.start(&name, words, devices, [Stdio::piped(), Stdio::inherit()], None)?;
     let mut started = ForCommand(started);
     // If it does not run, its process has said why, and the console ends.
     let _ = started.0.runs();
@@ -362,6 +382,8 @@ struct Starting {
     child: Child,
     /// Receives a byte when the machine runs, and sends a byte when that was reported.
     waits: UnixStream,
+    /// The file with its messages.
+    log: Option<PathBuf>,
 }
 
 impl Source {
@@ -401,19 +423,22 @@ impl Source {
     }
 
     /// Starts the process of the machine `name`, by the words of a command line, with further
-    /// `devices`. Its standard output and error go to `outputs`.
+    /// `devices`. Its standard output and error go to `outputs`, the latter to the file `log`, if
+    /// that is the machine's alone.
     fn start(
         &self,
         name: &str,
         words: impl IntoIterator<Item = OsString>,
         devices: Vec<ChildDevice>,
         outputs: [Stdio; 2],
+        log: Option<PathBuf>,
     ) -> Result<Starting, Failure> {
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
         let (point, waiting) = (self.point.clone(), theirs.as_raw_fd());
-        let inherited = Inherited { point, files, waits: waiting, from: self.from, devices };
+        let inherited =
+            Inherited { point, files, waits: waiting, from: self.from, log: log.clone(), devices };
         let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
         list.write_all(&bytes).map_err(Failure::host)?;
@@ -424,7 +449,7 @@ impl Source {
         let numbers = files.into_iter().chain([theirs.as_raw_fd(), list.as_raw_fd()]);
         detached_with(&mut command, numbers.collect());
         let child = command.spawn().map_err(|error| Failure::host(format!("{name}: {error}")))?;
-        Ok(Starting { name: name.to_owned(), child, waits })
+        Ok(Starting { name: name.to_owned(), child, waits, log })
     }
 }
 
@@ -457,11 +482,9 @@ impl Starting {
 
     /// The error of a machine that does not run.
     fn why(&mut self) -> Failure {
-        let mut said = String::new();
-        if let Some(stderr) = &mut self.child.stderr {
-            let _ = stderr.read_to_string(&mut said);
-        }
         let ended = self.child.wait();
+        let said = self.log.as_ref().and_then(|log| fs::read_to_string(log).ok()).unwrap_or_default();
+        self.remove_log();
         let why = said.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned());
         let why = why.unwrap_or_else(|| match ended {
             Ok(status) => format!("it ended by {status}"),
@@ -479,5 +502,13 @@ impl Starting {
         let _ = self.waits.shutdown(std::net::Shutdown::Both);
         let _ = self.child.kill();
         let _ = self.child.wait();
+        self.remove_log();
+    }
+
+    /// Removes the file with its messages: they were told, or the machine is gone.
+    fn remove_log(&self) {
+        if let Some(log) = &self.log {
+            let _ = fs::remove_file(log);
+        }
     }
 }

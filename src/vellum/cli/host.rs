@@ -2,6 +2,7 @@
 //! `vellum restore` share, and how both run it.
 
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -79,6 +80,9 @@ pub(super) struct HostArgs {
 
     #[arg(skip)]
     forked_from: Option<u32>,
+
+    #[arg(skip)]
+    log: Option<PathBuf>,
 }
 
 /// The flag of each field.
@@ -102,10 +106,15 @@ pub(super) const MEMORY: &[(Field, &str)] = &[
 
 impl HostArgs {
     /// Tells the client at the other end of `waits` when the machine runs, which was forked from that
-    /// of the process `forked_from`.
-    pub fn waited_for(mut self, waits: Arc<OwnedFd>, forked_from: u32) -> Self {
-        (self.waits, self.forked_from) = (Some(waits), Some(forked_from));
+    /// of the process `forked_from`, and whose messages go to the file `log`.
+    pub fn waited_for(mut self, waits: Arc<OwnedFd>, forked_from: u32, log: Option<PathBuf>) -> Self {
+        (self.waits, self.forked_from, self.log) = (Some(waits), Some(forked_from), log);
         self
+    }
+
+    /// The names of the devices, as a machine with them has them.
+    pub fn device_names(&self) -> Vec<String> {
+        self.devices.clone().config().names()
     }
 
     /// Gives the machine devices that another process wrote.
@@ -133,6 +142,7 @@ impl HostArgs {
             result: self.result.path(),
             waits: self.waits,
             forked_from: self.forked_from,
+            log: self.log,
             ..session::Config::default()
         };
         let config = machine::Config {

@@ -96,6 +96,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         waits: None,
         tells_of_silence: false,
         // A machine that was forked is not handed over, and one that is waits for no commands.
+        log: None,
         forked_from: None,
         children: None,
     };

@@ -33,6 +33,8 @@ pub struct Config {
     pub waits: Option<Arc<OwnedFd>>,
     /// Whether the user is told of a guest that prints nothing.
     pub tells_of_silence: bool,
+    /// The file that is this process's standard error, to be removed if it is empty in the end.
+    pub log: Option<PathBuf>,
     /// The process of the machine that this one was forked from.
     pub forked_from: Option<u32>,
     /// The devices of the machine's children, if it waits to be forked for commands.
@@ -70,6 +72,7 @@ impl Default for Config {
             gdb: None,
             waits: None,
             tells_of_silence: false,
+            log: None,
             forked_from: None,
             children: None,
         }

@@ -21,7 +21,9 @@ pub mod progress;
 mod requests;
 pub mod supervisor;
 
+use std::ffi::CString;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -168,7 +170,8 @@ impl Session {
         let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
         let confined = OfGuard::new(config.sandbox);
         let names = names.filter_map(|path| Name::new(path).ok()).collect();
-        let guard = guard::start(names, naming, || confined.enter())
+        let log = config.log.as_ref().and_then(|path| CString::new(path.as_os_str().as_bytes()).ok());
+        let guard = guard::start(names, log, naming, || confined.enter())
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
         let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;

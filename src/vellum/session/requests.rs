@@ -125,6 +125,7 @@ impl Session {
             dirty_ring: outline.dirty_ring,
             cr3_cache: outline.cr3_cache,
             tracker: machine.tracker().map(str::to_owned),
+            devices: outline.devices,
             disks: outline.disks,
             stays: outline.stays,
             children: self.config.children.clone(),
