@@ -23,6 +23,8 @@ use super::{Boot, Disk, ReadAt, VolumeInfo, find as search};
 /// How long the search may take of a CPU. SIGXCPU ends it then, and the status tells so. Emulated
 /// hosts are a hundred times slower than others.
 const CPU_SECONDS: u64 = 60;
+/// How much memory the search may take: twice what the largest kernel and initrd are.
+const MEMORY: u64 = 4 << 30;
 /// How often the progress of a copy is told.
 const STEPS: u64 = 1000;
 /// The longest answer.
@@ -243,6 +245,8 @@ fn confine(mode: Mode, cpu_seconds: Option<u64>) -> Result<(), String> {
         // At the second limit the signal would be SIGKILL, which has other reasons, too.
         let limit = Rlimit { current: Some(seconds), maximum: Some(seconds + 1) };
         setrlimit(Resource::Cpu, limit).map_err(|error| error.to_string())?;
+        let limit = Rlimit { current: Some(MEMORY), maximum: Some(MEMORY) };
+        setrlimit(Resource::Data, limit).map_err(|error| error.to_string())?;
     }
     let mut sandbox = Sandbox::new(mode);
     sandbox.process().map_err(|error| error.to_string())?;

@@ -92,6 +92,18 @@ mod tests {
         for text in ["while true; do x; done", "function f { f; }\nf", "menuentry a { configfile /x; }"] {
             assert!(menu(text).is_err(), "{text}");
         }
+        let not = "! ".repeat(100_000);
+        assert!(menu(&format!("{not}true")).is_err());
+        menu(&format!("if [ {not} x ]; then y; fi\nmenuentry x {{ linux /k; }}")).unwrap();
+    }
+
+    /// A value of 64 KiB, a million times in one command.
+    #[test]
+    fn a_script_takes_no_memory_that_it_does_not_have() {
+        let double = "set a=\"$a$a\"\n".repeat(15);
+        let text = format!("set a=xx\n{double}linux /k {}\n", "$a".repeat(1_000_000));
+        let why = menu(&text).unwrap_err();
+        assert_eq!(why, "a command is longer than 1048576 bytes");
     }
 
     #[test]

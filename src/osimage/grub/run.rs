@@ -17,6 +17,12 @@ const MAX_DEPTH: usize = 24;
 const MAX_ENTRIES: usize = 1024;
 /// The maximum length of a variable's value in bytes. Longer values become empty.
 const MAX_VALUE: usize = 64 << 10;
+/// The maximum length of all values together. A value beyond it becomes empty.
+const MAX_VALUES: usize = 16 << 20;
+/// The maximum length of a command in bytes, with the values of its variables.
+const MAX_COMMAND: usize = 1 << 20;
+/// The maximum number of words that are compared by one `test`.
+const MAX_COMPARED: usize = 64;
 
 /// An entry of the menu. Its commands have not been run.
 #[derive(Clone)]
@@ -31,6 +37,8 @@ struct Item {
 pub struct Script<'d> {
     disk: &'d Disk,
     variables: BTreeMap<String, String>,
+    /// The length of all values.
+    stored: usize,
     functions: BTreeMap<String, Rc<Vec<Command>>>,
     menu: Vec<Item>,
     /// The kernel and, below, the command line and initrds of the last `linux` and `initrd`.
@@ -72,6 +80,7 @@ impl<'d> Script<'d> {
         variables.extend(own.map(|(name, value)| (name.to_owned(), value)));
         Self {
             disk,
+            stored: variables.values().map(String::len).sum(),
             variables,
             functions: BTreeMap::new(),
             menu: Vec::new(),
@@ -125,8 +134,8 @@ impl<'d> Script<'d> {
     /// Runs an entry. If it is a submenu, `rest` chooses one of its entries.
     fn enter(&mut self, item: &Item, rest: &str) -> Result<Option<Entry>, String> {
         (self.kernel, self.cmdline, self.initrds) = (None, String::new(), Vec::new());
-        let before = (self.variables.clone(), std::mem::take(&mut self.menu));
-        self.variables.insert("chosen".into(), item.title.clone());
+        let before = (self.variables.clone(), self.stored, std::mem::take(&mut self.menu));
+        self.set("chosen", item.title.clone());
         let ran = self.deeper(|script| script.all(&item.body));
         let menu = std::mem::take(&mut self.menu);
         let entry = match ran {
@@ -135,7 +144,7 @@ impl<'d> Script<'d> {
             Ok(_) => Ok(self.booted(item.title.clone())),
             Err(why) => Err(why),
         };
-        (self.variables, self.menu) = before;
+        (self.variables, self.stored, self.menu) = before;
         entry
     }
 
@@ -171,7 +180,7 @@ impl<'d> Script<'d> {
         }
         match command {
             Command::Simple(words, block) => {
-                let words: Vec<String> = words.iter().flat_map(|word| self.expand(word)).collect();
+                let words = self.expand(words)?;
                 self.deeper(|script| script.simple(&words, block.as_ref()))
             }
             Command::If(branches, otherwise) => {
@@ -193,7 +202,7 @@ impl<'d> Script<'d> {
                 Ok(true)
             }
             Command::For(name, words, body) => {
-                let words: Vec<String> = words.iter().flat_map(|word| self.expand(word)).collect();
+                let words = self.expand(words)?;
                 for word in words {
                     self.set(name, word);
                     self.all(body)?;
@@ -208,9 +217,11 @@ impl<'d> Script<'d> {
     }
 
     fn set(&mut self, name: &str, mut value: String) {
-        if value.len() > MAX_VALUE {
+        self.stored -= self.value(name).len();
+        if value.len() > MAX_VALUE || self.stored + value.len() > MAX_VALUES {
             value.clear();
         }
+        self.stored += value.len();
         self.variables.insert(name.to_owned(), value);
     }
 
@@ -218,35 +229,38 @@ impl<'d> Script<'d> {
         self.variables.get(name).map_or("", String::as_str)
     }
 
-    /// Expands a word into words: the value of an unquoted variable is split at white space.
-    fn expand(&self, word: &Word) -> Vec<String> {
-        let mut words = Vec::new();
-        let mut current = if word.is_empty() { Some(String::new()) } else { None };
-        for piece in word {
-            match piece {
-                Piece::Text(text) => current.get_or_insert_default().push_str(text),
-                Piece::Variable { name, quoted: true } => {
-                    current.get_or_insert_default().push_str(self.value(name));
+    /// Expands words into words: the value of an unquoted variable is split at white space.
+    fn expand(&self, of: &[Word]) -> Result<Vec<String>, String> {
+        let (mut words, mut left) = (Vec::new(), MAX_COMMAND);
+        for word in of {
+            let mut current = if word.is_empty() { Some(String::new()) } else { None };
+            for piece in word {
+                let (text, split) = match piece {
+                    Piece::Text(text) => (text.as_str(), false),
+                    Piece::Variable { name, quoted } => (self.value(name), !quoted),
+                };
+                let rest = left.checked_sub(text.len());
+                left = rest.ok_or_else(|| format!("a command is longer than {MAX_COMMAND} bytes"))?;
+                if !split {
+                    current.get_or_insert_default().push_str(text);
+                    continue;
                 }
-                Piece::Variable { name, quoted: false } => {
-                    let value = self.value(name);
-                    if value.starts_with(char::is_whitespace) {
+                if text.starts_with(char::is_whitespace) {
+                    words.extend(current.take());
+                }
+                for (at, part) in text.split_whitespace().enumerate() {
+                    if at > 0 {
                         words.extend(current.take());
                     }
-                    for (at, part) in value.split_whitespace().enumerate() {
-                        if at > 0 {
-                            words.extend(current.take());
-                        }
-                        current.get_or_insert_default().push_str(part);
-                    }
-                    if value.ends_with(char::is_whitespace) {
-                        words.extend(current.take());
-                    }
+                    current.get_or_insert_default().push_str(part);
+                }
+                if text.ends_with(char::is_whitespace) {
+                    words.extend(current.take());
                 }
             }
+            words.extend(current);
         }
-        words.extend(current);
-        words
+        Ok(words)
     }
 
     /// Replaces `$name` in text, such as the options of a boot loader entry.
@@ -254,7 +268,9 @@ impl<'d> Script<'d> {
         // The text is not a script: only its variables are replaced.
         match parse(&format!("x \"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))) {
             Ok(commands) => match &commands[..] {
-                [Command::Simple(words, None)] if words.len() == 2 => self.expand(&words[1]).concat(),
+                [Command::Simple(words, None)] if words.len() == 2 => {
+                    self.expand(&words[1..]).unwrap_or_default().concat()
+                }
                 _ => text.into(),
             },
             Err(_) => text.into(),
@@ -286,7 +302,7 @@ impl<'d> Script<'d> {
             }
             "unset" => {
                 for argument in arguments {
-                    self.variables.remove(argument);
+                    self.stored -= self.variables.remove(argument).map_or(0, |value| value.len());
                 }
                 Ok(true)
             }
@@ -300,7 +316,7 @@ impl<'d> Script<'d> {
                 _ => Err("[ has no ]".into()),
             },
             "false" => Ok(false),
-            "not" | "!" => Ok(!self.simple(arguments, block)?),
+            "not" | "!" => Ok(!self.deeper(|script| script.simple(arguments, block))?),
             "configfile" | "source" | "." | "normal" => match arguments.first() {
                 Some(path) => self.source(path, name == "configfile" || name == "normal"),
                 None => Ok(true),
@@ -431,6 +447,9 @@ impl<'d> Script<'d> {
 
     /// GRUB's version of test(1).
     fn test(&self, words: &[String]) -> bool {
+        if words.len() > MAX_COMPARED {
+            return false;
+        }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         // `-a` binds tighter than `-o`.
         words
@@ -524,6 +543,9 @@ impl<'d> Script<'d> {
                 continue;
             }
             for item in items {
+                if self.menu.len() >= MAX_ENTRIES {
+                    return false;
+                }
                 let Some(linux) = item.linux else { continue };
                 let device = device(self.disk, at);
                 let text = |text: String| vec![Piece::Text(text)];
