@@ -64,8 +64,12 @@ fn call(line: &[String]) -> Result<String, Error> {
     let program = &line[0];
     let output = Command::new(program)
         .args(&line[1..])
-        // Fixes the output formats, which users can change.
+        // Fixes the output formats, which users can change, and lists all jobs.
         .envs([("SQUEUE_FORMAT", "%F %K %T"), ("SINFO_FORMAT", "%f")])
+        .env_remove("SQUEUE_FORMAT2")
+        .env_remove("SQUEUE_STATES")
+        .env_remove("SQUEUE_USERS")
+        .env_remove("SQUEUE_PARTITION")
         .output()
         .map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::NoSlurm(program.into()),
@@ -246,9 +250,13 @@ fn of_all(file: &Path, plan: &Plan, minutes: u64) -> Vec<String> {
     options
 }
 
-/// Submits an array and records its number and base.
+/// Submits an array and records its number and base. An array without a record would be submitted
+/// again, so it is cancelled.
 fn array(file: &Path, script: &Path, options: &[String], base: u64, list: &str) -> Result<(), Error> {
     let program = std::env::current_exe().map_err(Error::file("found", "this program"))?;
+    let path = record(file);
+    let mut jobs = open::open(&path, File::options().create(true).append(true), open::Kind::Regular)
+        .map_err(Error::file("written", &path))?;
     let mut line = options.to_vec();
     line.push(format!("--array={list}"));
     line.extend([script, &program, file].map(|path| path.to_string_lossy().into_owned()));
@@ -257,10 +265,10 @@ fn array(file: &Path, script: &Path, options: &[String], base: u64, list: &str) 
     let job = said.trim().split(';').next().unwrap_or_default();
     let job: u64 =
         job.parse().map_err(|_| Error::Slurm(format!("sbatch printed no job number but {said:?}")))?;
-    let path = record(file);
-    let mut file = open::open(&path, File::options().create(true).append(true), open::Kind::Regular)
-        .map_err(Error::file("written", &path))?;
-    writeln!(file, "{job} {base}").and_then(|()| file.sync_all()).map_err(Error::file("written", &path))
+    writeln!(jobs, "{job} {base}").and_then(|()| jobs.sync_all()).map_err(|error| {
+        let _ = call(&["scancel".into(), job.to_string()]);
+        Error::file("written", &path)(error)
+    })
 }
 
 /// Where the tasks of the plan are. Without Slurm only results count.
