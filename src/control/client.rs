@@ -44,13 +44,8 @@ pub enum Error {
     Closed {
         /// The socket.
         path: PathBuf,
-    },
-    /// The process that listened has not read the request: it ended, or another one has its machine
-    /// now.
-    #[error("{path}: the machine closed the connection before it read the request")]
-    Unread {
-        /// The socket.
-        path: PathBuf,
+        /// It has not read the request: it ended, or another process has the machine now.
+        unread: bool,
     },
     /// The machine does not answer.
     #[error("{path}: no answer within {patience:?}{}; a stopped process (kill -STOP) answers after kill -CONT", process(*pid))]
@@ -79,11 +74,9 @@ impl Diagnose for Error {
     fn origin(&self) -> ErrorOrigin {
         match self {
             Self::Connect { .. } | Self::Foreign { .. } => ErrorOrigin::USER,
-            Self::Closed { .. }
-            | Self::Unread { .. }
-            | Self::Silent { .. }
-            | Self::Answer { .. }
-            | Self::Refused(_) => ErrorOrigin::HOST,
+            Self::Closed { .. } | Self::Silent { .. } | Self::Answer { .. } | Self::Refused(_) => {
+                ErrorOrigin::HOST
+            }
         }
     }
 }
@@ -189,8 +182,8 @@ impl Client {
     /// request that the first process has not read is sent to that one.
     pub fn ask_with(&mut self, what: &Do, descriptors: &[BorrowedFd<'_>]) -> Result<Value, Error> {
         let answer = match self.ask_once(what, descriptors) {
-            Err(Error::Unread { .. }) => {
-                self.connect_again().map_err(|_| Error::Closed { path: self.path.clone() })?;
+            Err(Error::Closed { unread: true, .. }) => {
+                self.connect_again().map_err(|_| Error::Closed { path: self.path.clone(), unread: false })?;
                 self.ask_once(what, descriptors)
             }
             answer => answer,
@@ -219,9 +212,7 @@ impl Client {
         let mut said = None;
         loop {
             let mut answer = match self.next(Some(self.patience)) {
-                Err(Error::Closed { .. } | Error::Unread { .. }) if let Some(why) = said => {
-                    return Err(Error::Refused(why));
-                }
+                Err(Error::Closed { .. }) if let Some(why) = said => return Err(Error::Refused(why)),
                 line => line?,
             };
             if answer["event"].is_string() {
@@ -235,7 +226,9 @@ impl Client {
                 continue;
             }
             return match answer["error"].as_str() {
-                Some(_) if answer["again"] == true => Err(Error::Unread { path: self.path.clone() }),
+                Some(_) if answer["again"] == true => {
+                    Err(Error::Closed { path: self.path.clone(), unread: true })
+                }
                 Some(error) => Err(Error::Refused(error.to_owned())),
                 None => Ok(answer["ok"].take()),
             };
@@ -251,7 +244,7 @@ impl Client {
         let stream = client.stream.get_ref();
         let mut request = serde_json::to_value(what).expect("plain data");
         request["id"] = 1.into();
-        let closed = || Error::Closed { path: path.into() };
+        let closed = || Error::Closed { path: path.into(), unread: false };
         socket::send(stream, format!("{request}\n").as_bytes(), &[]).map_err(|_| closed())?;
         let (mut line, mut descriptors) = (Vec::new(), Vec::new());
         while line.last() != Some(&b'\n') && line.len() <= MAX_LENT {
@@ -322,9 +315,9 @@ impl Client {
             }
             // A unix socket that is closed with unread data says so to the other end.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                Err(Error::Unread { path: self.path.clone() })
+                Err(Error::Closed { path: self.path.clone(), unread: true })
             }
-            _ => Err(Error::Closed { path: self.path.clone() }),
+            _ => Err(Error::Closed { path: self.path.clone(), unread: false }),
         }
     }
 
@@ -333,9 +326,9 @@ impl Client {
         match self.next(Some(self.patience)) {
             Ok(mut line) if line["id"] == 0 => match line["error"].take() {
                 Value::String(why) => Error::Refused(why),
-                _ => Error::Closed { path: self.path.clone() },
+                _ => Error::Closed { path: self.path.clone(), unread: false },
             },
-            _ => Error::Unread { path: self.path.clone() },
+            _ => Error::Closed { path: self.path.clone(), unread: true },
         }
     }
 }

@@ -97,7 +97,7 @@ const OWN_MEMORY: u64 = 4 << 20;
 const OWN_DESCRIPTORS: u64 = 64;
 
 /// How often a machine is asked again that refuses a fork, and has no operation under way.
-const MOST_UNEXPLAINED: u32 = 16;
+const MAX_UNEXPLAINED: u32 = 16;
 
 /// How often signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
@@ -404,7 +404,7 @@ impl Source {
         let mut unexplained = 0;
         while let Err(error) = machine.ask_with(&Do::Fork {}, &descriptors) {
             let is_refusal = matches!(error, Error::Refused(_));
-            if !waits || !is_refusal || unexplained == MOST_UNEXPLAINED {
+            if !waits || !is_refusal || unexplained == MAX_UNEXPLAINED {
                 return Err(failure(error));
             }
             // The operation that it was refused for may be over already.
