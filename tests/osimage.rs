@@ -352,6 +352,13 @@ fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
     ensure(answers[0] > 0, || format!("{answers:?}"))
 }
 
+/// An image of a system with cloud-init and this kernel.
+fn with_cloud_init(scratch: &Scratch, kernel: &[u8]) -> Result<PathBuf, Failed> {
+    let files = [("boot/vmlinuz-1", kernel), ("usr/bin/cloud-init", b""), ("etc/fstab", b"")];
+    let tree = make_tree(scratch, "root", &files)?;
+    disk(scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])
+}
+
 /// The second machine with a name is refused before it touches the SSH files of the first. A later
 /// machine without a user does not inherit them.
 #[test(makers(), hosts::kvm(), tools::program("ssh-keygen"))]
@@ -359,12 +366,7 @@ fn a_second_machine_leaves_the_access_of_the_first_alone() -> Result<(), Failed>
     let env = TestEnv::new()?;
     let scratch = Scratch::new()?;
     let kernel = Code::default().print("runs\n").spin().elf64();
-    let tree = make_tree(
-        &scratch,
-        "root",
-        &[("boot/vmlinuz-1", &kernel[..]), ("usr/bin/cloud-init", b""), ("etc/fstab", b"")],
-    )?;
-    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let image = with_cloud_init(&scratch, &kernel)?;
     let run = format!("run -m 64m --serial null -d {}", image.display());
     let access = env.socket("one").with_file_name("one.ssh");
     fs::create_dir_all(&access)?;
@@ -389,12 +391,7 @@ fn a_second_machine_leaves_the_access_of_the_first_alone() -> Result<(), Failed>
 fn another_login_is_another_instance_of_a_kept_machine() -> Result<(), Failed> {
     let scratch = Scratch::new()?;
     let kernel = Code::default().print("runs\n").power_off().elf64();
-    let tree = make_tree(
-        &scratch,
-        "root",
-        &[("boot/vmlinuz-1", &kernel[..]), ("usr/bin/cloud-init", b""), ("etc/fstab", b"")],
-    )?;
-    let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+    let image = with_cloud_init(&scratch, &kernel)?;
     let kept = scratch.path("data/vellum/web");
     // What is said, the seed, and the host key, if SSH can reach the guest.
     let start = |user: &str| -> Result<_, Failed> {
