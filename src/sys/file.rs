@@ -8,7 +8,7 @@ use std::io;
 use std::num::NonZeroU64;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{Advice, AtFlags, CWD, FallocateFlags, FlockOperation, OFlags};
 use rustix::io::{Errno, FdFlags};
@@ -215,8 +215,12 @@ pub fn unnamed(directory: &Path) -> io::Result<File> {
 /// # Errors
 /// Among others, the name exists already.
 pub fn name(file: &File, path: &Path) -> io::Result<()> {
-    let open = format!("/proc/self/fd/{}", file.as_raw_fd());
-    Ok(rustix::fs::linkat(CWD, open, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
+    Ok(rustix::fs::linkat(CWD, path_of(file), CWD, path, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+/// A path by which this process can open `file` anew, as long as it is open.
+pub fn path_of(file: &impl AsRawFd) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
 /// Takes ownership of the descriptor `fd` that this process was started with. Call it once for

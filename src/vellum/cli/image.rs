@@ -2,14 +2,11 @@
 //! [`vellum_osimage`] finds its kernel. This file adds the other defaults of such a guest.
 
 use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
-
-use clap::Args;
+use std::path::PathBuf;
 
 use super::failure::Failure;
 use super::kernel::KernelArgs;
-use super::login::{self, Login};
+use super::login::{self, Kept, Login};
 use super::output::say;
 use super::run_flags::FLAGS;
 use vellum_control::client::Client;
@@ -23,40 +20,11 @@ use vellum_kvm::arch::boot::default_cmdline;
 use vellum_kvm::arch::irqchip;
 use vellum_osimage::confined::{self, Failed};
 use vellum_sandbox::Mode;
+use vellum_sys::file;
 use vellum_sys::socket::SocketError;
 
 /// The file of a kept machine's writes.
-pub(super) const OVERLAY: &str = "disk.overlay";
-
-/// The arguments for an operating system in a disk image.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "A disk image with an operating system (without --kernel)")]
-pub(crate) struct ImageArgs {
-    /// Enter this firmware instead of the image's kernel: an ELF or PVH image, such as
-    /// rust-hypervisor-firmware or OVMF's CLOUDHV.fd
-    #[arg(long, value_name = "FILE", conflicts_with = "kernel")]
-    pub firmware: Option<PathBuf>,
-
-    /// Create a user NAME in the guest with cloud-init. The user has this user's public SSH keys,
-    /// sudo, and a password for the console, which is printed
-    #[arg(long, value_name = "NAME", value_parser = login::user, requires = "guest", conflicts_with_all = ["user_data", "cloud-init"])]
-    pub login: Option<String>,
-
-    /// Configure cloud-init's first boot: short for --cloud-init user-data=FILE
-    #[arg(long, value_name = "FILE", requires = "guest", conflicts_with = "cloud-init")]
-    pub user_data: Option<PathBuf>,
-
-    /// Connect by SSH as the user of --login once the guest has booted, and stop the guest
-    /// afterwards. `vellum ssh NAME` connects to a running guest
-    #[arg(long, requires = "login")]
-    pub ssh: bool,
-
-    /// Keep the guest's writes under the machine's name, for the next `vellum run` with the same
-    /// name. Otherwise they are discarded when the guest ends. The image is unchanged. `--disk
-    /// IMAGE,overlay=none` writes to it
-    #[arg(long, requires = "guest")]
-    pub keep: bool,
-}
+const OVERLAY: &str = "disk.overlay";
 
 /// A guest whose kernel is known.
 pub(super) struct Prepared {
@@ -131,7 +99,7 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     }
     let login = match args.image.login.clone() {
         None => None,
-        Some(user) => Some(login::prepare(args, &user, name, kept.as_deref(), &mut files)?),
+        Some(user) => Some(login::prepare(args, &user, name, kept.as_ref(), &mut files)?),
     };
     if let Some(path) = args.image.user_data.clone() {
         args.devices.add(login::seed(path, None));
@@ -169,8 +137,8 @@ impl Prepared {
     }
 }
 
-/// Gives `disk` an overlay that is kept under the machine's name. Returns the directory.
-fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
+/// Gives `disk` an overlay that is kept under the machine's name.
+fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<Kept, Failure> {
     if disk.readonly || disk.overlay.is_some() || disk.into_image {
         return Err(Failure::usage(
             "--keep: the disk has `readonly` or `overlay=`, which says where writes go; leave one of the two out",
@@ -178,8 +146,10 @@ fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<PathBuf, Failure> {
     }
     let name = name.ok_or_else(|| Failure::usage("--keep needs a name to keep it under: --name NAME"))?;
     let directory = names::make_kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
-    disk.overlay = Some(Place::File(directory.join(OVERLAY)));
-    Ok(directory)
+    let overlay = directory.join(OVERLAY);
+    let has_disk = overlay.exists();
+    disk.overlay = Some(Place::File(overlay));
+    Ok(Kept { directory, has_disk })
 }
 
 /// Finds the kernel of `disk`, and sets the initrd and the command line. Returns the kernel as a
@@ -214,13 +184,13 @@ fn find(
     if args.initrd.is_none()
         && let Some(initrd) = found.initrd
     {
-        args.initrd = Some(descriptor(initrd, files));
+        args.initrd = Some(held(initrd, files));
     }
     let own = std::mem::take(&mut args.cmdline);
     args.cmdline = vec![about.cmdline];
     args.cmdline.extend(console(&args.cmdline[0], default_cmdline(args.uart)));
     args.cmdline.extend(own);
-    Ok((descriptor(found.kernel, files), about.kernel))
+    Ok((held(found.kernel, files), about.kernel))
 }
 
 /// The console of `defaults`, if the last one on the `image`'s command line is another. The last
@@ -235,9 +205,9 @@ fn console(image: &str, defaults: &str) -> Option<String> {
     }
 }
 
-/// A path for an open file.
-pub(super) fn descriptor(file: File, files: &mut Vec<File>) -> PathBuf {
-    let path = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
+/// Keeps `file` open, and returns a path for it.
+fn held(file: File, files: &mut Vec<File>) -> PathBuf {
+    let path = file::path_of(&file);
     files.push(file);
     path
 }

@@ -4,7 +4,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -37,6 +37,7 @@ use vellum_launch::{Error, config, image};
 use vellum_linux as machine;
 use vellum_sandbox::user::User;
 use vellum_sandbox::{Mode, Sandbox};
+use vellum_sys::file;
 use vellum_sys::fork::{self as processes, Forked};
 use vellum_sys::identity;
 use vellum_sys::mmap::memfd;
@@ -236,7 +237,7 @@ pub(super) fn run(
     match processes::fork(&output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
             drop((console, ready, output, port));
-            args.initrd = Some(format!("/proc/self/fd/{}", plan.initrd.as_raw_fd()).into());
+            args.initrd = Some(file::path_of(&plan.initrd));
             args.serial = Target::Terminal;
             let vsock = vsock.map(|path| Arc::new(VsockConfig { path, cid: 3 }) as Arc<dyn DeviceConfig>);
             let mut devices: Vec<_> = vsock.into_iter().collect();

@@ -14,13 +14,13 @@ use std::process::{Command, Stdio};
 use serde_json::json;
 
 use super::failure::Failure;
-use super::image::{OVERLAY, descriptor};
 use super::kernel::KernelArgs;
 use super::output::say;
 use super::run_flags::FLAGS;
 use vellum_control::names;
 use vellum_devices::virtio::cidata::Seed;
 use vellum_devices::virtio::net::user::Forward;
+use vellum_sys::file;
 use vellum_sys::mmap::memfd;
 use vellum_sys::random;
 
@@ -45,19 +45,27 @@ pub(super) struct Login {
     pub port: u16,
 }
 
+/// A machine whose disk is kept.
+pub(super) struct Kept {
+    /// Its directory.
+    pub directory: PathBuf,
+    /// Whether an earlier run left writes there.
+    pub has_disk: bool,
+}
+
 /// A seed with `user_data` and `meta_data`.
 pub(super) fn seed(user_data: PathBuf, meta_data: Option<PathBuf>) -> Seed {
     Seed { user_data, meta_data, network_config: None }
 }
 
 /// Gives the guest a seed that creates `user`, and forwards a port to its SSH server if it has a
-/// network without a tap. `kept` is the directory of a machine whose disk is kept, with its users.
-/// cloud-init creates another `user` there as soon as it sees a new instance ID.
+/// network without a tap. The disk of a `kept` machine
+/// has its users. cloud-init creates another `user` there as soon as it sees a new instance ID.
 pub(super) fn prepare(
     args: &mut KernelArgs,
     user: &str,
     name: Option<&str>,
-    kept: Option<&Path>,
+    kept: Option<&Kept>,
     files: &mut Vec<File>,
 ) -> Result<Login, Failure> {
     let host = |what: &str, error: std::io::Error| Failure::host(format!("--login: {what}: {error}"));
@@ -66,15 +74,14 @@ pub(super) fn prepare(
     let is_reachable = args.devices.forward(Forward { udp: false, address, host: port, guest: 22 });
     // The keys of a kept machine are permanent. Others last as long as the machine runs.
     let directory = match (kept, name) {
-        (Some(kept), _) => Some(kept.to_owned()),
+        (Some(kept), _) => Some(kept.directory.clone()),
         (None, Some(name)) => {
             Some(names::make_ssh_directory(name).map_err(|error| Failure::of(&error, FLAGS))?)
         }
         (None, None) => None,
     };
     // Without the overlay the guest has no user, whatever its seed was.
-    let before =
-        kept.filter(|kept| kept.join(OVERLAY).exists()).and_then(|kept| user_of(&kept.join(USER_DATA)));
+    let before = kept.filter(|kept| kept.has_disk).and_then(|kept| user_of(&kept.directory.join(USER_DATA)));
     let is_new = before.as_deref() != Some(user);
     let identity = match &directory {
         Some(directory) if is_reachable => Identity::of(directory, before.is_none())?,
@@ -90,7 +97,7 @@ pub(super) fn prepare(
         let seed = match kept {
             Some(kept) => {
                 let write = |file: &str, text: &str| {
-                    let path = kept.join(file);
+                    let path = kept.directory.join(file);
                     private(&path).and_then(|mut file| file.write_all(text.as_bytes())).map(|()| path)
                 };
                 let meta_data = write("meta-data", &id).map_err(|error| host("meta-data", error))?;
@@ -101,7 +108,9 @@ pub(super) fn prepare(
                 let mut hold = |text: &str| {
                     let mut file = memfd(c"vellum-seed", 0, None)?;
                     file.write_all(text.as_bytes())?;
-                    Ok(descriptor(file, files))
+                    let path = file::path_of(&file);
+                    files.push(file);
+                    Ok(path)
                 };
                 let meta_data = hold(&id).map_err(|error| host("meta-data", error))?;
                 let user_data = hold(&user_data).map_err(|error| host("user-data", error))?;
@@ -111,7 +120,8 @@ pub(super) fn prepare(
         args.devices.add(seed);
         say(&format!("log in as {user} with the password {password}"));
     } else if let Some(kept) = kept {
-        args.devices.add(seed(kept.join(USER_DATA), Some(kept.join("meta-data"))));
+        let file = |name: &str| kept.directory.join(name);
+        args.devices.add(seed(file(USER_DATA), Some(file("meta-data"))));
         say(&format!("log in as {user} with the password of the run that created this user"));
     }
     let config = match (directory, identity) {
@@ -134,18 +144,6 @@ pub(super) fn prepare(
         _ => None,
     };
     Ok(Login { config, port })
-}
-
-/// Parses the value of `--login`, a name that useradd(8) accepts.
-pub(super) fn user(user: &str) -> Result<String, &'static str> {
-    let sound = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-".contains(&byte);
-    let first = user.bytes().next().is_some_and(|byte| byte.is_ascii_lowercase() || byte == b'_');
-    match first && user.len() <= 32 && user.bytes().all(sound) {
-        true => Ok(user.to_owned()),
-        false => {
-            Err("a name of 1 to 32 small letters, digits, `-` and `_` is expected; the first is a letter")
-        }
-    }
 }
 
 /// Random characters of [`ALPHABET`].
@@ -290,15 +288,5 @@ mod tests {
         let keys = user["ssh_authorized_keys"].as_array().unwrap();
         assert!(keys.contains(&json!(identity.public)));
         assert_eq!(config["ssh_keys"]["ed25519_private"], json!(identity.host_private));
-    }
-
-    #[test]
-    fn names_of_users() {
-        for good in ["ada", "_a", "a-b_9"] {
-            assert!(user(good).is_ok(), "{good}");
-        }
-        for bad in ["", "Ada", "9a", "-a", "a b", "a:b", &"a".repeat(33)] {
-            assert!(user(bad).is_err(), "{bad}");
-        }
     }
 }

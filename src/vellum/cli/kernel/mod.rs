@@ -1,6 +1,7 @@
 //! `vellum run --kernel`: a guest with a kernel of its own. The short options are kvmtool's, so
 //! that scripts for `lkvm run` work.
 
+mod image_args;
 mod launch_args;
 
 use std::io::Read;
@@ -11,11 +12,11 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Args};
 
+pub(super) use self::image_args::ImageArgs;
 pub(super) use self::launch_args::LaunchArgs;
 use super::devices::DeviceArgs;
 use super::dump;
 use super::failure::Failure;
-use super::image::ImageArgs;
 use super::run_flags::failure;
 use crate::session::{self, kernel::Outcome};
 use vellum_control::ChildDevice;
