@@ -10,8 +10,6 @@ use serde_json::Value;
 use support::env::TestEnv;
 use support::hosts::kvm;
 use support::{Failed, LIMIT, Tests, ensure, eventually, test, tools};
-use vellum_control::Do;
-use vellum_control::client::Client;
 
 support::vellum!();
 
@@ -73,10 +71,7 @@ fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let run = "run --memory 256m,backing=memfd --passes 0 --workload write,hot=1,share=100";
     let machine = env.start("d", &mut env.command(run))?;
-    let mut events = Client::connect(&env.socket("d"))?;
-    events.ask(&Do::Events {})?;
-    let written = |event: &Value| event["event"] == "progress" && event["done"].as_u64() > Some(100);
-    while !written(&events.line()?) {}
+    env.has_written("d", 100)?;
     env.ctl("d pause")?;
     let (first, second) = (env.path("first"), env.path("second"));
     for core in [&first, &second] {

@@ -107,13 +107,6 @@ fn stops_right(env: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed
     ensure(output.status.success(), || format!("{name}: {output:?}"))
 }
 
-/// The number of pages that a built-in guest has written so far.
-fn done(env: &TestEnv, name: &str) -> Result<u64, Failed> {
-    let mut events = Client::connect(&env.socket(name))?;
-    events.ask(&Do::Events {})?;
-    eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
-}
-
 /// A guest that writes all the time is forked repeatedly, and some of the forks are forked too.
 /// Each fork starts with the memory of the pause, and then writes on its own. With
 /// `VELLUM_FORK=all` there are 200 forks.
@@ -131,7 +124,7 @@ fn writes_throughout(line: &str) -> Result<(), Failed> {
             before.ends_right()?;
         }
         // Both machines run on.
-        let [own, other] = [done(&env, &name)?, done(&env, "here")?];
+        let [own, other] = [env.done(&name)?, env.done("here")?];
         env.has_written(&name, own)?;
         env.has_written("here", other)?;
         before = Some(forked);
@@ -173,7 +166,7 @@ fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
         env.run("here", &format!("run --cpus 2 --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
     let mut machines = Vec::new();
     for base in 0..4 {
-        let before = done(&env, "here")?;
+        let before = env.done("here")?;
         env.has_written("here", before + 6000)?;
         machines.push(fork_one(&env, "here", &format!("f{base}"))?);
         let (answer, _) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
@@ -255,7 +248,7 @@ fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
     env.has_written("here", 3000)?;
     let there = fork_one(&env, "here", "there")?;
     for name in ["here", "there"] {
-        let own = done(&env, name)?;
+        let own = env.done(name)?;
         env.has_written(name, own + 2000)?;
     }
     let moves = "--verify --downtime 1s --timeout 3s,then=force";
@@ -300,7 +293,7 @@ fn a_dump_of_a_machine_that_was_forked_has_its_own_pages() -> Result<(), Failed>
     env.has_written("here", 300)?;
     let _forked = fork_one(&env, "here", "forked")?;
     // Sequential writes go to untouched memory.
-    let first = done(&env, "here")?;
+    let first = env.done("here")?;
     env.has_written("here", first + 1000)?;
     env.ctl("here pause")?;
     let core = env.path("core");
@@ -308,17 +301,10 @@ fn a_dump_of_a_machine_that_was_forked_has_its_own_pages() -> Result<(), Failed>
     ensure(output.status.success(), || format!("{output:?}"))?;
     let dump = fs::read(&core)?;
     let pages = |bytes: &[u8]| bytes.chunks(4096).filter(|page| page.iter().any(|byte| *byte != 0)).count();
-    let written = done_when_paused(&env)?;
+    let written = env.done("here")?;
     ensure(pages(&dump) as u64 >= written.min(4096), || format!("{} pages of {written}", pages(&dump)))?;
     env.ctl("here resume")?;
     stops_right(&env, "here", here)
-}
-
-/// The number of pages that a paused guest has written, read while it is resumed for a moment.
-fn done_when_paused(env: &TestEnv) -> Result<u64, Failed> {
-    let mut events = Client::connect(&env.socket("here"))?;
-    events.ask(&Do::Events {})?;
-    eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
 }
 
 /// A directory that the guest has not mounted has a server of its own in each machine. The list has
@@ -577,7 +563,7 @@ fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
         let json = env.path(&format!("f{at}.json"));
         let more = format!("--name f{at} --paused --json {}", json.display());
         let forked = fork(&env, "here", &more)?.pop().ok_or("no machine was forked")?;
-        let now = done(&env, "here")?;
+        let now = env.done("here")?;
         env.has_written("here", now + 8000)?;
         right &= forked.end()?;
     }

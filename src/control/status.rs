@@ -32,6 +32,9 @@ pub struct Status {
     /// The process of the machine that this one was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forked_from: Option<u32>,
+    /// The pages that a built-in guest has accessed so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub done: Option<u64>,
     /// The size of the balloon, if there is one.
     pub balloon: Option<u64>,
     /// The unix socket that leads to the guest's vsock.

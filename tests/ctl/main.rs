@@ -145,8 +145,7 @@ fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
 fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.endless("w")?;
-    let mut listener = Client::connect(&env.socket("w"))?;
-    listener.ask(&Do::Events {})?;
+    let mut listener = env.listen("w")?;
     let next = |listener: &mut Client, wanted: &str| -> Result<Value, Error> {
         loop {
             let event = listener.line()?;
@@ -210,8 +209,7 @@ fn echo(env: &TestEnv, name: &str) -> Result<Machine, Failed> {
 fn a_kernel_s_guest_obeys() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let mut machine = echo(&env, "k")?;
-    let mut listener = Client::connect(&env.socket("k"))?;
-    listener.ask(&Do::Events {})?;
+    let mut listener = env.listen("k")?;
     let child = &mut *machine.child;
     let (Some(input), Some(output)) = (&mut child.stdin, &mut child.stdout) else { panic!() };
     let mut byte = [0];

@@ -75,8 +75,7 @@ fn the_cut_of_any_connection_is_the_cut_of_all() -> Result<(), Failed> {
         relay(env.path("relay.in"), env.path("there.in"), RelayFault::Cut { back: false, after: 1 << 20 })?;
         let through =
             |at: usize| UnixStream::connect(env.path(if at == cut { "relay.in" } else { "there.in" }));
-        let mut events = Client::connect(&env.socket("here"))?;
-        events.ask(&Do::Events {})?;
+        let mut events = env.listen("here")?;
         let sockets = [through(0)?, through(1)?];
         under_way(&env, &sockets)?;
         drop(sockets);
@@ -115,8 +114,7 @@ fn nobody_joins_who_does_not_belong() -> Result<(), Failed> {
     join(SessionId([7; 16]), 1)?;
     // A process that knows the session could join in place of a connection that has not joined yet.
     // The first pass begins when all have joined.
-    let mut events = Client::connect(&env.socket("here"))?;
-    events.ask(&Do::Events {})?;
+    let mut events = env.listen("here")?;
     eventually(LIMIT, "both connections have joined", || {
         Ok((events.line()?["pass"].as_u64() >= Some(1)).then_some(()))
     })?;

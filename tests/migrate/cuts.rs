@@ -92,7 +92,8 @@ fn a_target_that_stops_in_the_final_pass_does_not_hold_the_guest() -> Result<(),
     let here = env.run("here", "run --memory 6m --passes 0 --workload write,rate=20000")?;
     let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
     let (release, full) = full_from_pass(&env, 2)?;
-    let mut events = env.has_written("here", 4 * (6 << 20) / PAGE_SIZE)?;
+    env.has_written("here", 4 * (6 << 20) / PAGE_SIZE)?;
+    let mut events = env.listen("here")?;
     let to = env.path("relay.in");
     let limits = "--bandwidth 4m --downtime 4s --liveness 1h";
     let client = env.migration_client(&format!("migrate here {limits} --to unix:{}", to.display()))?;

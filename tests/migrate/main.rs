@@ -336,7 +336,8 @@ fn time_is_asked_for_from_a_guest_that_is_faster_than_its_link() -> Result<(), F
         let here = env.run("here", &line)?;
         let there = env.receive("there", &format!("--json {}", env.path("json").display()))?;
         // A guest that has only started has little to send.
-        let mut events = env.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
+        env.has_written("here", 4 * (2 << 20) / PAGE_SIZE)?;
+        let mut events = env.listen("here")?;
         let to = env.path("there.in");
         let limits = "--bandwidth 8m --downtime 10ms";
         let client = env.migration_client(&format!(

@@ -20,7 +20,8 @@ fn guest(env: &TestEnv, mib: u64) -> Result<(Machine, Client), Failed> {
     let json = env.path("json");
     let line = format!("run --memory {mib}m,backing=memfd --passes 0 --json {}", json.display());
     let machine = env.run("m", &line)?;
-    let events = env.has_written("m", (mib << 20) / 4096)?;
+    env.has_written("m", (mib << 20) / 4096)?;
+    let events = env.listen("m")?;
     Ok((machine, events))
 }
 

@@ -16,9 +16,8 @@ use support::Random;
 use support::env::{Machine, TestEnv};
 use support::hosts::real;
 use support::{Failed, LIMIT, Tests, ensure, eventually};
-use vellum_control::client::Client;
 use vellum_control::operation::Kind;
-use vellum_control::{Do, MachineState, Status};
+use vellum_control::{MachineState, Status};
 
 use crate::VELLUM;
 use crate::upgrade::upgrade;
@@ -75,7 +74,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
         json("m").display()
     );
     let m = env.run("m", &line_of_m)?;
-    drop(env.has_written("m", MEMORY / 4096)?);
+    env.has_written("m", MEMORY / 4096)?;
     let whole = env.path("whole");
     succeeds(&env.vellum(&format!("dump m {}", whole.display()))?)?;
     let whole = pages(&whole)?;
@@ -89,8 +88,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
         let target = env.receive(&name, &format!("--json {}", json(&name).display()))?;
         targets.push((name, target));
     }
-    let mut events = Client::connect(&env.socket("m"))?;
-    events.ask(&Do::Events {})?;
+    let mut events = env.listen("m")?;
 
     let mut clients = Vec::new();
     for (at, kind) in kinds.iter().enumerate() {

@@ -15,8 +15,6 @@ use std::time::{Duration, Instant};
 use support::env::{Machine, TestEnv};
 use support::hosts::{huge_pages, kvm, real};
 use support::{Completion, Failed, LIMIT, Random, Tests, ensure, eventually, test};
-use vellum_control::Do;
-use vellum_control::client::Client;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::VELLUM;
@@ -349,8 +347,7 @@ fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (here, there) = severed(&env)?;
     // Each vCPU reaches a missing page, and nothing is written any longer.
-    let mut events = Client::connect(&env.socket("there"))?;
-    events.ask(&Do::Events {})?;
+    let mut events = env.listen("there")?;
     let mut alike = (0, 0);
     eventually(LIMIT, "its vCPUs wait", || {
         if let Some(done) = events.line()?["done"].as_u64() {

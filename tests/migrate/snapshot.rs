@@ -114,7 +114,8 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                 let files = [(); 3].map(|()| vellum_sys::mmap::memfd(c"nameless", 0, None));
                 let [ram, map, state] = files;
                 let (ram, map, state) = (ram?, map?, state?);
-                let mut events = env.has_written("here", 0)?;
+                env.has_written("here", 0)?;
+                let mut events = env.listen("here")?;
                 let mut machine = Client::connect(&env.socket("here"))?;
                 machine.ask_with(&Do::Snapshot(asked), &[ram.as_fd(), map.as_fd(), state.as_fd()])?;
                 let written = eventually(LIMIT, "it is written", || {
@@ -190,10 +191,7 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
     // These writes reach most of the memory, which is several times what a ring takes.
     let filled = || -> Result<bool, Failed> {
         let before = full()?;
-        let mut events = env.has_written("here", 0)?;
-        let mut next = || eventually(LIMIT, "it writes", || Ok(events.line()?["done"].as_u64()));
-        let first = next()?;
-        while next()? < first + 20_000 {}
+        env.has_written("here", env.done("here")? + 20_000)?;
         Ok(full()? > before)
     };
     let snapshot = |more: &str| env.vellum(&format!("snapshot here {} {more}", env.path("snap").display()));
@@ -214,7 +212,8 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
 fn the_end_of_tracking_during_a_snapshot_is_the_end() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let here = env.run("here", "run --memory 16m --passes 0")?;
-    let mut events = env.has_written("here", 0)?;
+    env.has_written("here", 0)?;
+    let mut events = env.listen("here")?;
     let mut next =
         |name: &str| eventually(LIMIT, name, || Ok((events.line()?["event"] == name).then_some(())));
     let asked = vellum_control::Snapshot {

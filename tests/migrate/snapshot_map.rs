@@ -6,8 +6,6 @@ use std::path::Path;
 use support::env::TestEnv;
 use support::hosts::{kvm, real};
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
-use vellum_control::Do;
-use vellum_control::client::Client;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
@@ -107,18 +105,13 @@ fn ten_clones_add_to_memory_what_they_write() -> Result<(), Failed> {
     for name in &names {
         clones.push(env.restore(name, &format!("{} --memory map --paused", dir.display()))?);
     }
-    let done = |name: &str| -> Result<u64, Failed> {
-        let mut events = Client::connect(&env.socket(name))?;
-        events.ask(&Do::Events {})?;
-        eventually(LIMIT, "it says what it has done", || Ok(events.line()?["done"].as_u64()))
-    };
     let (mut sum, mut own_sum) = (0, 0);
     for (at, (name, clone)) in (1..).zip(names.iter().zip(&clones)) {
-        let before = done(name)?;
+        let before = env.done(name)?;
         succeeds(&env.vellum(&format!("ctl {name} resume"))?)?;
         env.has_written(name, before + 50 * at)?;
         succeeds(&env.vellum(&format!("ctl {name} pause"))?)?;
-        let written = done(name)? - before;
+        let written = env.done(name)? - before;
         let [_, own] = shown(clone.child.id(), &ram)?;
         eprintln!("{name}: {written} pages written, {own} KiB of its own");
         ensure((own / 4).abs_diff(written) <= BESIDE, || {

@@ -52,8 +52,7 @@ fn written(env: &TestEnv, bytes: u64, memory: u64, backing: &str, more: &str) ->
         memory >> 20
     );
     let here = env.start("here", &mut env.command(&arguments))?;
-    let mut client = Client::connect(&env.socket("here"))?;
-    client.ask(&Do::Events {})?;
+    let mut client = env.listen("here")?;
     eventually(LIMIT, "it has written enough", || {
         Ok((client.line()?["done"].as_u64() >= Some(bytes / PAGE_SIZE)).then_some(()))
     })?;

@@ -24,8 +24,6 @@ use support::guests::Code;
 use support::perf::floor::installed;
 use support::perf::floor::quartiles;
 use support::{Failed, LIMIT, ensure, eventually};
-use vellum_control::Do;
-use vellum_control::client::Client;
 use vellum_sys::mmap::PAGE_SIZE;
 
 support::vellum!();
@@ -62,8 +60,7 @@ fn bare(file: &Path, content: &[u8]) -> Result<f64, Failed> {
 fn writing(env: &TestEnv) -> Result<(), Failed> {
     let line = "run --memory 512m --passes 0 --workload write,order=sequential";
     let here = env.start("here", &mut env.command(line))?;
-    let mut client = Client::connect(&env.socket("here"))?;
-    client.ask(&Do::Events {})?;
+    let mut client = env.listen("here")?;
     eventually(LIMIT, "it has written to all of its memory", || {
         Ok((client.line()?["done"].as_u64() >= Some(BYTES / PAGE_SIZE)).then_some(()))
     })?;

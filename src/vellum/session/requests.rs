@@ -120,6 +120,7 @@ impl Session {
             backing: outline.backing.map(|backing| backing.to_string()),
             forked: outline.forked,
             forked_from: self.config.forked_from,
+            done: machine.progress().map(|progress| progress.done),
             balloon: outline.balloon,
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,

@@ -112,14 +112,7 @@ impl Run {
         };
         let runs = eventually(LIMIT, "it runs", running);
         runs.map_err(|error| format!("{error:?}: {:?}", self.env.standing(&self.name)))?;
-        let mut events = Client::connect(&self.env.socket(&self.name))?;
-        events.ask(&Do::Events {})?;
-        let mut first = None;
-        let mut more = || {
-            let Some(done) = events.line()?["done"].as_u64() else { return Ok(None) };
-            Ok((done > *first.get_or_insert(done)).then_some(()))
-        };
-        eventually(LIMIT, "the guest writes on", &mut more)
+        self.env.has_written(&self.name, self.env.done(&self.name)?)
     }
 
     /// Ends the machine. Checks every page of its guest, and of its restored snapshots.

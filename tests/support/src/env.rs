@@ -153,15 +153,25 @@ impl TestEnv {
         Ok(machine)
     }
 
-    /// Waits until the built-in guest `name` has written more than `pages` pages. Returns a client
-    /// that receives its events.
-    pub fn has_written(&self, name: &str, pages: u64) -> Result<Client, Failed> {
+    /// A client that receives the events of the machine `name`.
+    pub fn listen(&self, name: &str) -> Result<Client, Failed> {
         let mut events = Client::connect(&self.socket(name))?;
         events.ask(&Do::Events {})?;
-        eventually(LIMIT, "the guest has written enough", || {
-            Ok((events.line()?["done"].as_u64() > Some(pages)).then_some(()))
-        })?;
         Ok(events)
+    }
+
+    /// Waits until the built-in guest `name` has accessed more than `pages` pages.
+    pub fn has_written(&self, name: &str, pages: u64) -> Result<(), Failed> {
+        let mut machine = Client::connect(&self.socket(name))?;
+        eventually(LIMIT, "the guest has written enough", || {
+            Ok((machine.ask(&Do::Status {})?["done"].as_u64() > Some(pages)).then_some(()))
+        })
+    }
+
+    /// The number of pages that the built-in guest of the machine `name` has accessed so far.
+    pub fn done(&self, name: &str) -> Result<u64, Failed> {
+        let status = Client::connect(&self.socket(name))?.ask(&Do::Status {})?;
+        Ok(status["done"].as_u64().ok_or_else(|| format!("{name} does not say it: {status}"))?)
     }
 }
 
