@@ -29,6 +29,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// For the code that [`test`](macro@test) generates.
 pub use inventory;
@@ -153,11 +154,13 @@ impl Tests {
         let need = if none { Ok(()) } else { need() };
         let (recorded, running) = (name.clone(), self.running.clone());
         let trial = Trial::ignorable_test(name, move || {
+            let start = Instant::now();
             let ended = match need {
                 Ok(()) => running.during(&recorded, || panic::catch_unwind(AssertUnwindSafe(test))),
                 Err(why) => Ok(Ok(Completion::ignored_with(why))),
             };
-            record.write(&Line::Test { name: recorded, outcome: Outcome::of(&ended) });
+            let milliseconds = start.elapsed().as_millis() as u64;
+            record.write(&Line::Test { name: recorded, outcome: Outcome::of(&ended), milliseconds });
             ended.unwrap_or_else(|payload| panic::resume_unwind(payload))
         });
         self.tests.push(trial);

@@ -26,6 +26,9 @@ pub enum Line {
         name: String,
         /// How it ended.
         outcome: Outcome,
+        /// How many milliseconds it took by its host's clock. 0 for what is not a test of a program.
+        #[serde(default)]
+        milliseconds: u64,
     },
     /// All tests have ended. This is their number.
     End(u64),

@@ -59,7 +59,7 @@ fn sampled(kind: &str, filter: &str) -> Result<(Vec<Line>, bool), Failed> {
 
 fn outcome(lines: &[Line], wanted: &str) -> Option<Outcome> {
     lines.iter().find_map(|line| match line {
-        Line::Test { name, outcome } if name == wanted => Some(outcome.clone()),
+        Line::Test { name, outcome, .. } if name == wanted => Some(outcome.clone()),
         _ => None,
     })
 }

@@ -1,13 +1,16 @@
 //! Where a run's time goes: each part's elapsed time, and the CPU time of its processes.
 //!
 //! A part ends where the next begins, so the parts add up to the whole. Hosts within a part run in
-//! parallel. They have rows of their own below it, which are not added.
+//! parallel. They have rows of their own below it, which are not added. The slowest tests follow.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 /// Shorter parts are shown together.
 const SHORT: Duration = Duration::from_secs(1);
+
+/// This many tests are listed as the slowest.
+const SLOWEST: usize = 25;
 
 /// A part of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,17 +28,25 @@ pub struct Clock {
     mark: (Instant, Duration),
     parts: Vec<Part>,
     within: Vec<(String, Duration)>,
+    tests: Vec<(String, Duration)>,
 }
 
 impl Clock {
     /// Starts the first part.
     pub fn start() -> Self {
-        Self { mark: (Instant::now(), used()), parts: Vec::new(), within: Vec::new() }
+        Self { mark: (Instant::now(), used()), parts: Vec::new(), within: Vec::new(), tests: Vec::new() }
     }
 
     /// Records the time of something that ran in parallel within the current part.
     pub fn within(&mut self, what: String, passed: Duration) {
         self.within.push((what, passed));
+    }
+
+    /// Records the time of a test, by the clock of its host.
+    pub fn test(&mut self, what: &str, took: Duration) {
+        if took >= SHORT {
+            self.tests.push((what.to_owned(), took));
+        }
     }
 
     /// Ends the current part and starts the next.
@@ -70,6 +81,14 @@ impl Clock {
         }
         let (passed, used) = sum(&self.parts.iter().collect::<Vec<_>>());
         row("the whole", passed, Some(used));
+        if !self.tests.is_empty() {
+            let mut tests: Vec<_> = self.tests.iter().collect();
+            tests.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
+            let _ = writeln!(text, "\nThe slowest tests, by the clocks of their hosts");
+            for (what, took) in tests.into_iter().take(SLOWEST) {
+                let _ = writeln!(text, "  {:>4} s  {what}", took.as_secs());
+            }
+        }
         text
     }
 }

@@ -136,8 +136,8 @@ impl Tally {
         let (lines, rest) = record::parse(lines);
         for line in lines {
             match line {
-                Line::Test { name, outcome } => {
-                    self.count(host, &format!("{prefix}{name}"), outcome);
+                Line::Test { name, outcome, milliseconds } => {
+                    self.count(host, &format!("{prefix}{name}"), outcome, milliseconds);
                     counted += 1;
                 }
                 Line::End(tests) => end = Some(tests),
@@ -151,7 +151,7 @@ impl Tally {
         }
     }
 
-    fn count(&mut self, host: &str, what: &str, outcome: Outcome) {
+    fn count(&mut self, host: &str, what: &str, outcome: Outcome, milliseconds: u64) {
         let outcome = match outcome {
             // Emulated hosts do not have this machine's tools.
             Outcome::Skipped(why) if self.held_to_setup && host == LOCAL && why.contains(SETUP) => {
@@ -179,17 +179,18 @@ impl Tally {
                 self.skipped.entry(key).or_default().push(what.to_owned());
             }
         }
-        self.record.write(&Line::Test { name: what.to_owned(), outcome });
+        self.clock.test(&format!("{host}: {what}"), Duration::from_millis(milliseconds));
+        self.record.write(&Line::Test { name: what.to_owned(), outcome, milliseconds });
     }
 
     /// A test passed.
     pub fn pass(&mut self, host: &str, what: &str) {
-        self.count(host, what, Outcome::Passed);
+        self.count(host, what, Outcome::Passed, 0);
     }
 
     /// A test failed. Its message has been shown.
     pub fn fail(&mut self, host: &str, what: &str) {
-        self.count(host, what, Outcome::Failed("it stands above".into()));
+        self.count(host, what, Outcome::Failed("it stands above".into()), 0);
     }
 
     /// Shows and counts the result of a step that is not a test program.
@@ -201,14 +202,14 @@ impl Tally {
             }
             Err(error) => {
                 self.show(&format!("{host}: {what}: FAILED\n{error}"));
-                self.count(host, what, Outcome::Failed(error.to_string()));
+                self.count(host, what, Outcome::Failed(error.to_string()), 0);
             }
         }
     }
 
     /// A test was not run.
     pub fn skip(&mut self, host: &str, what: &str, why: &str) {
-        self.count(host, what, Outcome::Skipped(why.to_owned()));
+        self.count(host, what, Outcome::Skipped(why.to_owned()), 0);
     }
 
     /// Something that tests need could not be made. This is a failure if `--setup` is required to
@@ -216,7 +217,7 @@ impl Tally {
     pub fn lack(&mut self, host: &str, what: &str, why: &str) {
         if self.held_to_setup {
             self.show(&format!("{host}: {what}: FAILED: {why}"));
-            self.count(host, what, Outcome::Failed(why.to_owned()));
+            self.count(host, what, Outcome::Failed(why.to_owned()), 0);
         } else {
             self.skip(host, what, why);
         }
@@ -282,7 +283,7 @@ mod tests {
     }
 
     fn test(name: &str, outcome: Outcome) -> Line {
-        Line::Test { name: name.into(), outcome }
+        Line::Test { name: name.into(), outcome, milliseconds: 0 }
     }
 
     fn failed(tally: &Tally) -> Vec<&str> {
