@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use support::guests::Code;
-use support::hosts::kvm;
+use support::hosts::{kvm, real};
 use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_sys::host::is_root;
 use vellum_sys::open;
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         ("too_many_vcpus", &["--cpus", "256"], "--cpus 256: a Linux guest can have from 1 to 255"),
         ("a_serial_file_that_cannot_be", &["--serial", "file=/nonexistent/x"], "--serial /nonexistent/x: "),
     ] {
-        tests.add(format!("{name}_is_one_line_and_status_2"), kvm(), move || {
+        tests.add(format!("{name}_is_one_line_and_status_2"), real(), move || {
             let large = path("large");
             fs::write(&large, vec![0; 9 << 20])?;
             let flags: Vec<_> =
@@ -43,13 +43,13 @@ fn main() -> ExitCode {
     tests.run()
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_byte_on_the_terminal_and_status_0() -> Result<(), Failed> {
     let run = vellum("byte", Code::default().print("V").power_off().elf64(), &["-m", "16"])?;
     expect(&run, 0, "V", "")
 }
 
-#[test(kvm())]
+#[test(real())]
 fn kvmtools_flags_are_understood() -> Result<(), Failed> {
     let image = Code::default().print("V").power_off().multiboot();
     let flags = ["--nodefaults", "--network", "mode=none", "--loglevel=warning", "--params", "a -b"];
@@ -77,14 +77,14 @@ fn a_triple_fault_is_status_12_with_registers() -> Result<(), Failed> {
     expect(&vellum("fault", image, &[])?, 12, "", rip)
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_timeout_is_status_124() -> Result<(), Failed> {
     let image = Code::default().spin().elf64();
     expect(&vellum("timeout", image.clone(), &["--timeout", "100ms"])?, 124, "", "time of --timeout")?;
     expect(&vellum("timeout", image, &["--timeout", "100ms", "--loglevel", "error"])?, 124, "", "")
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_guest_that_prints_nothing_is_told_of() -> Result<(), Failed> {
     let says = "printed nothing for 10 s; its kernel may lack CONFIG_SERIAL_8250_CONSOLE, or console=ttyS0";
     let silent = Code::default().spin().elf64();
@@ -109,7 +109,7 @@ fn the_sandbox_lets_a_guest_program_its_io_apic() -> Result<(), Failed> {
     expect(&vellum("ioapic", image, &[])?, 0, "I", "")
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_bad_kernel_leaves_a_serial_file_alone() -> Result<(), Failed> {
     let file = path("kept");
     fs::write(&file, "earlier output")?;
@@ -121,7 +121,7 @@ fn a_bad_kernel_leaves_a_serial_file_alone() -> Result<(), Failed> {
     expect(&run, 2, "", "not a kernel")
 }
 
-#[test(kvm())]
+#[test(real())]
 fn output_is_not_written_over_what_a_machine_needs() -> Result<(), Failed> {
     let (kernel, other) = (path("needed"), path("disk"));
     let image = Code::default().power_off().elf64();
@@ -150,7 +150,7 @@ fn output_is_not_written_over_what_a_machine_needs() -> Result<(), Failed> {
     Ok(())
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_command_line_that_is_too_long_is_status_2() -> Result<(), Failed> {
     let run = vellum("long", Code::default().power_off().elf64(), &["-p", &"x".repeat(3000)])?;
     expect(&run, 2, "", "--cmdline 'console=")
@@ -158,7 +158,7 @@ fn a_command_line_that_is_too_long_is_status_2() -> Result<(), Failed> {
 
 /// What a user can mistype about files, sockets and interfaces; `DIR` has them all, and the same
 /// ones afterwards.
-#[test(kvm())]
+#[test(real())]
 fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     // Short, for sockets.
     let dir = std::env::temp_dir().join(format!("vellum-bad-{}", std::process::id()));
@@ -378,7 +378,7 @@ fn a_terminal_gives_every_key_to_the_guest_but_ctrl_a_x() -> Result<(), Failed> 
     ensure(mode.contains(" echo ") && mode.contains(" icanon "), || format!("the terminal stays raw: {mode}"))
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_pseudo_terminal_leads_to_the_serial_port() -> Result<(), Failed> {
     let kernel = path("pty");
     fs::write(&kernel, echo())?;
@@ -401,7 +401,7 @@ fn a_pseudo_terminal_leads_to_the_serial_port() -> Result<(), Failed> {
 }
 
 /// Nothing is read before the guest is over, which has said more than a pipe holds.
-#[test(kvm())]
+#[test(real())]
 fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
     const BYTES: u32 = 80_000;
     let kernel = path("slow");
@@ -435,7 +435,7 @@ fn a_slow_reader_gets_all_that_a_guest_has_said() -> Result<(), Failed> {
 
 /// The guest never stops talking. The second reader gets more than the pipe kept when the first one
 /// left.
-#[test(kvm())]
+#[test(real())]
 fn a_fifo_that_is_read_again_gets_output_again() -> Result<(), Failed> {
     let (kernel, fifo) = (path("talker"), path("fifo"));
     // mov dx, 0x3f8; mov al, 'x'; back: out dx, al; jmp back
@@ -472,7 +472,7 @@ fn a_fifo_that_is_read_again_gets_output_again() -> Result<(), Failed> {
 }
 
 /// More than the port's FIFO holds, so that it must be carried in parts.
-#[test(kvm())]
+#[test(real())]
 fn input_through_a_pipe_reaches_the_guest_in_order() -> Result<(), Failed> {
     let kernel = path("pipe");
     fs::write(&kernel, echo())?;
@@ -558,7 +558,7 @@ fn expect(run: &Output, status: i32, stdout: &str, stderr: &str) -> Result<(), F
 }
 
 /// Waits for the guest's byte, so that the signal comes while it runs.
-#[test(kvm())]
+#[test(real())]
 fn a_signal_is_status_128_and_its_number() -> Result<(), Failed> {
     let kernel = path("signal");
     fs::write(&kernel, Code::default().print("V").spin().elf64())?;

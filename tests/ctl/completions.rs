@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use support::env::TestEnv;
-use support::hosts::kvm;
+use support::hosts::real;
 use support::{Failed, Need, ensure, test, tools};
 
 /// What each shell runs: it prints the words that complete `vellum pause we`.
@@ -21,7 +21,7 @@ fn shells() -> Need {
     ["zsh", "fish"].into_iter().try_for_each(tools::program)
 }
 
-#[test(kvm(), shells())]
+#[test(real(), shells())]
 fn each_shell_completes_the_name_of_a_machine() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.run("web", "run --passes 0 --memory 16m")?;

@@ -15,7 +15,7 @@ use std::process::{Command, ExitCode, Stdio};
 use serde_json::{Value, json};
 use support::env::{Machine, TestEnv, process};
 use support::guests::Code;
-use support::hosts::kvm;
+use support::hosts::{kvm, real};
 use support::{Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum_control::client::{Client, Error};
 use vellum_control::{Do, MachineState, Status};
@@ -117,7 +117,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
 }
 
 /// A failing test drops its machine like this.
-#[test(kvm())]
+#[test(real())]
 fn a_machine_that_is_dropped_is_gone() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.endless("d")?;
@@ -141,7 +141,7 @@ fn a_paused_built_in_guest_can_be_ended() -> Result<(), Failed> {
 }
 
 /// Pages are written while the machine runs, and none while it is paused.
-#[test(kvm())]
+#[test(real())]
 fn progress_is_told_to_who_listens() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.endless("w")?;
@@ -173,7 +173,7 @@ fn progress_is_told_to_who_listens() -> Result<(), Failed> {
 }
 
 /// A listener can tell an end from a cut connection: a machine that is killed sends no end.
-#[test(kvm())]
+#[test(real())]
 fn a_listener_knows_an_end_from_a_connection_that_is_cut() -> Result<(), Failed> {
     for (killed, status) in [(false, Some(0)), (true, Some(1))] {
         let env = TestEnv::new()?;
@@ -266,7 +266,7 @@ fn a_pause_between_the_halves_of_an_access_loses_neither() -> Result<(), Failed>
 
 /// The machine's own kernel file, and the file of a machine without a serial port, cannot be
 /// overwritten.
-#[test(kvm())]
+#[test(real())]
 fn kept() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = echo(&env, "s")?;
@@ -298,7 +298,7 @@ fn kept() -> Result<(), Failed> {
     Ok(())
 }
 
-#[test(kvm())]
+#[test(real())]
 fn silent() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (stopped, other) = (env.endless("stopped")?, env.endless("z")?);
@@ -322,7 +322,7 @@ fn silent() -> Result<(), Failed> {
     Ok(())
 }
 
-#[test(kvm())]
+#[test(real())]
 fn too_many() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = env.endless("n")?;
@@ -348,7 +348,7 @@ fn too_many() -> Result<(), Failed> {
 
 /// The server refuses clients while it has no descriptors for them, and serves them again when it
 /// has.
-#[test(kvm())]
+#[test(real())]
 fn no_descriptors() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let mut command = Command::new("sh");
@@ -391,7 +391,7 @@ fn no_descriptors() -> Result<(), Failed> {
     ensure(said.contains("a client was turned away"), || format!("{output:?}"))
 }
 
-#[test(kvm())]
+#[test(real())]
 fn large_balloon() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let image = env.path("image");
@@ -407,7 +407,7 @@ fn large_balloon() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-#[test(kvm())]
+#[test(real())]
 fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let mut machine = echo(&env, "s")?;
@@ -435,7 +435,7 @@ fn serial_output_goes_where_ctl_leads_it() -> Result<(), Failed> {
     ensure(output.status.success() && output.stdout.is_empty(), || format!("{output:?}"))
 }
 
-#[test(kvm())]
+#[test(real())]
 fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machine = echo(&env, "u")?;
@@ -457,7 +457,7 @@ fn descriptors_that_are_no_output_are_refused() -> Result<(), Failed> {
     machine.end().map(drop)
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     fs::create_dir(env.path("vellum"))?;
@@ -484,7 +484,7 @@ fn a_name_in_use_is_refused_and_a_stale_one_replaced() -> Result<(), Failed> {
     ensure(machine.end()?.status.success() && !env.socket("n").exists(), || "the name is left".into())
 }
 
-#[test(kvm())]
+#[test(real())]
 fn a_name_goes_with_its_machine_however_that_ends() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let image = env.path("spin");

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::process::Command;
 
 use support::env::TestEnv;
-use support::hosts::kvm;
+use support::hosts::real;
 use support::{Failed, Need, ensure, test};
 use vellum_sys::identity;
 
@@ -105,7 +105,7 @@ fn a_socket_of_another_user_is_not_believed() -> Result<(), Failed> {
 
 /// A machine that has ended, by itself, by a signal or by SIGKILL, leaves its name free at once:
 /// its guard does not keep its sockets open.
-#[test(kvm())]
+#[test(real())]
 fn a_name_is_free_when_its_machine_has_ended() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let vsock = env.path("vsock");

@@ -16,7 +16,7 @@ use guest_agent::{Argument, Launch, Request, frame};
 use serde_json::{Value, json};
 use support::env::TestEnv;
 use support::guests::Code;
-use support::hosts::kvm;
+use support::hosts::real;
 use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_sys::terminal::open_pty;
 
@@ -302,7 +302,7 @@ fn a_client_in_the_background_leaves_the_terminal_alone_until_it_is_in_front() -
 }
 
 /// The same for the serial port of a machine on this terminal.
-#[test(setsid(), kvm())]
+#[test(setsid(), real())]
 fn a_machines_terminal_is_given_back_while_stopped_and_raw_again_afterwards() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (image, pid) = (env.path("image"), env.path("pid"));

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use support::env::{Machine, TestEnv};
-use support::hosts::{breakpoints, kvm};
+use support::hosts::{breakpoints, kvm, real};
 use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_guests::program::RAM_VA;
 
@@ -278,7 +278,7 @@ fn a_user_s_pause_and_a_debugger_s_do_not_undo_each_other() -> Result<(), Failed
 }
 
 /// Bytes that do not follow the protocol end only the session.
-#[test(kvm())]
+#[test(real())]
 fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (machine, socket) = waiting(&env, "--passes 0")?;
@@ -319,7 +319,7 @@ fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
 }
 
 /// A packet's request is bounded, and so is a packet without an end.
-#[test(kvm())]
+#[test(real())]
 fn packets_are_bounded() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (machine, socket) = waiting(&env, "--passes 0")?;

@@ -69,7 +69,7 @@ pub fn add_long(tests: &mut Tests) {
     }
 }
 
-/// Three times there and back under load, with each tracker.
+/// There and back under load, with each tracker.
 #[test(kvm())]
 fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
     let limits = "--downtime 1s --timeout 3s,then=force";
@@ -77,7 +77,7 @@ fn a_guest_that_writes_moves_and_loses_nothing() -> Result<(), Failed> {
     // there as many.
     let trips = match Facts::collect(String::new()).emulated {
         true => Trips { mib: 8, hops: 1, rate: 2000, limits, last: u64::MAX },
-        false => Trips { mib: 256, hops: 6, rate: 20_000, limits, last: u64::MAX },
+        false => Trips { mib: 256, hops: 2, rate: 20_000, limits, last: u64::MAX },
     };
     WAYS.into_iter().try_for_each(|way| go(way, trips))
 }

@@ -29,6 +29,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 /// For the code that [`test`](macro@test) generates.
@@ -167,8 +168,15 @@ impl Tests {
     }
 
     /// Runs the tests. Prints and records how they ended.
-    pub fn run(self) -> ExitCode {
+    ///
+    /// A test waits for other processes half of its time, so there are two tests for each CPU. An
+    /// emulated host, whose time passes as it executes instructions, has one.
+    pub fn run(mut self) -> ExitCode {
         self.running.watch();
+        if !vellum_host::Facts::collect(String::new()).emulated {
+            let cpus = thread::available_parallelism().map_or(1, usize::from);
+            self.arguments.test_threads.get_or_insert(2 * cpus);
+        }
         let conclusion = libtest_mimic::run(&self.arguments, self.tests);
         if !self.arguments.list {
             let tests = conclusion.num_passed + conclusion.num_failed + conclusion.num_ignored;

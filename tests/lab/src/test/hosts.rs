@@ -21,6 +21,10 @@ use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, cloud, disk, svm};
 use crate::kernel::{self, build, variants};
 use crate::{Error, Result};
 
+/// The programs that take longest on an emulated host. They have a host of their own, so that no
+/// CPU idles while another works on one long list.
+const LONGEST: [&str; 2] = ["bench", "migrate"];
+
 /// A run without a bed also runs these programs without nested paging.
 const OF_MEMORY: [&str; 3] = ["cr3_cache", "dirty_log", "workload"];
 
@@ -50,6 +54,8 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
     let tests = programs::built_on(architecture)?;
     tally.lap(bed.name(), "building the test programs");
     let mut jobs = Vec::new();
+    // The arguments may name a single test.
+    let is_whole = options.arguments.is_empty();
     for npt in modes(options) {
         let mut programs = tests.clone();
         if options.is_short() && !npt {
@@ -60,12 +66,15 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
             });
             programs = kept;
         }
-        let (name, arguments) = (format!("{} {}", bed.name(), bed.mode(npt)), options.arguments.clone());
-        jobs.push(Job {
-            name,
-            request: host(npt),
-            work: Work::Tests { programs, guests: Vec::new(), arguments },
-        });
+        let (longest, others): (Vec<_>, Vec<_>) =
+            programs.into_iter().partition(|test| is_whole && LONGEST.contains(&test.name.as_str()));
+        for programs in [longest, others].into_iter().filter(|programs| !programs.is_empty()) {
+            jobs.push(Job {
+                name: format!("{} {}", bed.name(), bed.mode(npt)),
+                request: host(npt),
+                work: Work::Tests { programs, guests: Vec::new(), arguments: options.arguments.clone() },
+            });
+        }
     }
     // Linux guests on x86 have a bed of their own.
     if architecture == Architecture::Arm {
