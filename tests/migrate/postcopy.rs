@@ -8,8 +8,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use support::env::{Machine, TestEnv};
@@ -149,9 +149,14 @@ fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
 /// A relay for any number of connections. It cuts all of them at once after a number of bytes to
 /// the target.
 pub struct Cutter {
-    left: AtomicI64,
     carried: AtomicU64,
-    sockets: Mutex<Vec<UnixStream>>,
+    open: Mutex<Open>,
+}
+
+/// The connections that the next cut ends, and the bytes until then.
+struct Open {
+    left: u64,
+    sockets: Vec<UnixStream>,
 }
 
 impl Cutter {
@@ -163,9 +168,8 @@ impl Cutter {
     pub fn between(from: &Path, to: PathBuf) -> Result<Arc<Self>, Failed> {
         let listener = UnixListener::bind(from)?;
         let cutter = Arc::new(Self {
-            left: AtomicI64::new(i64::MAX),
             carried: AtomicU64::new(0),
-            sockets: Mutex::default(),
+            open: Mutex::new(Open { left: u64::MAX, sockets: Vec::new() }),
         });
         let carrier = cutter.clone();
         std::thread::spawn(move || {
@@ -181,26 +185,16 @@ impl Cutter {
         for there in [true, false] {
             let (Ok(here), Ok(far)) = (source.try_clone(), target.try_clone()) else { return };
             let (mut from, mut to) = if there { (here, far) } else { (far, here) };
-            if let (Ok(mut sockets), Ok(own)) = (self.sockets.lock(), from.try_clone()) {
-                sockets.push(own);
+            if let Ok(own) = from.try_clone() {
+                self.open().sockets.push(own);
             }
             let cutter = self.clone();
             std::thread::spawn(move || {
                 let mut buffer = vec![0; 16 << 10];
                 while let Ok(count @ 1..) = from.read(&mut buffer) {
-                    let (mut pass, mut cuts) = (count, false);
-                    if there {
-                        cutter.carried.fetch_add(count as u64, Ordering::Relaxed);
-                        let left = cutter.left.fetch_sub(count as i64, Ordering::SeqCst);
-                        pass = count.min(left.max(0) as usize);
-                        // Another thread may have cut already. Connections that came since are not
-                        // cut.
-                        cuts = pass < count && left >= 0;
-                    }
+                    let (pass, cut) = if there { cutter.passes(count) } else { (count, Vec::new()) };
                     let sent = to.write_all(&buffer[..pass]);
-                    if cuts {
-                        cutter.cut();
-                    }
+                    cut.iter().for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
                     if sent.is_err() || pass < count {
                         break;
                     }
@@ -210,15 +204,26 @@ impl Cutter {
         }
     }
 
-    /// Cuts all connections when this many more bytes have gone to the target.
-    pub fn after(&self, bytes: u64) {
-        self.left.store(bytes as i64, Ordering::SeqCst);
+    /// Counts `count` bytes to the target. Returns how many of them pass, and the connections that
+    /// are cut then. Later connections are not among them, however late the cut.
+    fn passes(&self, count: usize) -> (usize, Vec<UnixStream>) {
+        self.carried.fetch_add(count as u64, Ordering::Relaxed);
+        let mut open = self.open();
+        if let Some(left) = open.left.checked_sub(count as u64) {
+            open.left = left;
+            return (count, Vec::new());
+        }
+        let pass = std::mem::replace(&mut open.left, u64::MAX) as usize;
+        (pass, std::mem::take(&mut open.sockets))
     }
 
-    fn cut(&self) {
-        let sockets = std::mem::take(&mut *self.sockets.lock().expect("nobody panics with it"));
-        sockets.iter().for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
-        self.left.store(i64::MAX, Ordering::SeqCst);
+    /// Cuts all connections when this many more bytes have gone to the target.
+    pub fn after(&self, bytes: u64) {
+        self.open().left = bytes;
+    }
+
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().expect("nobody panics with it")
     }
 }
 
