@@ -162,7 +162,7 @@ enum LabCommand {
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
         with: Vec<String>,
-        /// A planted fault on top of its only series
+        /// A planted fault of one of these series, on top of it
         #[arg(long, value_name = "NAME", requires = "with")]
         planted: Option<String>,
         /// The time for all setups together: 90s, 10m or 1h
@@ -335,7 +335,7 @@ enum KernelCommand {
         /// The architecture [default: x86, or arm64 if all series change only files of arm64]
         #[arg(long, value_enum)]
         arch: Option<Architecture>,
-        /// A planted fault on top of its only series
+        /// A planted fault of one of these series, on top of it
         #[arg(long, value_name = "NAME", requires = "with")]
         planted: Option<String>,
     },
@@ -586,13 +586,17 @@ fn build_kernel(
     Ok(())
 }
 
-/// The series, or its only one with the planted fault on top.
-fn with_planted(series: Vec<Series>, planted: Option<&str>) -> Result<Vec<Series>> {
-    match (planted, series.as_slice()) {
-        (None, _) => Ok(series),
-        (Some(name), [only]) => Ok(vec![only.with_planted(name)?]),
-        _ => Err(Error::Usage("--planted: a mistake is one series' own, so --with names one".into())),
-    }
+/// The series, one of them with its planted fault on top.
+fn with_planted(mut series: Vec<Series>, planted: Option<&str>) -> Result<Vec<Series>> {
+    let Some(name) = planted else {
+        return Ok(series);
+    };
+    let mut having = series.iter_mut().filter(|series| series.has_planted(name));
+    let (Some(one), None) = (having.next(), having.next()) else {
+        return Err(Error::Usage(format!("--planted {name}: not a mistake of exactly one series of --with")));
+    };
+    *one = one.with_planted(name)?;
+    Ok(series)
 }
 
 fn make_source(base: &str, with: &[String]) -> Result<()> {

@@ -128,14 +128,21 @@ impl Series {
 }
 
 impl Series {
+    /// Whether it has the planted fault `name`.
+    pub fn has_planted(&self, name: &str) -> bool {
+        self.planted_at(name).is_some()
+    }
+
+    fn planted_at(&self, name: &str) -> Option<&PathBuf> {
+        let file = planted_file(name);
+        self.planted.iter().find(|path| path.ends_with(&file))
+    }
+
     /// The series with its planted fault `name` on top.
     pub fn with_planted(&self, name: &str) -> Result<Self> {
-        let file = planted_file(name);
-        let planted = self
-            .planted
-            .iter()
-            .find(|path| path.ends_with(&file))
-            .ok_or_else(|| Error::Usage(format!("{}/{}: no {file}", self.base.name, self.name)))?;
+        let planted = self.planted_at(name).ok_or_else(|| {
+            Error::Usage(format!("{}/{}: no {}", self.base.name, self.name, planted_file(name)))
+        })?;
         Ok(Self {
             base: self.base,
             name: format!("{}+{name}", self.name),
