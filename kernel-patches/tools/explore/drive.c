@@ -39,6 +39,12 @@ static const struct { const char *name; struct setup setup; } setups[] = {
 	{ "nested", { .tdp = 1, .tdp_mmu = 1, .nested = 1, .huge = 1 } },
 	{ "nested-rmaps", { .tdp = 1, .nested = 1, .huge = 1 } },
 	{ "ept-no-ad", { .tdp = 1, .tdp_mmu = 1, .ept = 1, .manual = 1, .huge = 1 } },
+	{ "nested-init-set", { .tdp = 1, .tdp_mmu = 1, .nested = 1, .manual = 1, .init_set = 1, .huge = 1, .tables_logged = 1 } },
+	{ "tdp-mmu-prefault", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .huge = 1, .prefault = 1 } },
+	{ "tdp-mmu-prefault-ring", { .tdp = 1, .tdp_mmu = 1, .ring = 1, .huge = 1, .prefault = 1 } },
+	{ "shadow", { .manual = 1, .huge = 1 } },
+	{ "shadow-init-set", { .manual = 1, .init_set = 1, .huge = 1, .odd = 1 } },
+	{ "shadow-ring", { .ring = 1, .huge = 1 } },
 };
 #define SETUPS (sizeof(setups) / sizeof(*setups))
 
@@ -97,12 +103,19 @@ static void prepare_process(void)
 
 /* ---- Programs ---- */
 
+static bool nth_program(unsigned int n);
+
 static void random_program(void)
 {
 	static const unsigned char logged[] = { DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_CLEAR, DO_CLEAR, DO_RESET, DO_RESET,
 						DO_MOVE, DO_NOTIFY, DO_NOTIFY, DO_AGE, DO_AGE, DO_INIT_SET };
 	int id, i, ops;
 
+	/* Long programs seldom clear the page table's chunk while L2 begins to use it. */
+	if (setup.tables_logged && rnd(2)) {
+		nth_program(0);
+		return;
+	}
 	memset(&program, 0, sizeof(program));
 	/* A fault of the log loses pages that were mapped before the log is on. */
 	ops = rnd(5);
@@ -121,16 +134,15 @@ static void random_program(void)
 
 			program.ops[id][i] = (struct op){ draw < 10 ? DO_WRITE : draw < 15 ? DO_READ : setup.ring ? DO_SIGNAL : DO_INIT_SET,
 							  rnd(PAGES) };
-			if (setup.nested && rnd(8))
-				program.ops[id][i].code = rnd(2) ? DO_TABLE : DO_NESTED;
+			if (has_tables() && rnd(setup.nested ? 8 : 2))
+				program.ops[id][i].code = rnd(2) ? DO_TABLE : DO_FOLLOW;
+			if (setup.prefault && !rnd(3))
+				program.ops[id][i].code = DO_PREFAULT;
 		}
 	}
 	ops = 2 + rnd(8);
 	for (i = 0; i < ops; i++) {
 		program.ops[USER][i] = (struct op){ logged[rnd(sizeof(logged))], rnd(PAGES) };
-		/* L2's behaviour while L1's memory is gone is not modelled. */
-		if (setup.nested && program.ops[USER][i].code == DO_MOVE)
-			program.ops[USER][i].code = DO_AGE;
 	}
 	if (rnd(4))
 		program.ops[USER][rnd(2)].code = DO_LOG_ON;
@@ -447,16 +459,29 @@ static bool nth_program(unsigned int n)
 		program.before[i].task = who;				\
 		program.before[i++].op = (struct op){ what, page };	\
 	} while (0)
-	if (setup.nested) {
-		/* Both vCPUs change the table, and run L2. */
-		for (int id = 0; id < VCPUS; id++) {
-			program.ops[id][0] = (struct op){ DO_TABLE, id ? n % 2 : 0 };
-			program.ops[id][1] = (struct op){ DO_NESTED, id ? n % 2 : 0 };
-		}
-		return n < 2;
+	if (setup.tables_logged && !n) {
+		/* A chunk with a page table is cleared, while L2 begins to use it. */
+		BEFORE(0, DO_TABLE, 0);
+		BEFORE(USER, DO_LOG_ON, 0);
+		BEFORE(USER, DO_COLLECT, 0);
+		program.ops[USER][0] = (struct op){ DO_CLEAR, 1 };
+		program.ops[1][0] = (struct op){ DO_FOLLOW, 0 };
+		program.ops[0][0] = (struct op){ DO_TABLE, 0 };
+		program.ops[0][1] = (struct op){ DO_FOLLOW, 0 };
+		return true;
 	}
+	if (has_tables() && n < 2u + setup.tables_logged) {
+		/* Both vCPUs change the table, flush, and use it. */
+		for (int id = 0; id < VCPUS; id++) {
+			program.ops[id][0] = (struct op){ DO_TABLE, id * n % 2 };
+			program.ops[id][1] = (struct op){ DO_FOLLOW, id * n % 2 };
+		}
+		return true;
+	}
+	if (setup.nested)
+		return false;
 	program.ops[USER][0] = (struct op){ beside[n / 6], 3 };
-	program.ops[0][0] = first[n % 3];
+	program.ops[0][0] = setup.prefault ? (struct op){ DO_PREFAULT, n % 3 } : first[n % 3];
 	program.ops[1][0] = second[n / 3 % 2];
 	BEFORE(0, DO_WRITE, 3);
 	BEFORE(1, DO_READ, 3);

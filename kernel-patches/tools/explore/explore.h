@@ -22,11 +22,12 @@ struct op {
 };
 
 enum op_code {
-	/* vCPUs; the last two if L1 has a nested guest */
-	DO_NONE, DO_READ, DO_WRITE, DO_TABLE, DO_NESTED,
+	/* vCPUs; the second two if KVM shadows page tables of the guest */
+	DO_NONE, DO_READ, DO_WRITE, DO_TABLE, DO_FOLLOW,
 	/* user space */
-	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE,  
-	DO_INIT_SET, DO_SIGNAL,
+	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE,
+	/* threads of vCPUs, the first also user space */
+	DO_INIT_SET, DO_SIGNAL, DO_PREFAULT,
 	DO_CODES
 };
 
@@ -38,7 +39,7 @@ struct program {
 
 /* The properties that all runs of one process share. */
 struct setup {
-	int tdp;		/* two-dimensional paging */
+	int tdp;		/* two-dimensional paging, else KVM shadows the guest's page tables */
 	int tdp_mmu;		/* the TDP MMU, else rmaps */
 	int ept;		/* EPT's bits, else those of NPT */
 	int ad;			/* with EPT: accessed and dirty bits */
@@ -49,10 +50,18 @@ struct setup {
 	int eager;		/* kvm.eager_page_split */
 	int odd;		/* the memslot begins one page after a huge page's first */
 	int nested;		/* the guest, L1, has a nested guest, L2, whose page tables KVM shadows */
+	int tables_logged;	/* the memslot of the page tables is logged, too; they have no shadows at first */
+	int prefault;		/* vCPUs' threads call KVM_PRE_FAULT_MEMORY; the rings are small */
 };
 
 extern struct setup setup;
 extern struct program program;
+
+/* Whether the guest has page tables that KVM shadows. */
+static inline int has_tables(void)
+{
+	return setup.nested || !setup.tdp;
+}
 
 /* sched.c */
 int self_id(void);

@@ -781,9 +781,14 @@ DOES_NOTHING(get_task_pid);
 DOES_NOTHING(put_pid);
 DOES_NOTHING(mark_page_accessed);
 RETURNS_0(vmalloc_to_page);
+/* The host does not encrypt its memory. */
+RETURNS_0(set_memory_decrypted);
 /* No page of the host belongs to hugetlbfs. */
 struct static_key_false ex_hugetlb_key;
 STANDS_FOR(hugetlb_optimize_vmemmap_key, ex_hugetlb_key);
+/* No optional feature is offered to guests. */
+u32 ex_cpu_caps[64];
+STANDS_FOR(kvm_cpu_caps, ex_cpu_caps);
 bool ex_itlb_multihit;
 STANDS_FOR(itlb_multihit_kvm_mitigation, ex_itlb_multihit);
 enum system_states ex_system_state = SYSTEM_RUNNING;

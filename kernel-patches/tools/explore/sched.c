@@ -152,14 +152,14 @@ static struct change *change_here(void)
 }
 
 /* A livelock under an unfair schedule is not a fault of the kernel. */
-static void look_for_spin(void)
+static void look_for_spin(const void *pc)
 {
 	if (++tasks[self].since > SPIN) {
 		tasks[self].since = 0;
 		tasks[self].priority = --lowest;
 	}
 	if (result->points > ENDLESS)
-		fail("the run comes to no end: %s goes on", self < VCPUS ? "a vCPU" : "user space");
+		fail_at(pc, "the run comes to no end: %s goes on", self < VCPUS ? "a vCPU" : "user space");
 }
 
 static void note_shared(const void *address, bool write)
@@ -206,7 +206,7 @@ void point(enum kind kind, const void *address, const void *pc)
 	event(kind, address, pc, kind == AT_LOCK || kind == AT_UNLOCK || kind == AT_YIELD ? 0 : *(const volatile uint8_t *)address);
 	if (address)
 		note_shared(address, kind != AT_READ);
-	look_for_spin();
+	look_for_spin(pc);
 	if (schedule.depth) {
 		for (uint32_t i = 0; i < schedule.depth; i++)
 			if (change_at[i] == result->points)

@@ -7,6 +7,8 @@
  * and writes through a TLB, walks KVM's page tables, and sets accessed and dirty bits.
  * kvm_mmu_page_fault() handles its faults. The rule: the log has each page that the guest has
  * written since user space last collected it.
+ *
+ * With shadow paging the guest's page tables map each page at its own guest physical address.
  */
 #include <linux/kvm_host.h>
 #include <linux/fs.h>
@@ -26,6 +28,10 @@ struct program program;
 
 #define SLOT_ID 0
 #define LAST_GFN 0x800ul
+/* The page tables of the guest have a memslot of their own, one huge page behind. */
+#define TABLES_SLOT_ID 1
+#define TABLES 0x800ul
+#define TABLE_GFNS 0x200ul
 #define TLB_ENTRIES 8
 
 static struct kvm *vm;
@@ -35,17 +41,17 @@ static struct processor {
 	bool in_guest, kicked;
 	/* How often it has left the guest since */
 	unsigned int exits;
-	bool emulated, hit;
+	bool emulated, hit, ring_full;
 	struct entry { gfn_t gfn; unsigned long pfn; hpa_t root; u8 level; bool writable, dirty; } tlb[TLB_ENTRIES];
 	unsigned int next;
 } cpus[VCPUS];
 
-/*
- * Whether the log is on, whether the memslot is being deleted or deleted, and the pages written
- * since user space's last collection
- */
-static bool logging, going, absent, written[PAGES];
-static unsigned long got[LAST_GFN / 64 + 1];
+/* Whether the log is on, and the pages written since user space's last collection */
+static bool logging, written[PAGES];
+/* Whether a memslot is being deleted, and whether it is deleted */
+static bool going[2], absent[2];
+/* What user space has got of the log and has not cleared */
+static unsigned long got[LAST_GFN / 64 + 1], got_of_tables[TABLE_GFNS / 64];
 
 static gfn_t base_gfn(void)
 {
@@ -58,6 +64,11 @@ static gfn_t gfn_of(int page)
 	static const gfn_t gfns[PAGES] = { 0x210, 0x3c1, 0x3ff, 0x400, 0x401, 0x480, 0x5ff, 0x600 };
 
 	return gfns[page];
+}
+
+static int slot_of(gfn_t gfn)
+{
+	return gfn >= TABLES ? TABLES_SLOT_ID : SLOT_ID;
 }
 
 static unsigned long hva_of(gfn_t gfn)
@@ -76,6 +87,15 @@ static void flush_tlb(struct kvm_vcpu *vcpu)
 {
 	say("vCPU %d: flushes its TLB", vcpu->vcpu_id);
 	memset(cpu_of(vcpu)->tlb, 0, sizeof(cpu_of(vcpu)->tlb));
+}
+
+static void flush_tlb_address(struct kvm_vcpu *vcpu, gva_t address)
+{
+	struct entry *entry;
+
+	for (entry = cpu_of(vcpu)->tlb; entry < cpu_of(vcpu)->tlb + TLB_ENTRIES; entry++)
+		if (entry->level && entry->gfn == (address >> PAGE_SHIFT & -KVM_PAGES_PER_HPAGE(entry->level)))
+			entry->level = 0;
 }
 
 static void load_mmu_pgd(struct kvm_vcpu *vcpu, hpa_t root, int level)
@@ -118,6 +138,8 @@ static void vendor_init(void)
 	kvm_x86_ops.flush_tlb_all = flush_tlb;
 	kvm_x86_ops.flush_tlb_current = flush_tlb;
 	kvm_x86_ops.flush_tlb_guest = flush_tlb;
+	/* From 7.2 on it has a third argument. */
+	kvm_x86_ops.flush_tlb_gva = (void *)flush_tlb_address;
 	kvm_x86_ops.load_mmu_pgd = load_mmu_pgd;
 	kvm_x86_ops.get_mt_mask = (void *)returns_0;
 	kvm_x86_ops.cache_reg = (void *)does_nothing;
@@ -137,7 +159,7 @@ static void vendor_init(void)
 int __wrap_kvm_arch_init_vm(struct kvm *kvm, unsigned long type)
 {
 	kvm->arch.vm_type = type;
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 15, 0)
+#ifdef KVM_PRE_FAULT_MEMORY
 	kvm->arch.pre_fault_allowed = true;
 #endif
 	kvm_page_track_init(kvm);
@@ -161,6 +183,7 @@ int __wrap_kvm_arch_vcpu_create(struct kvm_vcpu *vcpu)
 	vcpu->arch.cr4 = X86_CR4_PAE;
 	vcpu->arch.efer = EFER_LMA | EFER_LME | EFER_NX;
 	vcpu->arch.maxphyaddr = 46;
+	vcpu->arch.cr3 = TABLES << PAGE_SHIFT;
 	if (kvm_mmu_create(vcpu))
 		return -ENOMEM;
 	kvm_init_mmu(vcpu);
@@ -180,10 +203,12 @@ void __wrap_kvm_arch_vcpu_put(struct kvm_vcpu *vcpu)
 {
 }
 
-/* A guest's access to an address without a memslot, i.e. to a device */
+static bool emulate_change(struct kvm_vcpu *vcpu, gfn_t gfn);
+
+/* A guest's access to an address without a memslot, i.e. to a device, or to a page table */
 int __wrap_x86_emulate_instruction(struct kvm_vcpu *vcpu, gpa_t gpa, int type, void *insn, int length)
 {
-	if (!going)
+	if (!emulate_change(vcpu, gpa >> PAGE_SHIFT) && !going[slot_of(gpa >> PAGE_SHIFT)])
 		fail("KVM emulates an access to memory, gfn %lx", (long)(gpa >> PAGE_SHIFT));
 	cpu_of(vcpu)->emulated = true;
 	return 1;
@@ -191,9 +216,9 @@ int __wrap_x86_emulate_instruction(struct kvm_vcpu *vcpu, gpa_t gpa, int type, v
 
 /* ---- ioctls ---- */
 
-static void nested_init(void);
+static void tables_init(void);
 static void alone(int id, struct op op);
-static int vm_fd;
+static int vm_fd, vcpu_fds[VCPUS];
 
 static long vm_ioctl(unsigned int command, void *argument)
 {
@@ -202,19 +227,31 @@ static long vm_ioctl(unsigned int command, void *argument)
 	return file->operations->unlocked_ioctl(file->file, command, (unsigned long)argument);
 }
 
-static void set_slot(unsigned long pages, u32 flags)
+static long vcpu_ioctl(struct kvm_vcpu *vcpu, unsigned int command, void *argument)
+{
+	struct kernel_file *file = kernel_file(vcpu_fds[vcpu->vcpu_id]);
+
+	return file->operations->unlocked_ioctl(file->file, command, (unsigned long)argument);
+}
+
+static void set_slot_of(u32 id, gfn_t first, unsigned long pages, u32 flags)
 {
 	struct kvm_userspace_memory_region region = {
-		.slot = SLOT_ID,
+		.slot = id,
 		.flags = flags,
-		.guest_phys_addr = base_gfn() << PAGE_SHIFT,
+		.guest_phys_addr = first << PAGE_SHIFT,
 		.memory_size = pages << PAGE_SHIFT,
-		.userspace_addr = hva_of(base_gfn()),
+		.userspace_addr = hva_of(first),
 	};
 	long ret = vm_ioctl(KVM_SET_USER_MEMORY_REGION, &region);
 
 	if (ret)
 		fail("KVM_SET_USER_MEMORY_REGION gives %ld", ret);
+}
+
+static void set_slot(unsigned long pages, u32 flags)
+{
+	set_slot_of(SLOT_ID, base_gfn(), pages, flags);
 }
 
 static long enable(u32 capability, u64 argument)
@@ -224,7 +261,11 @@ static long enable(u32 capability, u64 argument)
 	return vm_ioctl(KVM_ENABLE_CAP, &cap);
 }
 
-#define RING_ENTRIES 1024
+/* The smallest ring has 256 entries, with a soft limit of 192. */
+static u32 ring_entries(void)
+{
+	return setup.prefault ? 256 : 1024;
+}
 
 extern bool tdp_mmu_enabled;
 int kvm_x86_harness_eager(void);
@@ -235,6 +276,8 @@ void vm_create(void)
 	long ret;
 
 	kernel_init();
+	/* The module's parameter, which kvm_mmu_x86_module_init() reads */
+	tdp_mmu_enabled = setup.tdp_mmu;
 	kvm_mmu_x86_module_init();
 	kvm_mmu_vendor_module_init();
 	if (setup.ept)
@@ -242,8 +285,9 @@ void vm_create(void)
 		((void (*)(bool, bool))kvm_mmu_set_ept_masks)(setup.ad, true);
 	vendor_init();
 	eager_page_split = setup.eager;
-	tdp_mmu_enabled = setup.tdp && setup.tdp_mmu;
 	kvm_configure_mmu(setup.tdp, 4, 4, PG_LEVEL_1G);
+	if (tdp_mmu_enabled != (setup.tdp && setup.tdp_mmu))
+		fail("KVM %s the TDP MMU", tdp_mmu_enabled ? "uses" : "does not use");
 	ret = kvm_init(sizeof(struct kvm_vcpu), __alignof__(struct kvm_vcpu), NULL);
 	if (ret)
 		fail("kvm_init() gives %ld", ret);
@@ -251,7 +295,7 @@ void vm_create(void)
 	if (vm_fd < 0)
 		fail("KVM_CREATE_VM gives %d", vm_fd);
 	vm = kernel_file(vm_fd)->file->private_data;
-	if (setup.ring && (ret = enable(KVM_CAP_DIRTY_LOG_RING, RING_ENTRIES * sizeof(struct kvm_dirty_gfn))))
+	if (setup.ring && (ret = enable(KVM_CAP_DIRTY_LOG_RING, ring_entries() * sizeof(struct kvm_dirty_gfn))))
 		fail("a dirty ring gives %ld", ret);
 	if (setup.manual && (ret = enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 1 + 2 * setup.init_set)))
 		fail("KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 gives %ld", ret);
@@ -259,15 +303,22 @@ void vm_create(void)
 		ret = vm_ioctl(KVM_CREATE_VCPU, (void *)(long)id);
 		if (ret < 0)
 			fail("KVM_CREATE_VCPU gives %ld", ret);
+		vcpu_fds[id] = ret;
 		vcpus[id] = kernel_file(ret)->file->private_data;
 	}
 	set_slot(LAST_GFN - base_gfn(), 0);
-	if (!setup.nested)
+	if (!has_tables())
 		return;
-	/* L2 has run on each vCPU, so its page tables have shadows. */
-	nested_init();
+	set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, 0);
+	tables_init();
+	/* The tables have been used on each vCPU, so they have shadows. */
 	for (id = 0; id < VCPUS; id++)
-		alone(id, (struct op){ DO_NESTED, 0 });
+		alone(id, (struct op){ DO_FOLLOW, 0 });
+	if (!setup.tables_logged)
+		return;
+	/* These have none again. */
+	set_slot_of(TABLES_SLOT_ID, TABLES, 0, 0);
+	set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, 0);
 }
 
 /* ---- A processor ---- */
@@ -334,6 +385,9 @@ static bool enter_guest(struct kvm_vcpu *vcpu)
 	struct processor *cpu = cpu_of(vcpu);
 
 	if (kvm_request_pending(vcpu)) {
+		cpu->ring_full = kvm_dirty_ring_check_request(vcpu);
+		if (cpu->ring_full)
+			return false;
 		if (kvm_check_request(KVM_REQ_MMU_FREE_OBSOLETE_ROOTS, vcpu))
 			kvm_mmu_free_obsolete_roots(vcpu);
 		if (kvm_check_request(KVM_REQ_MMU_SYNC, vcpu))
@@ -362,12 +416,21 @@ static bool enter_guest(struct kvm_vcpu *vcpu)
 	return true;
 }
 
+/*
+ * With shadow paging a TLB does not know KVM's root: the tag is the guest's PCID, which does not
+ * change.
+ */
+static hpa_t tlb_tag(struct kvm_vcpu *vcpu)
+{
+	return setup.tdp ? vcpu->arch.mmu->root.hpa : 0;
+}
+
 static struct entry *tlb_find(struct kvm_vcpu *vcpu, gfn_t gfn)
 {
 	struct entry *entry;
 
 	for (entry = cpu_of(vcpu)->tlb; entry < cpu_of(vcpu)->tlb + TLB_ENTRIES; entry++)
-		if (entry->level && entry->root == vcpu->arch.mmu->root.hpa &&
+		if (entry->level && entry->root == tlb_tag(vcpu) &&
 		    entry->gfn == (gfn & -KVM_PAGES_PER_HPAGE(entry->level)))
 			return entry;
 	return NULL;
@@ -437,7 +500,7 @@ static enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u
 		*hit = (struct entry){
 			.gfn = gfn & -KVM_PAGES_PER_HPAGE(level),
 			.pfn = (spte & GENMASK_ULL(45, 12)) >> PAGE_SHIFT,
-			.root = vcpu->arch.mmu->root.hpa,
+			.root = tlb_tag(vcpu),
 			.level = level,
 			.writable = !!(spte & writable),
 			.dirty = write || !ad,
@@ -458,7 +521,7 @@ static void memory_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigne
 {
 	int page;
 
-	if (absent)
+	if (absent[slot_of(gfn)])
 		fail("the guest gets to gfn %lx, whose memslot was deleted", (long)gfn);
 	if (pfn != host_pfn(hva_of(gfn)))
 		fail("the guest gets to the page that gfn %lx had before the host moved it", (long)gfn);
@@ -466,6 +529,18 @@ static void memory_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigne
 		if (gfn == gfn_of(page))
 			written[page] = true;
 }
+
+/* A thread of a vCPU leaves KVM_RUN for something else. */
+static void outside(struct kvm_vcpu *vcpu, void (*action)(struct kvm_vcpu *vcpu, struct op op), struct op op)
+{
+	kvm_vcpu_srcu_read_unlock(vcpu);
+	vcpu_put(vcpu);
+	action(vcpu, op);
+	vcpu_load(vcpu);
+	kvm_vcpu_srcu_read_lock(vcpu);
+}
+
+static void reset_full_ring(struct kvm_vcpu *vcpu, struct op op);
 
 static void guest_access(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, reached reached)
 {
@@ -480,8 +555,12 @@ static void guest_access(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, reached r
 		/* What it waits for may need this processor. */
 		if (tries > 4)
 			give_way();
-		if (!enter_guest(vcpu))
+		if (!enter_guest(vcpu)) {
+			if (cpu->ring_full)
+				outside(vcpu, reset_full_ring, (struct op){ DO_RESET });
+			cpu->ring_full = false;
 			continue;
+		}
 		access = access_memory(vcpu, gfn, write, &code, &pfn);
 		if (access == DONE)
 			reached(vcpu, gfn, write, pfn);
@@ -514,9 +593,9 @@ static bool in_bitmap(const unsigned long *bitmap, int page)
 	return test_bit(gfn_of(page) - base_gfn(), bitmap);
 }
 
-static void get_log(unsigned long *bitmap)
+static void get_log(u32 slot, unsigned long *bitmap)
 {
-	struct kvm_dirty_log log = { .slot = SLOT_ID, .dirty_bitmap = bitmap };
+	struct kvm_dirty_log log = { .slot = slot, .dirty_bitmap = bitmap };
 	long ret = vm_ioctl(KVM_GET_DIRTY_LOG, &log);
 
 	if (ret)
@@ -530,7 +609,11 @@ static void collect(void)
 
 	if (!logging || setup.ring)
 		return;
-	get_log(bitmap);
+	if (setup.tables_logged) {
+		get_log(TABLES_SLOT_ID, bitmap);
+		bitmap_or(got_of_tables, got_of_tables, bitmap, TABLE_GFNS);
+	}
+	get_log(SLOT_ID, bitmap);
 	if (vm->manual_dirty_log_protect) {
 		bitmap_or(got, got, bitmap, LAST_GFN);
 		return;
@@ -540,23 +623,32 @@ static void collect(void)
 			written[page] = false;
 }
 
+static void clear_log(u32 slot, unsigned long first, unsigned long pages, unsigned long mask)
+{
+	struct kvm_clear_dirty_log log = { .slot = slot, .first_page = first, .num_pages = pages, .dirty_bitmap = &mask };
+	long ret = vm_ioctl(KVM_CLEAR_DIRTY_LOG, &log);
+
+	if (ret)
+		fail("KVM_CLEAR_DIRTY_LOG gives %ld", ret);
+}
+
+/* The chunk with the page tables */
+static void clear_tables(void)
+{
+	if (!logging || !vm->manual_dirty_log_protect || !got_of_tables[0])
+		return;
+	clear_log(TABLES_SLOT_ID, 0, 64, got_of_tables[0]);
+	got_of_tables[0] = 0;
+}
+
 static void clear(int page)
 {
 	unsigned long first = (gfn_of(page) - base_gfn()) / 64 * 64, mask = got[first / 64];
-	struct kvm_clear_dirty_log log = {
-		.slot = SLOT_ID,
-		.first_page = first,
-		.num_pages = min(64ul, LAST_GFN - base_gfn() - first),
-		.dirty_bitmap = &mask,
-	};
-	long ret;
 	int other;
 
 	if (!logging || !vm->manual_dirty_log_protect || !mask)
 		return;
-	ret = vm_ioctl(KVM_CLEAR_DIRTY_LOG, &log);
-	if (ret)
-		fail("KVM_CLEAR_DIRTY_LOG gives %ld", ret);
+	clear_log(SLOT_ID, first, min(64ul, LAST_GFN - base_gfn() - first), mask);
 	got[first / 64] = 0;
 	for (other = 0; other < PAGES; other++)
 		if ((gfn_of(other) - base_gfn()) / 64 == first / 64 && mask >> (gfn_of(other) - base_gfn()) % 64 & 1)
@@ -575,12 +667,12 @@ static unsigned long harvest(bool reset)
 		u32 next = ring_next[id];
 
 		for (;; next++) {
-			struct kvm_dirty_gfn *entry = &vcpus[id]->dirty_ring.dirty_gfns[next % RING_ENTRIES];
+			struct kvm_dirty_gfn *entry = &vcpus[id]->dirty_ring.dirty_gfns[next % ring_entries()];
 
 			if (READ_ONCE(entry->flags) != KVM_DIRTY_GFN_F_DIRTY)
 				break;
 			for (page = 0; page < PAGES; page++)
-				if (entry->offset == gfn_of(page) - base_gfn())
+				if (entry->slot == SLOT_ID && entry->offset == gfn_of(page) - base_gfn())
 					pages |= 1ul << page;
 			if (reset)
 				WRITE_ONCE(entry->flags, KVM_DIRTY_GFN_F_RESET);
@@ -618,11 +710,48 @@ static void reset_rings(void)
 			written[page] = false;
 }
 
+static void reset_full_ring(struct kvm_vcpu *vcpu, struct op op)
+{
+	reset_rings();
+}
+
+#ifdef KVM_PRE_FAULT_MEMORY
+/* More than a ring has entries */
+#define PREFAULTED 320
+
+static void prefault(struct kvm_vcpu *vcpu, struct op op)
+{
+	struct kvm_pre_fault_memory range = {
+		.gpa = (op.page & 1 ? 0x4c0ul : 0x400ul) << PAGE_SHIFT,
+		.size = PREFAULTED << PAGE_SHIFT,
+	};
+	u64 before;
+	long ret;
+
+	while (range.size) {
+		before = range.size;
+		ret = vcpu_ioctl(vcpu, KVM_PRE_FAULT_MEMORY, &range);
+		/* The memslot is gone, or going. */
+		if (ret == -ENOENT || ret == -EAGAIN)
+			return;
+		if (ret && ret != -ENOSPC)
+			fail("KVM_PRE_FAULT_MEMORY gives %ld", ret);
+		if (!ret && range.size == before)
+			fail("KVM_PRE_FAULT_MEMORY gives 0 and has done nothing");
+		if (ret)
+			reset_rings();
+	}
+}
+#endif
+
 static void log_on(void)
 {
 	if (logging)
 		return;
 	memset(got, 0, sizeof(got));
+	memset(got_of_tables, 0, sizeof(got_of_tables));
+	if (setup.tables_logged)
+		set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, KVM_MEM_LOG_DIRTY_PAGES);
 	set_slot(LAST_GFN - base_gfn(), KVM_MEM_LOG_DIRTY_PAGES);
 	nothing_is_written();
 	logging = true;
@@ -634,22 +763,35 @@ static void log_off(void)
 		return;
 	logging = false;
 	set_slot(LAST_GFN - base_gfn(), 0);
+	if (setup.tables_logged)
+		set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, 0);
 }
 
-/* Deletes the memslot and adds it again. */
-static void move_slot(void)
+/* Deletes a memslot and adds it again. */
+static void move_slot(struct op op)
 {
 	bool was = logging;
 
+	/* L1 may lose L2's tables. A guest on shadow paging could not go on without its own. */
+	if (setup.nested && !setup.tables_logged && op.page & 1) {
+		going[TABLES_SLOT_ID] = true;
+		set_slot_of(TABLES_SLOT_ID, TABLES, 0, 0);
+		absent[TABLES_SLOT_ID] = true;
+		point(AT_YIELD, NULL, __builtin_return_address(0));
+		absent[TABLES_SLOT_ID] = false;
+		set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, 0);
+		going[TABLES_SLOT_ID] = false;
+		return;
+	}
 	logging = false;
-	going = true;
+	going[SLOT_ID] = true;
 	set_slot(0, 0);
-	absent = true;
+	absent[SLOT_ID] = true;
 	point(AT_YIELD, NULL, __builtin_return_address(0));
 	memset(got, 0, sizeof(got));
-	absent = false;
+	absent[SLOT_ID] = false;
 	set_slot(LAST_GFN - base_gfn(), was ? KVM_MEM_LOG_DIRTY_PAGES : 0);
-	going = false;
+	going[SLOT_ID] = false;
 	nothing_is_written();
 	logging = was;
 }
@@ -657,17 +799,24 @@ static void move_slot(void)
 const char *op_name(int code)
 {
 	static const char *const names[DO_CODES] = {
-		"nothing", "reads", "writes", "changes the nested page table", "runs L2 on", "log on", "log off", "collects", "clears", "resets the rings", "moves the memslot",
-		"moves the host's page", "ages", "sets INITIALLY_SET", "signals user space",
+		"nothing", "reads", "writes", "changes a page table for", "flushes and reads by that page table", "log on",
+		"log off", "collects", "clears", "resets the rings", "moves the memslot", "moves the host's page", "ages",
+		"sets INITIALLY_SET", "signals user space", "pre-faults",
 	};
 
 	return names[code];
 }
 
 /* Any thread of user space may request it, including a vCPU's. */
-static void set_init_set(struct op op)
+static void set_init_set(struct kvm_vcpu *vcpu, struct op op)
 {
 	enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, op.page & 1 ? 3 : setup.manual);
+}
+
+/* The host's huge page that an operation concerns. The last one has the page tables. */
+static unsigned long block_for(struct op op)
+{
+	return hva_of(has_tables() && op.page == PAGES - 1 ? TABLES : gfn_of(op.page));
 }
 
 static void user_op(struct op op)
@@ -676,51 +825,110 @@ static void user_op(struct op op)
 	case DO_LOG_ON: return log_on();
 	case DO_LOG_OFF: return log_off();
 	case DO_COLLECT: return collect();
-	case DO_CLEAR: return clear(op.page);
+	case DO_CLEAR: return setup.tables_logged && op.page & 1 ? clear_tables() : clear(op.page);
 	case DO_RESET:
 		if (setup.ring)
 			reset_rings();
 		return;
-	case DO_MOVE: return move_slot();
-	case DO_NOTIFY: return host_replace(hva_of(gfn_of(op.page)));
-	case DO_AGE: return host_age(hva_of(gfn_of(op.page)));
-	case DO_INIT_SET: return set_init_set(op);
+	case DO_MOVE: return move_slot(op);
+	case DO_NOTIFY: return host_replace(block_for(op));
+	case DO_AGE: return host_age(block_for(op));
+	case DO_INIT_SET: return set_init_set(NULL, op);
 	}
 }
 
-/* ---- L1's page table for L2, with four levels, in L1's memory. L1 changes its last page. ---- */
+/*
+ * ---- The guest's page tables that KVM shadows ----
+ *
+ * They have four levels: L1's tables for L2, or the guest's own with shadow paging. The guest
+ * changes the entries for the first two pages in a table of the last level. With shadow paging it
+ * also changes the entry for the third page in a table of the level above, which KVM emulates.
+ */
 
-#define TABLES 0x700ul
+#define DIRECTORY (TABLES + 2)
 #define LEAF_TABLE (TABLES + 3)
-/* The pages that L2's addresses map in turn */
-#define TARGETS 0x710ul
+/* Shadow paging: tables of the tables' own memslot and of the last block, and a second root */
+#define OWN_TABLE (TABLES + 4)
+#define BLOCK_TABLE (TABLES + 5)
+#define OTHER_ROOT (TABLES + 6)
+/* Tables of the last level, which the entry for the third page refers to in turn */
+#define THIRD_TABLES (TABLES + 8)
+#define THIRD_TABLE_COUNT 8
+/* The pages that the changed entries map in turn */
+#define TARGETS (TABLES + 0x10)
+#define CHANGED 3
 
-static unsigned long version[2], own_version[VCPUS][2];
+/*
+ * How often each entry was changed; the same with a change that KVM has yet to end; and how often
+ * when each vCPU last flushed
+ */
+static unsigned long version[CHANGED], begun[CHANGED], flushed_version[VCPUS][CHANGED];
 static int changed_page[VCPUS];
+static bool third_changes;
 
-static u64 *nested_entry(gfn_t table, int index)
+static int entry_of(struct op op)
+{
+	return op.page % (setup.nested ? 2 : CHANGED);
+}
+
+static gfn_t address_of(int page)
+{
+	return page == 2 ? 0xa00 : page;
+}
+
+static u64 *table_entry(gfn_t table, int index)
 {
 	return (u64 *)hva_of(table) + index;
 }
 
-static u64 nested_pte(gfn_t gfn)
+static u64 guest_pte(gfn_t gfn)
 {
 	return gfn << PAGE_SHIFT | PT_PRESENT_MASK | PT_WRITABLE_MASK | PT_USER_MASK | PT_ACCESSED_MASK | PT_DIRTY_MASK;
 }
 
 static gfn_t target(int page, unsigned long version)
 {
-	return TARGETS + 64 * page + version % 64;
+	return TARGETS + 64 * page + version % (page == 2 ? THIRD_TABLE_COUNT : 64);
 }
 
-static void nested_init(void)
+/* The table with the entry of a page, and its index there */
+static gfn_t table_of(int page)
 {
-	int page;
+	return page == 2 ? DIRECTORY : LEAF_TABLE;
+}
+
+static int index_of(int page)
+{
+	return page == 2 ? 5 : page;
+}
+
+static u64 pte_of(int page, unsigned long version)
+{
+	return guest_pte(page == 2 ? THIRD_TABLES + version % THIRD_TABLE_COUNT : target(page, version));
+}
+
+static void tables_init(void)
+{
+	int page, i;
 
 	for (page = 0; page < 3; page++)
-		*nested_entry(TABLES + page, 0) = nested_pte(TABLES + page + 1);
-	for (page = 0; page < 2; page++)
-		*nested_entry(LEAF_TABLE, page) = nested_pte(target(page, 0));
+		*table_entry(TABLES + page, 0) = guest_pte(TABLES + page + 1);
+	for (page = 0; page < CHANGED; page++)
+		*table_entry(table_of(page), index_of(page)) = pte_of(page, 0);
+	if (setup.nested)
+		return;
+	*table_entry(OTHER_ROOT, 0) = *table_entry(TABLES, 0);
+	/* Two huge pages, and a table of pages. KVM sets their accessed and dirty bits. */
+	for (i = 1; i < 3; i++)
+		*table_entry(DIRECTORY, i) = i * 0x200ul << PAGE_SHIFT | PT_PRESENT_MASK | PT_WRITABLE_MASK | PT_USER_MASK | PT_PAGE_SIZE_MASK;
+	*table_entry(DIRECTORY, 3) = guest_pte(BLOCK_TABLE);
+	*table_entry(DIRECTORY, 4) = guest_pte(OWN_TABLE);
+	for (i = 0; i < 512; i++) {
+		*table_entry(BLOCK_TABLE, i) = (0x600ul + i) << PAGE_SHIFT | PT_PRESENT_MASK | PT_WRITABLE_MASK | PT_USER_MASK;
+		*table_entry(OWN_TABLE, i) = guest_pte(TABLES + i);
+	}
+	for (i = 0; i < THIRD_TABLE_COUNT; i++)
+		*table_entry(THIRD_TABLES + i, 0) = guest_pte(target(2, i));
 }
 
 static unsigned long nested_cr3(struct kvm_vcpu *vcpu)
@@ -735,8 +943,9 @@ static u64 nested_pdptr(struct kvm_vcpu *vcpu, int index)
 
 static void nested_fault(struct kvm_vcpu *vcpu, struct x86_exception *exception)
 {
-	if (!going)
+	if (!going[TABLES_SLOT_ID])
 		fail("KVM finds no page for L2 in L1's tables");
+	/* A nested exit ends L2's access. */
 	cpu_of(vcpu)->emulated = true;
 }
 
@@ -776,25 +985,73 @@ static void leave_nested(struct kvm_vcpu *vcpu)
 	nested_flush(vcpu);
 }
 
-/* L1's write to the table takes effect. */
+/* The vCPU's change of an entry takes effect. */
 static void table_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long pfn)
 {
 	int page = changed_page[vcpu->vcpu_id];
 
 	memory_reached(vcpu, gfn, write, pfn);
-	own_version[vcpu->vcpu_id][page] = ++version[page];
-	*nested_entry(LEAF_TABLE, page) = nested_pte(target(page, version[page]));
+	version[page] = ++begun[page];
+	*table_entry(gfn, index_of(page)) = pte_of(page, version[page]);
 }
 
-/* L2 reads, after the flush with which its vCPU has entered it. */
-static void nested_reached(struct kvm_vcpu *vcpu, gfn_t page, bool write, unsigned long pfn)
+/*
+ * Changes an entry of a directory like emulator_write_phys(). Only one vCPU does so at a time, as
+ * with a lock of the guest, so the order of changes is known.
+ */
+static bool emulate_change(struct kvm_vcpu *vcpu, gfn_t gfn)
 {
+	gpa_t at = (DIRECTORY << PAGE_SHIFT) + index_of(2) * sizeof(u64);
+	u64 pte;
+
+	if (setup.tdp || gfn != DIRECTORY)
+		return false;
+	pte = pte_of(2, ++begun[2]);
+	if (kvm_vcpu_write_guest(vcpu, at, &pte, sizeof(pte)))
+		fail("KVM does not write to a page table");
+	kvm_page_track_write(vcpu, at, (void *)&pte, sizeof(pte));
+	version[2] = begun[2];
+	return true;
+}
+
+static void change_table(struct kvm_vcpu *vcpu, int page)
+{
+	if (page == 2 && third_changes)
+		return;
+	third_changes |= page == 2;
+	changed_page[vcpu->vcpu_id] = page;
+	guest_access(vcpu, table_of(page), true, table_reached);
+	if (page == 2)
+		third_changes = false;
+}
+
+/* A read by an entry that may have changed, after this vCPU has flushed its TLB */
+static void followed(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long pfn)
+{
+	int page = gfn == address_of(2) ? 2 : gfn;
 	unsigned long of;
 
-	for (of = own_version[vcpu->vcpu_id][page]; of <= version[page]; of++)
+	for (of = flushed_version[vcpu->vcpu_id][page]; of <= begun[page]; of++)
 		if (pfn == host_pfn(hva_of(target(page, of))))
 			return;
-	fail("L2 gets to the page that it had before its vCPU changed the nested page table and flushed");
+	fail("%s gets to the page that it had before the page table changed and its vCPU flushed", setup.nested ? "L2" : "the guest");
+}
+
+static void follow_table(struct kvm_vcpu *vcpu, struct op op)
+{
+	int page = entry_of(op);
+
+	/* All changes that have ended by now come before the flush. */
+	flushed_version[vcpu->vcpu_id][page] = version[page];
+	if (setup.nested)
+		enter_nested(vcpu);
+	else if (op.page < 4)
+		kvm_mmu_invlpg(vcpu, address_of(page) << PAGE_SHIFT);
+	else if (kvm_set_cr3(vcpu, (op.page < 6 ? TABLES : OTHER_ROOT) << PAGE_SHIFT))
+		fail("kvm_set_cr3() fails");
+	guest_access(vcpu, address_of(page), false, followed);
+	if (setup.nested)
+		leave_nested(vcpu);
 }
 
 static void vcpu_op(struct kvm_vcpu *vcpu, struct op op)
@@ -808,15 +1065,16 @@ static void vcpu_op(struct kvm_vcpu *vcpu, struct op op)
 		 * Only user space knows whether a log is cleared or collected; it stays the same.
 		 */
 		if (setup.manual)
-			set_init_set(op);
+			outside(vcpu, set_init_set, op);
 		return;
+#ifdef KVM_PRE_FAULT_MEMORY
+	case DO_PREFAULT:
+		return outside(vcpu, prefault, op);
+#endif
 	case DO_TABLE:
-		changed_page[vcpu->vcpu_id] = op.page % 2;
-		return guest_access(vcpu, LEAF_TABLE, true, table_reached);
-	case DO_NESTED:
-		enter_nested(vcpu);
-		guest_access(vcpu, op.page % 2, false, nested_reached);
-		return leave_nested(vcpu);
+		return change_table(vcpu, entry_of(op));
+	case DO_FOLLOW:
+		return follow_table(vcpu, op);
 	default:
 		guest_access(vcpu, gfn_of(op.page), op.code == DO_WRITE, memory_reached);
 	}
@@ -897,7 +1155,7 @@ void vm_final_check(void)
 	if (setup.ring) {
 		pages = harvest(false);
 	} else {
-		get_log(bitmap);
+		get_log(SLOT_ID, bitmap);
 		for (page = 0; page < PAGES; page++)
 			if (in_bitmap(bitmap, page) || in_bitmap(got, page))
 				pages |= 1ul << page;
