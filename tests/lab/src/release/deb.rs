@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{BED, CARGO_DEB, Checkout, PROFILE, TARGET, find, held, stage, write_files};
+use super::{CARGO_DEB, Checkout, HOST, PROFILE, TARGET, find, held, stage, write_files};
 use crate::cache::Cache;
 use crate::chroot;
 use crate::test::setup;
@@ -32,13 +32,13 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
         let remedy = format!(
             "cargo-deb is not installed: cargo lab release --setup, or cargo install --locked cargo-deb --version {CARGO_DEB}"
         );
-        tally.skip(BED, what, &remedy);
+        tally.skip(HOST, what, &remedy);
         return Ok(None);
     };
     let Some(mdbook) = docs::installed(cache).or_else(|| setup.then(|| docs::mdbook(cache).ok()).flatten())
     else {
         tally.skip(
-            BED,
+            HOST,
             what,
             "mdBook is not in the lab's cache: cargo lab release --setup, or cargo lab docs",
         );
@@ -76,7 +76,7 @@ pub fn make(cache: &Cache, setup: bool, clone: &Checkout, tally: &mut Tally) -> 
 /// Checks the package with lintian. resources/debian/lintian-overrides explains each permitted
 /// error.
 pub fn judge(consent: bool, package: &Path, tally: &mut Tally) -> Result<()> {
-    if setup::packages(&["lintian"], consent, BED, tally)? {
+    if setup::packages(&["lintian"], consent, HOST, tally)? {
         stage(tally, "lintian has no error", || {
             let said = tool::text(
                 Command::new("lintian")
@@ -100,17 +100,17 @@ pub fn install(
 ) -> Result<()> {
     let what = "installed in a fresh Debian, and removed without a trace";
     if !setup::is_root() {
-        tally.skip(BED, what, "chroot needs root: run it as root");
+        tally.skip(HOST, what, "chroot needs root: run it as root");
         return Ok(());
     }
-    if !setup::packages(&["mmdebstrap"], consent, BED, tally)? {
+    if !setup::packages(&["mmdebstrap"], consent, HOST, tally)? {
         return Ok(());
     }
     let made = chroot::archive(cache, &["man-db", "bash-completion"]);
     let tar = match made {
         Ok(tar) => tar,
         Err(error) => {
-            tally.skip(BED, what, &format!("no fresh Debian can be made: {error}"));
+            tally.skip(HOST, what, &format!("no fresh Debian can be made: {error}"));
             return Ok(());
         }
     };

@@ -21,7 +21,7 @@ use crate::test::tally::Tally;
 use crate::{Error, Result, artifacts, tool};
 
 /// Its name in the count.
-const BED: &str = "release";
+const HOST: &str = "release";
 
 /// The release's target.
 const TARGET: &str = "x86_64-unknown-linux-musl";
@@ -123,7 +123,7 @@ fn stages(cache: &Cache, options: &Options, scratch: &Path, tally: &mut Tally) -
             fs::create_dir_all(dir).map_err(Error::file("create", dir))?;
             fs::copy(file, &to).map_err(Error::file("copy", file))?;
             tally.skip(
-                BED,
+                HOST,
                 "two builds compared",
                 "--prebuilt names a program that is not built here: leave it out",
             );
@@ -171,7 +171,7 @@ fn builds(one: &Checkout, scratch: &Path, tally: &mut Tally) -> Result<()> {
 /// Runs a stage and counts it.
 fn stage(tally: &mut Tally, what: &str, work: impl FnOnce() -> Result<()>) {
     let done = work();
-    tally.stage(BED, what, done);
+    tally.stage(HOST, what, done);
 }
 
 fn held(condition: bool, why: impl FnOnce() -> String) -> Result<()> {
@@ -196,7 +196,7 @@ fn subcommand(
 ) -> Result<bool> {
     let program = format!("cargo-{name}");
     let Some(program) = find(cache, &program) else {
-        tally.skip(BED, what, &format!("{program} is not installed: cargo install --locked {program}"));
+        tally.skip(HOST, what, &format!("{program} is not installed: cargo install --locked {program}"));
         return Ok(false);
     };
     let failed = tally.failed();

@@ -16,7 +16,7 @@ use super::{Options, here};
 use crate::cache::Cache;
 use crate::{Error, Result, artifacts, tool};
 
-const BED: &str = "fuzz";
+const HOST: &str = "fuzz";
 
 /// Compiles libFuzzer's runtime.
 pub const PROGRAMS: [&str; 1] = ["g++"];
@@ -56,13 +56,13 @@ pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
     }
     let cache = Cache::open()?;
     let build = cache.dir("fuzz/target")?;
-    eprintln!("lab: {BED}: building {}", targets.join(", "));
+    eprintln!("lab: {HOST}: building {}", targets.join(", "));
     let mut cargo = Command::new(artifacts::cargo());
     cargo.current_dir(&shell).env("RUSTFLAGS", RUSTFLAGS).env("CARGO_TARGET_DIR", &build);
     tool::lines(cargo.args(["build", "--release", "--locked", "--bins", "--target", TARGET]), |_| ())?;
     let share = options.time.unwrap_or(TIME) / targets.len() as u32;
     for target in &targets {
-        eprintln!("lab: {BED}: {target} for {share:?}");
+        eprintln!("lab: {HOST}: {target} for {share:?}");
         let (found, failures) = (cache.dir(&format!("fuzz/corpus/{target}"))?, cache.dir("fuzz/failures")?);
         let program = build.join(TARGET).join("release").join(target);
         let mut last = String::new();
@@ -79,9 +79,9 @@ pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
         )?;
         tally.show(&last);
         if success {
-            tally.pass(BED, target);
+            tally.pass(HOST, target);
         } else {
-            tally.fail(BED, &format!("{target}: the input is in {}", failures.display()));
+            tally.fail(HOST, &format!("{target}: the input is in {}", failures.display()));
         }
     }
     Ok(())

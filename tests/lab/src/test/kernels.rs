@@ -8,30 +8,30 @@ use crate::kernel::series::{self, Series};
 use crate::kernel::tree::Tree;
 use crate::kernel::{BASES, boots, build, check, objects};
 
-const BED: &str = "kernels";
+const HOST: &str = "kernels";
 
 /// Checks every series in `kernel-patches/`.
 pub fn run(tally: &mut Tally) -> Result<()> {
     let cache = Cache::open()?;
     let all = series::all()?;
     if all.is_empty() {
-        tally.skip(BED, "kernel-patches", "it holds no series yet");
+        tally.skip(HOST, "kernel-patches", "it holds no series yet");
     }
     for series in &all {
         let name = format!("{}/{}", series.base.name, series.name);
-        tally.stage(BED, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
-        tally.lap(BED, &format!("{name} applies and compiles"));
+        tally.stage(HOST, &format!("{name} applies and compiles"), applies_and_compiles(&cache, series));
+        tally.lap(HOST, &format!("{name} applies and compiles"));
     }
     // The other bases change, so their kernels are built only on request.
     for base in BASES.iter().filter(|base| base.frozen.is_some()) {
         let stack = series::of_base(base, &["all".to_owned()])?;
         if !stack.is_empty() {
             tally.stage(
-                BED,
+                HOST,
                 &format!("{} with all of its series boots", base.name),
                 stack_boots(&cache, &stack),
             );
-            tally.lap(BED, &format!("{} with all of its series: building and boots", base.name));
+            tally.lap(HOST, &format!("{} with all of its series: building and boots", base.name));
         }
     }
     Ok(())

@@ -235,14 +235,14 @@ pub fn run(mut options: Options) -> Result<u8> {
     }
     let commit = green::Commit::now();
     // What was counted is told in any case.
-    if let Err(error) = beds(options, &mut tally) {
+    if let Err(error) = run_hosts(options, &mut tally) {
         tally.stage("lab", "the run", Err(error));
     }
     ended(options, form, tally, commit)
 }
 
 /// Runs what `options` ask for, and counts it.
-fn beds(options: &Options, tally: &mut Tally) -> Result<()> {
+fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
     let wants = |bed| options.bed.is_none_or(|asked| asked == bed);
     if options.setup {
         setup::tools(|tool| needs(options.bed, tool), tally);
