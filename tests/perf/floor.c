@@ -1,9 +1,11 @@
-// The floors under Vellum, static and without checks beyond "it worked". For `cargo bench --bench boot`:
+// The floors under Vellum, static and without checks beyond "it worked". For `cargo bench --bench
+// boot`:
 //
 //   same      the KVM calls that Vellum makes for a kernel of a few bytes with 128 MiB and a split interrupt controller
 //   shortest  the fewest calls that bring a byte of a guest with a split interrupt controller to the serial port
 //
-// The guest's first byte on the serial port goes to standard output. For `cargo bench --bench startup`:
+// The guest's first byte on the serial port goes to standard output. For `cargo bench --bench
+// startup`:
 //
 //   doorbell  the KVM calls that bring a guest without an OS and with 128 MiB to its first doorbell
 //
@@ -66,7 +68,8 @@ static int doorbell(void)
 	};
 	check(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &regions[0]));
 	check(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &regions[1]));
-	// mov [rdi], eax; then PML4, PDPT, and a page directory with the slot and the doorbell as pages of 2 MiB.
+	// mov [rdi], eax; then PML4, PDPT, and a page directory with the slot and the doorbell as pages of
+	// 2 MiB.
 	own[0] = 0x0789;
 	own[512] = (SLOT + 2 * 4096) | 0x27;
 	own[1024 + 3] = (SLOT + 3 * 4096) | 0x27;

@@ -1,5 +1,6 @@
 #!/bin/sh
-# $VELLUM is the program, where the PATH has it not; $VELLUM_ARGUMENTS makes the test shorter or longer.
+# $VELLUM is the program, if it is not in the PATH. $VELLUM_ARGUMENTS makes the test shorter or
+# longer.
 "${VELLUM:-vellum}" test dirty-log ${VELLUM_ARGUMENTS:---duration 10m} --format ktap --exit kselftest --heartbeat 30s
 case $? in
     0) result=pass ;;
