@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstatfs, memfd_create};
+use rustix::io::Errno;
 
 /// The size of the pages in which memory is tracked, sent and stored: the smallest page size of any
 /// host. A [`host_page`] holds one or more of them.
@@ -404,13 +405,32 @@ pub fn freezable_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Res
     Ok(file)
 }
 
+/// How often [`freeze`] tries. While pages are held, the kernel itself waits about 80 ms in each try.
+/// It refuses at once if there is a mapping.
+const FREEZE_TRIES: u32 = 25;
+
 /// Seals `file` against writes, forever. Does nothing if it is sealed so already.
 ///
+/// The kernel also refuses as long as anything holds a page of the file, because that could be a
+/// write. On a busy host its own reclaim or migration of pages may do so for a moment.
+///
 /// # Errors
-/// EBUSY: a shared mapping can write to it. EPERM: it does not allow more seals.
+/// EBUSY: a shared mapping can write to it, or its pages are held for seconds. EPERM: it does not
+/// allow more seals.
 pub fn freeze(file: &File) -> io::Result<()> {
+    freeze_by(file, || ())
+}
+
+/// [`freeze`], with what happens before each further try.
+fn freeze_by(file: &File, mut again: impl FnMut()) -> io::Result<()> {
     if is_frozen(file)? {
         return Ok(());
+    }
+    for _ in 1..FREEZE_TRIES {
+        match fcntl_add_seals(file, SealFlags::WRITE | SealFlags::SEAL) {
+            Err(Errno::BUSY) => again(),
+            other => return Ok(other?),
+        }
     }
     Ok(fcntl_add_seals(file, SealFlags::WRITE | SealFlags::SEAL)?)
 }
@@ -454,6 +474,9 @@ const HUGETLBFS: i64 = 0x9584_58f6;
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     #[test]
@@ -526,6 +549,28 @@ mod tests {
         assert!(part(3 * PAGE_SIZE, 2 * PAGE_SIZE).is_err() && part(8, PAGE_SIZE).is_err());
         let sealed = sealed_memfd(c"vellum-test", len, None).unwrap();
         assert!(!can_be_frozen(&sealed).unwrap() && freeze(&sealed).is_err());
+    }
+
+    /// A pipe holds the page that was spliced into it, as reclaim does for a moment.
+    #[test]
+    fn a_file_with_a_page_that_is_held_for_a_moment_is_frozen() {
+        let file = freezable_memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
+        file.write_all_at(&[7; 4096], 0).unwrap();
+        let map = Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Private { file: &file, huge: false }).unwrap();
+        assert_eq!(map.words()[0].load(Ordering::Relaxed), 0x0707_0707_0707_0707);
+        let (mut reader, writer) = io::pipe().unwrap();
+        let page = libc::iovec { iov_base: map.words().as_ptr().cast_mut().cast(), iov_len: 4096 };
+        // SAFETY: the page is mapped, and the kernel only reads it.
+        assert_eq!(unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const page, 1, 0) }, 4096);
+        let mut tries = 0;
+        freeze_by(&file, || {
+            tries += 1;
+            if tries == 2 {
+                reader.read_exact(&mut [0; 4096]).unwrap();
+            }
+        })
+        .unwrap();
+        assert!(tries >= 2 && is_frozen(&file).unwrap());
     }
 
     #[test]

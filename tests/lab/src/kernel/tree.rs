@@ -50,6 +50,8 @@ impl Tree {
         let key = format!("kernel/{}", package.version);
         let source = cache.entry(&format!("{key}/source"), |dir| {
             // The sources take 1.2 GiB, and an object directory half as much.
+            // tar calls it.
+            tool::need("xz")?;
             cache.need_mib(4096)?;
             let deb = Archive::open(cache, Architecture::X86, base.suites)?.download(&package, dir)?;
             eprintln!("lab: unpacking {} {}", package.name, package.version);

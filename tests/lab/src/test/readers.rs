@@ -2,7 +2,6 @@
 //! virtual environment, Debian's lava-common, and the KTAP parser of the kernel's source. All are
 //! in one cache entry.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,6 +11,7 @@ use super::tally::Tally;
 use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
 use crate::debian::{self, Archive};
+use crate::hosts::doctor;
 use crate::kernel::Base;
 use crate::kernel::tree::Tree;
 use crate::{Error, Result, tool};
@@ -53,10 +53,14 @@ fn fetch() -> Result<()> {
     if find().is_some() {
         return Ok(());
     }
+    let mut lacking = doctor::missing(&["tar", "xz"]);
     // python3-venv has no program to look for. The venv module needs its ensurepip.
     let ensurepip = Command::new("python3").args(["-c", "import ensurepip"]).output();
-    if !ensurepip.is_ok_and(|output| output.status.success()) && setup::is_root() {
-        setup::install(&BTreeSet::from(["python3-venv"]))?;
+    if !ensurepip.is_ok_and(|output| output.status.success()) {
+        lacking.insert("python3-venv");
+    }
+    if !lacking.is_empty() && setup::is_root() {
+        setup::install(&lacking)?;
     }
     let cache = Cache::open()?;
     cache.need_mib(512)?;
