@@ -187,10 +187,11 @@ fn help(kind: &str, action: &str, mode: Mode) -> ExitCode {
     if action == "raw-then-open" {
         terminal::set_raw(io::stdin().as_fd(), terminal::Output::Processed, None).unwrap();
     }
+    // Another user may not reach this program: root's home directory is root's alone.
+    let file = File::open(std::env::current_exe().unwrap()).unwrap();
     if action == "drop-root" {
         drop_privileges(User { uid: 65534, gid: 65533 }).unwrap();
     }
-    let file = File::open(std::env::current_exe().unwrap()).unwrap();
     let status = action == "drop-root";
     let status = status.then(|| std::fs::read_to_string("/proc/self/status").unwrap());
     let mut sandbox = Sandbox::new(mode);

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// Debian's package of each program that the laboratory runs. [`support::tools::TOOLS`] has those
 /// that tests run.
-const PACKAGES: [(&str, &str); 30] = [
+const PACKAGES: [(&str, &str); 29] = [
     ("qemu-system-aarch64", "qemu-system-arm"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
@@ -22,7 +22,6 @@ const PACKAGES: [(&str, &str); 30] = [
     ("objcopy", "binutils"),
     ("gcc", "build-essential"),
     ("g++", "build-essential"),
-    ("patch", "patch"),
     ("perl", "perl"),
     ("flex", "flex"),
     ("bison", "bison"),

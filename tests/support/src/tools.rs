@@ -28,6 +28,7 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("modprobe", "kmod"),
     ("mount", "mount"),
     ("passt", "passt"),
+    ("patch", "patch"),
     ("python3", "python3"),
     ("qemu-img", "qemu-utils"),
     ("readelf", "binutils"),
