@@ -2,12 +2,13 @@
 """Answers the API of Firecracker or of Cloud Hypervisor, or the commands of crosvm or lkvm, by the name it is called by, as their
 documents have it. Its guest is a recorded log of the image: it stands where a pass has begun until it has been moved or resumed, and then ends.
 
-FAKE_LOG is the log, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer. With
-FAKE_BOOTS the guest ends as soon as it has started."""
+FAKE_LOG is the log, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer (`endless`: byte by byte, for ever), and
+FAKE_VERSION the version. With FAKE_BOOTS the guest ends as soon as it has started."""
 import json
 import os
 import socket
 import sys
+import time
 
 NAME = os.path.basename(sys.argv[0])
 ARGUMENTS = sys.argv[1:]
@@ -23,6 +24,8 @@ class Guest:
     def __init__(self):
         self.saved = False
         self.ends = False
+        # What comes after the answer.
+        self.then = None
         serial = option("--serial")
         # crosvm: type=file,path=FILE,...
         path = serial.removeprefix("type=file,path=").removeprefix("file=").split(",")[0] if serial else None
@@ -43,7 +46,9 @@ class Guest:
             self.saved = False
             self.prints("# pass 9 of 2 accesses=0 faults=0\r\n")
         else:
-            self.prints("1.." + TAIL)
+            # Firecracker logs to its standard output, in the middle of the guest's lines, unless it is told where.
+            logs = NAME == "firecracker" and not option("--log-path")
+            self.prints("1.." + (TAIL.replace("ok 5 ", "ok [main] The API server received a request. 5 ") if logs else TAIL))
             self.ends = True
 
 
@@ -96,12 +101,8 @@ def cloud_hypervisor(guest, request, body):
         guest.console = open("first.log", "w", newline="")
         return ""
     if action == "send-migration":
-        stream = socket.socket(socket.AF_UNIX)
-        stream.connect(body["destination_url"].removeprefix("unix:"))
-        stream.sendall(b"state")
-        stream.shutdown(socket.SHUT_WR)
-        stream.recv(1)
-        guest.ends = True
+        # It answers before it sends anything. The guest goes on until then.
+        guest.then = lambda: send(guest, body["destination_url"].removeprefix("unix:"))
         return ""
     if action == "receive-migration":
         listener = socket.socket(socket.AF_UNIX)
@@ -115,6 +116,16 @@ def cloud_hypervisor(guest, request, body):
         guest.goes_on()
         return ""
     return None
+
+
+def send(guest, path):
+    stream = socket.socket(socket.AF_UNIX)
+    stream.connect(path)
+    guest.prints("# pass 2 of 2 accesses=1 faults=0\r\n")
+    stream.sendall(b"state")
+    stream.shutdown(socket.SHUT_WR)
+    stream.recv(1)
+    guest.ends = True
 
 
 def record(text):
@@ -155,7 +166,7 @@ def commands():
 
 def main():
     if ARGUMENTS in (["--version"], ["version"]):
-        print(NAME, "of a test")
+        print(NAME, os.environ.get("FAKE_VERSION", "of a test"))
         return
     if NAME in ("crosvm", "lkvm"):
         commands()
@@ -186,9 +197,15 @@ def main():
         good = b"HTTP/1.1 204 No Content\r\nServer: a test\r\n\r\n"
         bad = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(error), error)
         said = os.environ.get("FAKE_ANSWER")
+        while said == "endless":
+            stream.write(b"H")
+            stream.flush()
+            time.sleep(0.05)
         stream.write(said.encode() if said else bad if answer is None else good)
         stream.flush()
         stream.close()
+        if guest.then:
+            guest.then()
 
 
 main()

@@ -38,6 +38,9 @@ fn a_driven_qemu_is_whole_in_each_scenario() -> Result<(), Failed> {
     driven("qemu", &["boot", "pause", "snapshot", "restore", "migrate"])
 }
 
+/// The options of the image whose log `whole.log` is.
+const RECORDED: &str = "seed=3 passes=2";
+
 /// A directory with a program of this name that answers as the real one does by its documents
 /// (`tests/data/fake-vmm.py`).
 fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
@@ -47,6 +50,8 @@ fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
     let program = if name == "kvmtool" { "lkvm" } else { name };
     std::os::unix::fs::symlink(script?, vmms.join(program))?;
     let mut command = env.command(&format!("judge run --vmm {name} --scenario {scenario} --format ktap"));
+    // Those of the recorded log.
+    command.args(["-p", RECORDED]);
     command.env("VELLUM_VMMS", vmms).env("FAKE_LOG", log?).env("FAKE_REQUESTS", env.path("requests"));
     if scenario == "boot" {
         command.env("FAKE_BOOTS", "1");
@@ -96,8 +101,16 @@ fn drivers_of_rest_apis_send_what_is_documented() -> Result<(), Failed> {
             "cloud-hypervisor",
             "migrate",
             &[
-                r#"PUT /api/v1/vm.receive-migration {"receiver_url":"unix:DIR/socket"}"#,
-                r#"PUT /api/v1/vm.send-migration {"destination_url":"unix:DIR/socket","local":false}"#,
+                r#"PUT /api/v1/vm.receive-migration {"memory_mode":"Precopy","receiver_url":"unix:DIR/socket"}"#,
+                r#"PUT /api/v1/vm.send-migration {"destination_url":"unix:DIR/socket","local":false,"memory_mode":"Precopy"}"#,
+            ],
+        ),
+        (
+            "cloud-hypervisor",
+            "migrate-postcopy",
+            &[
+                r#"PUT /api/v1/vm.receive-migration {"memory_mode":"Postcopy","receiver_url":"unix:DIR/socket"}"#,
+                r#"PUT /api/v1/vm.send-migration {"destination_url":"unix:DIR/socket","local":false,"memory_mode":"Postcopy"}"#,
             ],
         ),
     ] {
@@ -122,7 +135,7 @@ fn sent(vmm: &str, scenario: &str) -> Result<String, Failed> {
     let dir = format!("{}/{scenario}-1", fs::canonicalize(&logs)?.display());
     let requests = fs::read_to_string(env.path("requests")).unwrap_or_default().replace(&dir, "DIR");
     let cmdline = if scenario == "boot" { "passes=3" } else { "passes=16 rate=30000" };
-    Ok(requests.replace(&format!("{cmdline} report=50ms seed=1 "), "CMDLINE"))
+    Ok(requests.replace(&format!("{cmdline} report=50ms seed=3 {RECORDED}"), "CMDLINE"))
 }
 
 /// The same of VMMs that are driven by their own commands.
@@ -155,6 +168,32 @@ fn drivers_of_commands_ask_as_is_documented() -> Result<(), Failed> {
     Ok(())
 }
 
+/// A version without what a scenario needs is skipped: it would do something else.
+#[test(python())]
+fn a_version_without_postcopy_is_skipped() -> Result<(), Failed> {
+    for (version, status) in [("v53.0.0", 4), ("v54.0.0", 0), ("v55.0-12-g0123abc", 0)] {
+        let env = TestEnv::new()?;
+        let output =
+            fake(&env, "cloud-hypervisor", "migrate-postcopy")?.env("FAKE_VERSION", version).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(status)
+            && said.contains("Cloud Hypervisor 53 has no postcopy") == (status != 0);
+        ensure(right, || format!("{version}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// Further arguments reach a VMM that starts a machine.
+#[test(python())]
+fn further_arguments_reach_the_vmm() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let mut command = fake(&env, "kvmtool", "boot")?;
+    let output = command.args(["--vmm-arg=--debug", "--vmm-arg", "-x y"]).output()?;
+    let sent = fs::read_to_string(env.path("requests"))?;
+    let right = output.status.success() && sent.contains("judge.raw,ro --debug -x y\n");
+    ensure(right, || format!("{sent}: {output:?}"))
+}
+
 /// A VMM that answers something else is a crash, in one line.
 #[test(python())]
 fn an_answer_that_is_none_is_one_line() -> Result<(), Failed> {
@@ -163,9 +202,14 @@ fn an_answer_that_is_none_is_one_line() -> Result<(), Failed> {
         ("cloud-hypervisor", "HTTP/1.1 500 No\n\n", "PUT /api/v1/vm.pause: status 500"),
         ("cloud-hypervisor", "HTTP/1.1 204 Yes\nno colon\n", "PUT /api/v1/vm.pause: the answer is not HTTP"),
         ("firecracker", "HTTP/1.1 400 No\nContent-Length: 4\n\nwhy?", "status 400: why?"),
+        ("firecracker", "endless", "PUT /machine-config: no answer within 10 s"),
     ] {
         let env = TestEnv::new()?;
-        let output = fake(&env, vmm, "pause")?.env("FAKE_ANSWER", answer).output()?;
+        let mut command = fake(&env, vmm, "pause")?;
+        if answer == "endless" {
+            command.args(["--limit", "10s"]);
+        }
+        let output = command.env("FAKE_ANSWER", answer).output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let right = output.status.code() == Some(1) && said.contains(says) && said.lines().count() == 1;
         ensure(right, || format!("{vmm} {answer}: {output:?}"))?;
@@ -232,15 +276,39 @@ fn what_a_vmm_says_before_it_ends_is_the_reason() -> Result<(), Failed> {
 
 /// `judge run` of a shell's script, which has a log that is whole as $WHOLE and one that is LOST as
 /// $LOST, and $DIR for itself.
-fn script(env: &TestEnv, script: &str, arguments: &str) -> Result<Command, Failed> {
+fn script(env: &TestEnv, script: &str, arguments: &[&str]) -> Result<Command, Failed> {
     let whole = fs::canonicalize("tests/fuzz/corpus/judge/whole.log")?;
     let fault = "# fault lost-write vcpu=1 address=0x200000 expected=0x3 found=0x2\r\n1..";
     let lost = env.path("lost.log");
     fs::write(&lost, fs::read_to_string(&whole)?.replacen("1..", fault, 1))?;
-    let mut command = env.command(&format!("judge run {arguments}"));
-    command.env("WHOLE", whole).env("LOST", lost).env("DIR", env.dir());
+    let mut command = env.command("judge run");
+    command.args(arguments).env("WHOLE", whole).env("LOST", lost).env("DIR", env.dir());
     command.args(["--", "sh", "-c", script, "{elf}"]);
     Ok(command)
+}
+
+/// A log of another machine does not pass: another seed, number of passes or of vCPUs. What a
+/// command does not pass on is not compared.
+#[test]
+fn a_log_of_another_machine_does_not_pass() -> Result<(), Failed> {
+    for (arguments, words, says) in [
+        (["-p", "seed=3 passes=2"], "{cmdline} {cpus}", ""),
+        (["-p", "seed=1 passes=1 seed=3 passes=2"], "{cmdline}", ""),
+        (["-c", "4"], "", ""),
+        (["-p", "passes=2"], "{cmdline}", "boot: the log is of another machine: seed=3, and not "),
+        (["-p", "seed=4 passes=2"], "{cmdline}", "boot: the log is of another machine: seed=3, and not 4"),
+        (["-p", "seed=3"], "{cmdline}", "boot: the log is of another machine: passes=2, and not 3"),
+        (["-c", "1"], "{cpus}", "boot: the log is of another machine: vcpus=2, and not 1"),
+    ] {
+        let env = TestEnv::new()?;
+        let mut command = script(&env, "cat $WHOLE", &arguments)?;
+        let output = command.args(words.split_whitespace()).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let status = i32::from(!says.is_empty());
+        let right = output.status.code() == Some(status) && said.contains(says);
+        ensure(right && said.lines().count() == status as usize, || format!("{arguments:?}: {output:?}"))?;
+    }
+    Ok(())
 }
 
 /// Any program is a VMM. A console of nonsense, or none, is one line, and so is a program that does
@@ -261,7 +329,8 @@ fn a_command_boots_the_image_and_its_standard_output_is_the_console() -> Result<
         ("cat $WHOLE; sleep 1000 & wait", 1, "nothing for 2 s: the machine's end did not come"),
     ] {
         let env = TestEnv::new()?;
-        let output = script(&env, text, if text.contains("sleep") { "--limit 2s" } else { "" })?.output()?;
+        let output =
+            script(&env, text, if text.contains("sleep") { &["--limit", "2s"] } else { &[] })?.output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines = usize::from(status != 0);
         let right =
@@ -290,7 +359,7 @@ fn nothing_of_a_vmm_is_left_running() -> Result<(), Failed> {
         ("sleep 1000 & echo $! > $DIR/pid.new; mv $DIR/pid.new $DIR/pid; wait", Some("-INT")),
     ] {
         let env = TestEnv::new()?;
-        let mut command = script(&env, text, "--limit 10m")?;
+        let mut command = script(&env, text, &["--limit", "10m"])?;
         let driver = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
         let pid = eventually(LIMIT, "it has started", || Ok(fs::read_to_string(env.path("pid")).ok()))?;
         let pid: u32 = pid.trim().parse().map_err(|_| "no process")?;
@@ -311,8 +380,8 @@ fn nothing_of_a_vmm_is_left_running() -> Result<(), Failed> {
 fn an_interrupt_says_what_it_broke_off() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let json = env.path("json");
-    let times = format!("--times 1000000 --json {}", json.display());
-    let mut command = script(&env, "cat $WHOLE; echo >> $DIR/rounds", &times)?;
+    let arguments = ["--times", "1000000", "--json", &json.display().to_string()];
+    let mut command = script(&env, "cat $WHOLE; echo >> $DIR/rounds", &arguments)?;
     let driver = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
     eventually(LIMIT, "a round is over", || Ok(fs::read(env.path("rounds")).ok()))?;
     succeeds(Command::new("kill").args(["-INT", &driver.id().to_string()]).output()?)?;
@@ -332,7 +401,8 @@ fn what_is_lost_is_worse_than_what_has_no_verdict() -> Result<(), Failed> {
     for order in ["test -e $DIR/again && cat $LOST", "test -e $DIR/again || cat $LOST"] {
         let env = TestEnv::new()?;
         let output =
-            script(&env, &format!("{order}; touch $DIR/again"), "--times 2 --format ktap")?.output()?;
+            script(&env, &format!("{order}; touch $DIR/again"), &["--times", "2", "--format", "ktap"])?
+                .output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let right = said.contains("boot: LOST lost-write at 0x200000 (round ");
         ensure(output.status.code() == Some(1) && right, || format!("{order}: {output:?}"))?;

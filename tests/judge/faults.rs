@@ -329,7 +329,15 @@ const DAMAGED: [(u64, &str); 6] = [
 fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let cmdline = "passes=16 rate=30000 report=50ms seed=1 order=sequential".into();
-    let setup = Setup { cpus: 2, memory: 16, cmdline, command: Vec::new(), limit: LIMIT, between: damage };
+    let setup = Setup {
+        cpus: 2,
+        memory: 16,
+        cmdline,
+        command: Vec::new(),
+        arguments: Vec::new(),
+        limit: LIMIT,
+        between: damage,
+    };
     let logs =
         run(Vmm::Qemu, Scenario::Snapshot, &setup, env.dir()).map_err(|trouble| format!("{trouble:?}"))?;
     let [log] = &logs[..] else { return Err(format!("{} logs", logs.len()).into()) };

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 
 use super::http::Api;
 use super::process::Process;
-use super::{
-    COPIES, DISK, FIRST, GOES_ON, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of,
-};
+use super::{COPIES, DISK, FIRST, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
 
 const PROGRAM: &str = "cloud-hypervisor";
 const REMEDY: &str = "build it from a checkout, and name the directory of its program in VELLUM_VMMS";
+/// The first version that migrates by postcopy. Earlier ones ignore what asks for it.
+const POSTCOPY: u32 = 54;
 
 pub(super) fn version(round: &Round) -> Result<String, Trouble> {
     version_of(round, PROGRAM, "--version", REMEDY)
@@ -28,10 +28,25 @@ struct CloudHypervisor {
 }
 
 /// Starts the program in `dir`.
-fn start(dir: &Path, arguments: &[&str]) -> Result<Process, Trouble> {
+fn start(round: &Round, dir: &Path, arguments: &[&str]) -> Result<Process, Trouble> {
     let mut command = program(PROGRAM);
-    command.current_dir(dir).args(["--api-socket", "api"]).args(arguments);
+    command.current_dir(dir).args(["--api-socket", "api"]).args(arguments).args(&round.setup.arguments);
     Process::start(&mut command, dir.join("error"))
+}
+
+/// Refuses a version without postcopy.
+fn has_postcopy(round: &Round) -> Result<(), Trouble> {
+    let version = version(round)?;
+    // As in `cloud-hypervisor v54.0.0`.
+    let number: Option<u32> =
+        version.split_whitespace().find_map(|word| word.strip_prefix('v')?.split('.').next()?.parse().ok());
+    match number {
+        Some(number) if number < POSTCOPY => cannot(
+            &format!("Cloud Hypervisor {number} has no postcopy"),
+            &format!("version {POSTCOPY} or newer"),
+        ),
+        _ => Ok(()),
+    }
 }
 
 impl CloudHypervisor {
@@ -51,11 +66,11 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
         Scenario::SnapshotDiff => {
             cannot("Cloud Hypervisor has no snapshots of changed pages alone", "--scenario snapshot")
         }
-        Scenario::MigratePostcopy => {
-            cannot("postcopy of Cloud Hypervisor is not driven", "--scenario migrate")
-        }
         Scenario::Fork => cannot("Cloud Hypervisor does not fork machines", "--scenario restore"),
         _ => {
+            if scenario == Scenario::MigratePostcopy {
+                has_postcopy(round)?;
+            }
             let done = moves(round, scenario);
             // What the copies have printed, for the reader.
             for name in COPIES {
@@ -73,7 +88,7 @@ fn copy(round: &Round, name: &str) -> Result<CloudHypervisor, Trouble> {
     for name in [DISK, KERNEL] {
         symlink(round.path(name), dir.join(name)).map_err(Trouble::io("a directory"))?;
     }
-    CloudHypervisor::of(start(&dir, &[])?, round, &dir)
+    CloudHypervisor::of(start(round, &dir, &[])?, round, &dir)
 }
 
 fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
@@ -82,27 +97,14 @@ fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let [serial, disk] = [format!("file={FIRST}"), format!("path={DISK},readonly=on")];
     let line = ["--kernel", KERNEL, "--cmdline", &setup.cmdline, "--cpus", &cpus, "--memory", &memory];
     let devices = ["--serial", &serial, "--console", "off", "--disk", &disk];
-    let mut process = start(round.dir, &[&line[..], &devices[..]].concat())?;
+    let mut process = start(round, round.dir, &[&line[..], &devices[..]].concat())?;
     if scenario == Scenario::Boot {
         return process.ended(limit);
     }
     let mut first = CloudHypervisor::of(process, round, round.dir)?;
     round.has_begun(&mut first.process)?;
-    if scenario == Scenario::Migrate {
-        let mut second = copy(round, COPIES[0])?;
-        let socket = round.path("socket");
-        let to = format!("unix:{}", socket.display());
-        let body = json!({ "receiver_url": to });
-        let receives = second.api.ask("PUT", "/api/v1/vm.receive-migration", Some(&body))?;
-        second.process.until(limit, "its socket", || Ok(socket.exists().then_some(())))?;
-        first.put("vm.send-migration", Some(&json!({ "destination_url": to, "local": false })))?;
-        let moved = round.first_length();
-        receives.answer()?;
-        second.process.ended(limit)?;
-        return match round.first_length() == moved {
-            true => is_silent(round),
-            false => Err(Trouble::failed(GOES_ON)),
-        };
+    if matches!(scenario, Scenario::Migrate | Scenario::MigratePostcopy) {
+        return migrates(round, &mut first, scenario == Scenario::MigratePostcopy);
     }
     first.put("vm.pause", None)?;
     is_silent(round)?;
@@ -122,4 +124,25 @@ fn moves(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
         second.put("vm.resume", None)?;
         Ok(second.process)
     })
+}
+
+fn migrates(round: &Round, first: &mut CloudHypervisor, postcopy: bool) -> Result<(), Trouble> {
+    let limit = round.setup.limit;
+    let mut second = copy(round, COPIES[0])?;
+    let socket = round.path("socket");
+    let url = format!("unix:{}", socket.display());
+    let mode = if postcopy { "Postcopy" } else { "Precopy" };
+    let body = json!({ "receiver_url": url, "memory_mode": mode });
+    let receives = second.api.ask("PUT", "/api/v1/vm.receive-migration", Some(&body))?;
+    second.process.until(limit, "its socket", || Ok(socket.exists().then_some(())))?;
+    first.put(
+        "vm.send-migration",
+        Some(&json!({ "destination_url": url, "local": false, "memory_mode": mode })),
+    )?;
+    // The first one may answer before it has sent anything. The second one answers when it has the
+    // machine.
+    receives.answer()?;
+    let moved = round.first_length();
+    second.process.ended(limit)?;
+    round.has_not_grown(moved)
 }

@@ -28,7 +28,8 @@ fn start(round: &Round, name: &str, restore: &[&str]) -> Result<Process, Trouble
     // A sandbox's processes have other directories.
     let machine = ["run", "--disable-sandbox", "--socket", &socket, "--cpus", &cpus, "--mem", &memory];
     let devices = ["--no-usb", "--serial", &serial, "--block", &disk, "--params", &setup.cmdline];
-    let mut command = crosvm(round, &[&machine[..], &devices, restore, &[KERNEL]].concat());
+    let mut command = crosvm(round, &[&machine[..], &devices, restore].concat());
+    command.args(&setup.arguments).arg(KERNEL);
     Process::start(&mut command, round.path(&format!("{name}.err")))
 }
 

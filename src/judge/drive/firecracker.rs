@@ -30,7 +30,10 @@ impl Firecracker {
     fn start(round: &Round, name: &str) -> Result<Self, Trouble> {
         let mut command = program(PROGRAM);
         let socket = format!("{name}.api");
-        command.current_dir(round.dir).args(["--api-sock", &socket]);
+        // It would log to its standard output, in the middle of the guest's lines.
+        let log = format!("{name}.said");
+        command.current_dir(round.dir).args(["--api-sock", &socket, "--log-path", &log]);
+        command.args(&round.setup.arguments);
         let console = File::create(round.path(&format!("{name}.log"))).map_err(Trouble::io("the console"))?;
         let error = round.path(&format!("{name}.err"));
         let mut process = Process::start_with(&mut command, error, console.into())?;

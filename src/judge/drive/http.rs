@@ -1,7 +1,7 @@
 //! Requests of a REST API on a Unix socket: HTTP/1.1 with bodies in JSON, as Cloud Hypervisor and
 //! Firecracker have it.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::Trouble;
 use super::process::Process;
+use super::stream::Stream;
 
 /// Bytes of a line of the answer's head, its lines, and bytes of its body.
 const MAX_LINE: u64 = 8 << 10;
@@ -24,7 +25,7 @@ pub(super) struct Api {
 
 /// A request that has not been answered yet.
 pub(super) struct Asked {
-    stream: BufReader<UnixStream>,
+    stream: BufReader<Stream>,
     what: String,
 }
 
@@ -38,8 +39,7 @@ impl Api {
     /// Sends a request. Each has a connection of its own.
     pub(super) fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Asked, Trouble> {
         let what = format!("{method} {path}");
-        let mut stream = UnixStream::connect(&self.socket).map_err(Trouble::io(&what))?;
-        stream.set_read_timeout(Some(self.limit)).map_err(Trouble::io(&what))?;
+        let mut stream = Stream::connect(&self.socket, self.limit).map_err(Trouble::io(&what))?;
         let body = body.map(Value::to_string).unwrap_or_default();
         let mut request =
             format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n");
@@ -47,7 +47,7 @@ impl Api {
             request += &format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
         }
         request += &format!("\r\n{body}");
-        stream.write_all(request.as_bytes()).map_err(Trouble::io(&what))?;
+        stream.send(request.as_bytes()).map_err(Trouble::io(&what))?;
         Ok(Asked { stream: BufReader::new(stream), what })
     }
 

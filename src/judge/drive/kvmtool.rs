@@ -39,6 +39,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     let machine = ["run", "--name", "first", "-k", KERNEL, "-c", &cpus, "-m", &memory, "-p", &setup.cmdline];
     let devices = ["--console", "serial", "--network", "mode=none", "--disk", &disk];
     let mut command = lkvm(round, &[&machine[..], &devices[..]].concat());
+    command.args(&setup.arguments);
     let console = File::create(round.path(FIRST)).map_err(Trouble::io("the console"))?;
     let mut first = Process::start_with(&mut command, round.path("first.err"), console.into())?;
     if scenario == Scenario::Pause {

@@ -10,6 +10,7 @@ mod http;
 mod kvmtool;
 mod process;
 mod qemu;
+mod stream;
 mod vellum;
 
 use std::fs::{self, File};
@@ -106,13 +107,55 @@ pub struct Setup {
     pub memory: u64,
     /// The image's options.
     pub cmdline: String,
-    /// The words of [`Vmm::Command`], with [`PLACEHOLDERS`] in them.
+    /// The words of [`Vmm::Command`], with [`PLACEHOLDERS`] in them. Empty for the other VMMs.
     pub command: Vec<String>,
+    /// Further arguments of a VMM that starts a machine.
+    pub arguments: Vec<String>,
     /// How long each step may take.
     pub limit: Duration,
     /// What happens to a snapshot, whose file or directory this gets, before it is restored: tests
     /// plant faults there.
     pub between: fn(&Path) -> std::io::Result<()>,
+}
+
+impl Setup {
+    /// Whether this placeholder's value reaches the machine. A command may leave it out.
+    fn gives(&self, placeholder: &str) -> bool {
+        self.command.is_empty() || self.command.iter().any(|word| word.contains(placeholder))
+    }
+
+    /// Why `log` is not of the machine that was asked for: another seed, another number of passes
+    /// or of vCPUs.
+    pub fn differs(&self, log: &Log) -> Option<String> {
+        let start = log.start.as_ref()?;
+        let cmdline = if self.gives("{cmdline}") { self.cmdline.as_str() } else { "" };
+        let cpus = self.gives("{cpus}").then_some(u64::from(self.cpus));
+        [
+            ("seed", start.seed, asked(cmdline, "seed")),
+            ("passes", start.passes, asked(cmdline, "passes")),
+            ("vcpus", start.given, cpus),
+        ]
+        .into_iter()
+        .find_map(|(name, found, asked)| {
+            let asked = asked.filter(|asked| *asked != found)?;
+            Some(format!("the log is of another machine: {name}={found}, and not {asked}"))
+        })
+    }
+
+    /// Why the machine's disk was not judged, if it was not.
+    pub fn disk_left_out(&self, log: &Log) -> Option<String> {
+        if !self.gives("{disk}") || !log.disks.is_empty() {
+            return None;
+        }
+        let why = log.left_out.iter().find_map(|line| line.split_once(" a disk: "));
+        Some(why.map_or("the image found none".into(), |(_, why)| why.into()))
+    }
+}
+
+/// The number that the image takes for `key`: the last one counts.
+pub fn asked(cmdline: &str, key: &str) -> Option<u64> {
+    let values = cmdline.split_whitespace().filter_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+    values.last()?.parse().ok()
 }
 
 /// Why there is no log to read.
@@ -225,6 +268,8 @@ const FIRST: &str = "first.log";
 const KERNEL: &str = "judge.elf";
 /// Its disk there.
 const DISK: &str = "judge.raw";
+/// Bytes of a console.
+const MAX_CONSOLE: u64 = 64 << 20;
 /// Bytes of a version.
 const MAX_VERSION: u64 = 4096;
 /// What the first machine had printed when it was forked.
@@ -251,7 +296,7 @@ impl Round<'_> {
     /// What each machine has printed: a copy goes on where the first one was. A first one that is
     /// forked goes on by itself.
     fn logs(&self) -> Vec<Log> {
-        let text = |name: &str| fs::read(self.path(name)).unwrap_or_default();
+        let text = |name: &str| self.console(name);
         let first = text(FIRST);
         let is_forked = self.path(BEFORE).exists();
         let before = if is_forked { text(BEFORE) } else { first.clone() };
@@ -294,7 +339,15 @@ impl Round<'_> {
 
     /// The pass that the first console has last.
     fn pass(&self) -> Option<u64> {
-        read(&fs::read(self.path(FIRST)).unwrap_or_default()).pass
+        read(&self.console(FIRST)).pass
+    }
+
+    /// What a machine has printed. A longer console is cut, and then has no verdict.
+    fn console(&self, name: &str) -> Vec<u8> {
+        let mut text = Vec::new();
+        // A console that does not exist is empty.
+        let _ = File::open(self.path(name)).and_then(|file| file.take(MAX_CONSOLE).read_to_end(&mut text));
+        text
     }
 
     /// Waits until the pass after `before` is over, so that all pages have changed.
@@ -302,6 +355,14 @@ impl Round<'_> {
         process.until(self.setup.limit, "another pass", || {
             Ok((self.pass() > before.map(|pass| pass + 1)).then_some(()))
         })
+    }
+
+    /// The first machine printed nothing since its console had this length, and prints nothing.
+    fn has_not_grown(&self, length: u64) -> Result<(), Trouble> {
+        match self.first_length() == length {
+            true => is_silent(self),
+            false => Err(Trouble::failed(GOES_ON)),
+        }
     }
 
     /// The length of the first console.

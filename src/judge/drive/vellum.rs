@@ -30,7 +30,8 @@ impl Round<'_> {
 
     /// Starts a machine.
     fn start(&self, name: &str, arguments: &[&str]) -> Result<Process, Trouble> {
-        Process::start(&mut self.machine(name, arguments)?, self.path(&format!("{name}.err")))
+        let mut command = self.machine(name, arguments)?;
+        Process::start(command.args(&self.setup.arguments), self.path(&format!("{name}.err")))
     }
 
     /// Runs a command that must succeed.

@@ -123,6 +123,8 @@ impl Place {
                 return Err("it does not reset");
             }
         }
+        // One bit after the other: Firecracker refuses both at once.
+        self.set_status(ACKNOWLEDGE);
         self.set_status(ACKNOWLEDGE | DRIVER);
         if legacy {
             self.accept(0);

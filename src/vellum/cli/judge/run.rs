@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use indicatif::ProgressBar;
@@ -42,9 +42,14 @@ pub(super) struct RunArgs {
     #[arg(short, long, value_name = "SIZE", default_value = "64m", value_parser = |text: &str| keyvalue::size(text, 1 << 20))]
     memory: u64,
 
-    /// Options of the image, behind those of the scenario
+    /// Options of the image, behind those of the scenario. Without seed= a seed is drawn, and
+    /// printed
     #[arg(short = 'p', long, value_name = "TEXT", default_value = "")]
     cmdline: String,
+
+    /// A further argument for the VMM when it starts a machine; may be repeated
+    #[arg(long, value_name = "ARG", allow_hyphen_values = true, conflicts_with = "command")]
+    vmm_arg: Vec<String>,
 
     /// How long a step may take
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = keyvalue::duration)]
@@ -67,6 +72,7 @@ const EXAMPLES: &str = "\
 Examples:
   vellum judge run --vmm qemu
   vellum judge run --vmm vellum --scenario migrate --times 100 --format ktap
+  vellum judge run --vmm cloud-hypervisor --vmm-arg=--seccomp --vmm-arg=false
   vellum judge run -- my-vmm --kernel {elf} --args {cmdline} --cpus {cpus} --ram {memory}";
 
 /// Runs `vellum judge run`.
@@ -105,8 +111,11 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
         report.ask("cpus", args.cpus);
         report.ask("memory", format!("{mebibytes}m"));
         report.ask("cmdline", args.cmdline.clone());
+        report.ask("vmm_arguments", args.vmm_arg.join(" "));
+        let drawn = drawn();
+        report.ask("seed", seed(args, drawn, 1));
         for scenario in scenarios {
-            let (case, done) = judge(args, vmm, *scenario, mebibytes, &logs)?;
+            let (case, done) = judge(args, vmm, *scenario, mebibytes, drawn, &logs, &mut report)?;
             if let Some(signal) = signal::last() {
                 let (name, of) = (scenario.name(), args.times);
                 report.cut_short = Some(format!(
@@ -169,9 +178,21 @@ fn setup(args: &RunArgs, mebibytes: u64, cmdline: &str) -> Setup {
         memory: mebibytes,
         cmdline: format!("{cmdline} {}", args.cmdline),
         command: args.command.clone(),
+        arguments: args.vmm_arg.clone(),
         limit: args.limit,
         between: |_| Ok(()),
     }
+}
+
+/// A seed that no other run has, so that the log of another run does not pass.
+fn drawn() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(1, |since| since.as_nanos() as u64 & 0xffff_ffff)
+}
+
+/// The seed of a round: the user's, or the next one from `drawn` on.
+fn seed(args: &RunArgs, drawn: u64, round: u32) -> u64 {
+    drive::asked(&args.cmdline, "seed").unwrap_or(drawn + u64::from(round) - 1)
 }
 
 /// The rounds of a scenario as one case, and how many there were to the end. The worst one decides,
@@ -181,14 +202,17 @@ fn judge(
     vmm: Vmm,
     scenario: Scenario,
     mebibytes: u64,
+    drawn: u64,
     logs: &Logs,
+    report: &mut Report,
 ) -> Result<(Case, u32), Failure> {
     // Long enough for a migration to start in the middle. A boot has nothing to wait for.
     let passes = if scenario == Scenario::Boot { "passes=3" } else { "passes=16 rate=30000" };
     let mut worst: Option<(Status, String)> = None;
     let mut done = 0;
     for round in 1..=args.times {
-        let setup = setup(args, mebibytes, &format!("{passes} report=50ms seed={round}"));
+        let seed = seed(args, drawn, round);
+        let setup = setup(args, mebibytes, &format!("{passes} report=50ms seed={seed}"));
         let dir = logs.round(scenario, round)?;
         let found = match drive::run(vmm, scenario, &setup, &dir) {
             Err(Trouble::Missing(what, remedy)) => {
@@ -198,13 +222,19 @@ fn judge(
             // The round was broken off, and shows nothing.
             Err(Trouble::Failed(_)) if signal::last().is_some() => break,
             Err(Trouble::Failed(why)) => Some((Status::Crash, why)),
-            Ok(logs) => logs.iter().filter_map(verdict).min_by_key(|(status, _)| badness(*status)),
+            Ok(logs) => {
+                let left_out = logs.iter().filter_map(|log| setup.disk_left_out(log));
+                left_out
+                    .for_each(|why| report.note(format!("{}: no disk was judged: {why}", scenario.name())));
+                let bad = logs.iter().filter_map(|log| verdict(&setup, log));
+                bad.min_by_key(|(status, _)| badness(*status))
+            }
         };
         done = round;
         if let Some((status, why)) = found
             && worst.as_ref().is_none_or(|(known, _)| badness(status) < badness(*known))
         {
-            worst = Some((status, format!("{why} (round {round})")));
+            worst = Some((status, format!("{why} (round {round}, seed {seed})")));
         }
         if signal::last().is_some() {
             break;
@@ -218,9 +248,9 @@ fn judge(
 }
 
 /// What is bad in a log.
-fn verdict(log: &Log) -> Option<(Status, String)> {
+fn verdict(setup: &Setup, log: &Log) -> Option<(Status, String)> {
     match log.verdict() {
-        Verdict::Whole => None,
+        Verdict::Whole => setup.differs(log).map(|why| (Status::Crash, why)),
         Verdict::Lost => {
             let first = log.faults.first();
             let first =
