@@ -202,6 +202,7 @@ fn an_answer_that_is_none_is_one_line() -> Result<(), Failed> {
         ("cloud-hypervisor", "HTTP/1.1 500 No\n\n", "PUT /api/v1/vm.pause: status 500"),
         ("cloud-hypervisor", "HTTP/1.1 204 Yes\nno colon\n", "PUT /api/v1/vm.pause: the answer is not HTTP"),
         ("firecracker", "HTTP/1.1 400 No\nContent-Length: 4\n\nwhy?", "status 400: why?"),
+        ("firecracker", "HTTP/1.1 400 No\nContent-Length: 8\n\n\u{1b}[2Jwhy?", "status 400: [2Jwhy?"),
         ("firecracker", "endless", "PUT /machine-config: no answer within 10 s"),
     ] {
         let env = TestEnv::new()?;

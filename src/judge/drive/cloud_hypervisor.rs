@@ -141,7 +141,11 @@ fn migrates(round: &Round, first: &mut CloudHypervisor, postcopy: bool) -> Resul
     )?;
     // The first one may answer before it has sent anything. The second one answers when it has the
     // machine.
-    receives.answer()?;
+    receives.answer().map_err(|trouble| match trouble {
+        // Where the first one failed, it has the reason.
+        Trouble::Failed(why) => Trouble::Failed(format!("{why}{}", first.process.said())),
+        missing => missing,
+    })?;
     let moved = round.first_length();
     second.process.ended(limit)?;
     round.has_not_grown(moved)

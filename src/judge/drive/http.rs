@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::Trouble;
-use super::process::Process;
+use super::process::{Process, printable};
 use super::stream::Stream;
 
 /// Bytes of a line of the answer's head, its lines, and bytes of its body.
@@ -83,7 +83,7 @@ impl Asked {
             return Ok(());
         }
         let why = String::from_utf8_lossy(&body).into_owned();
-        let why = why.lines().next().unwrap_or_default().chars().take(500).collect::<String>();
+        let why = printable(why.lines().next().unwrap_or_default());
         Err(Trouble::failed(format!("{}: status {status}: {why}", self.what)))
     }
 

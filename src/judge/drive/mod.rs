@@ -24,7 +24,7 @@ use crate::image::{Format, image};
 use crate::read::{Log, read};
 use crate::sectors;
 pub use command::PLACEHOLDERS;
-use process::Process;
+use process::{Process, printable};
 
 /// What happens to the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,8 +154,8 @@ impl Setup {
 
 /// The number that the image takes for `key`: the last one counts.
 pub fn asked(cmdline: &str, key: &str) -> Option<u64> {
-    let values = cmdline.split_whitespace().filter_map(|word| word.strip_prefix(key)?.strip_prefix('='));
-    values.last()?.parse().ok()
+    let mut values = cmdline.split_whitespace().filter_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+    values.next_back()?.parse().ok()
 }
 
 /// Why there is no log to read.
@@ -238,7 +238,6 @@ fn version_of(round: &Round, name: &str, word: &str, remedy: &str) -> Result<Str
     let file = File::open(&said).map_err(Trouble::io("the version"))?;
     file.take(MAX_VERSION).read_to_end(&mut text).map_err(Trouble::io("the version"))?;
     let text = String::from_utf8_lossy(&text).into_owned();
-    let printable = |line: &str| line.chars().filter(|c| !c.is_control()).take(200).collect::<String>();
     match text.lines().map(printable).find(|line| !line.trim().is_empty()) {
         Some(line) => Ok(line),
         None => Err(Trouble::failed(format!("{name} {word} says nothing"))),

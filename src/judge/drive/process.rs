@@ -15,6 +15,8 @@ use vellum_sys::signal::{end_with_parent, last};
 
 /// What is read of its messages.
 const MAX_SAID: u64 = 64 << 10;
+/// What is shown of a line.
+const MAX_LINE: usize = 500;
 const POLL: Duration = Duration::from_millis(20);
 
 /// A VMM that runs, in a process group of its own.
@@ -110,13 +112,13 @@ impl Process {
     }
 
     /// The last line that it has said, if there is one.
-    fn said(&self) -> String {
+    pub(super) fn said(&self) -> String {
         let mut text = Vec::new();
         // Without it, the status is all that is known.
         let _ = File::open(&self.error).and_then(|file| file.take(MAX_SAID).read_to_end(&mut text));
         let text = String::from_utf8_lossy(&text).into_owned();
         let last = text.lines().rfind(|line| !line.trim().is_empty());
-        last.map_or(String::new(), |line| format!(": {}", line.trim()))
+        last.map_or(String::new(), |line| format!(": {}", printable(line.trim())))
     }
 
     /// Waits for its end.
@@ -133,6 +135,11 @@ impl Process {
             }
         }
     }
+}
+
+/// A line of a VMM as it may stand in a message.
+pub(super) fn printable(line: &str) -> String {
+    line.chars().filter(|c| !c.is_control()).take(MAX_LINE).collect()
 }
 
 /// Waits a little, unless the time is over or a signal has come.
