@@ -147,7 +147,7 @@ impl Machine for LinuxMachine {
                 let memory = self.vm.memory.config.size;
                 if *bytes > memory {
                     let [asked, memory] = [*bytes, memory].map(short_size);
-                    return Err(format!("{asked} is more than its memory, of which there is {memory}"));
+                    return Err(format!("{asked} is more than its memory of {memory}"));
                 }
                 balloon.set_target(*bytes, device);
             }

@@ -27,9 +27,7 @@ pub enum Error {
     #[error("the saved state has two sections {0:?}; it is damaged")]
     Twice(String),
     /// No component has a section of this name.
-    #[error(
-        "the saved state has a section {0:?}, of which this machine knows nothing; give it the same devices"
-    )]
+    #[error("the saved state has a section {0:?} that this machine does not know; give it the same devices")]
     Unknown(String),
     /// The section has another version.
     #[error("section {name} of the saved state has version {found}, and this program knows {known}")]
@@ -129,7 +127,7 @@ mod tests {
         assert_eq!(read(vec![one("rtc", 1)]).unwrap(), [1, 2]);
         assert!(says(vec![]).contains("no section rtc"));
         assert!(says(vec![one("rtc", 1), one("rtc", 1)]).contains("two sections \"rtc\""));
-        assert!(says(vec![one("rtc", 1), one("fan", 1)]).contains("\"fan\", of which"));
+        assert!(says(vec![one("rtc", 1), one("fan", 1)]).contains("\"fan\" that"));
         assert!(says(vec![one("rtc", 2)]).contains("version 2, and this program knows 1"));
         let cut = Section { body: b"[1,".to_vec(), ..one("rtc", 1) };
         assert!(says(vec![cut]).contains("section rtc of the saved state: EOF"));

@@ -168,7 +168,7 @@ impl Forking {
         if page > host_page() && error.raw_os_error() == Some(libc::ENOMEM) {
             let (pages, page) = (size / page, short_size(page));
             return format!(
-                "its memory is huge pages, of which it takes {pages} more of {page} than the host has free"
+                "its memory is huge pages: a fork takes {pages} more of {page} than the host has free"
             );
         }
         format!("its memory cannot be mapped privately: {error}")

@@ -340,7 +340,7 @@ impl Saving {
                 None => {
                     let left = deadline.saturating_duration_since(Instant::now());
                     if left.is_zero() {
-                        let why = format!("nobody named its files within {} s", NAMING.as_secs());
+                        let why = format!("its files were not named within {} s", NAMING.as_secs());
                         return Err(End::Failed(why));
                     }
                     let mut poll = Poll::default();

@@ -33,7 +33,7 @@ impl FromStr for User {
 
 /// Why the privileges could not be dropped.
 #[derive(Debug, thiserror::Error)]
-#[error("{}:{}: {source}; only root may become somebody else: leave it out", user.uid, user.gid)]
+#[error("{}:{}: {source}; only root may become another user: leave it out", user.uid, user.gid)]
 pub struct Error {
     /// The user to switch to.
     pub user: User,

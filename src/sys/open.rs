@@ -101,10 +101,9 @@ pub fn open(path: &Path, options: &OpenOptions, kind: Kind) -> io::Result<File> 
         match error.raw_os_error() {
             // The error for a FIFO without a reader that is opened for writing only, and for any
             // socket.
-            Some(libc::ENXIO) if found().is_ok_and(|found| found.is_fifo()) => io::Error::new(
-                io::ErrorKind::NotConnected,
-                "it is a FIFO that nobody reads: start its reader first",
-            ),
+            Some(libc::ENXIO) if found().is_ok_and(|found| found.is_fifo()) => {
+                io::Error::new(io::ErrorKind::NotConnected, "it is a FIFO without a reader: start that first")
+            }
             Some(libc::ENXIO | libc::ENOTDIR | libc::EISDIR) => match found() {
                 Ok(found) => unfit(format!("it is {}, and {} is needed", name(found), kind.wanted())),
                 Err(_) => error,
@@ -154,7 +153,7 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
             poll.readable(&file);
             if !poll.wait(Some(FIFO_TIMEOUT))? {
                 let what =
-                    format!("it is a FIFO to which nobody has written for {} s", FIFO_TIMEOUT.as_secs());
+                    format!("it is a FIFO to which nothing was written for {} s", FIFO_TIMEOUT.as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }
         }
@@ -240,8 +239,8 @@ mod tests {
             ("dir", true, Kind::Output, is("a directory")),
             ("socket", false, Kind::Disk, is("a socket")),
             ("socket", true, Kind::Output, is("a socket")),
-            ("fifo", true, Kind::Output, is("a FIFO that nobody reads")),
-            ("fifo-link", true, Kind::Output, is("a FIFO that nobody reads")),
+            ("fifo", true, Kind::Output, is("a FIFO without a reader")),
+            ("fifo-link", true, Kind::Output, is("a FIFO without a reader")),
             ("file", false, Kind::Exclusive, is("a regular file, and a block device is needed")),
             ("fifo", false, Kind::Input, Ok(())),
         ] {

@@ -399,8 +399,7 @@ fn large_balloon() -> Result<(), Failed> {
     let machine = env.start("m", env.command("run -m 16 --balloon -k").arg(image))?;
     let output = env.vellum("ctl m balloon 99999t")?;
     let said = String::from_utf8_lossy(&output.stderr);
-    let good =
-        output.status.code() == Some(1) && said.contains("more than its memory, of which there is 16m");
+    let good = output.status.code() == Some(1) && said.contains("more than its memory of 16m");
     ensure(good, || format!("{output:?}"))?;
     env.ctl("m balloon 4m")?;
     env.ctl("m stop")?;

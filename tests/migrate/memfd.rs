@@ -151,7 +151,7 @@ fn what_cannot_be_handed_over_is_refused_before_anything_changes() -> Result<(),
         let (socket, other) = std::os::unix::net::UnixStream::pair()?;
         let sockets = [&socket, &other].map(std::os::fd::AsFd::as_fd);
         let said = here.ask_with(&asked, &sockets).err().map(|error| error.to_string());
-        ensure(said.as_ref().is_some_and(|said| said.contains("no other process can be handed")), || {
+        ensure(said.as_ref().is_some_and(|said| said.contains("which no other process can map")), || {
             format!("{said:?}")
         })?;
     }

@@ -87,9 +87,7 @@ impl Memory {
     pub fn can_be_handed_over(&self) -> Result<(), String> {
         let backing = self.config.backing;
         if !backing.can_be_handed_over() {
-            return Err(format!(
-                "its memory is {backing}, of which no other process can be handed a descriptor"
-            ));
+            return Err(format!("its memory is {backing}, which no other process can map"));
         }
         if self.is_forked() {
             return Err("its memory was forked, and parts of it are this process's alone: no descriptor has all of it".into());

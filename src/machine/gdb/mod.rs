@@ -43,7 +43,7 @@ pub enum Error {
     #[error("{0}")]
     Impossible(&'static str),
     /// This KVM does not support it.
-    #[error("this KVM lets nobody debug a guest (no KVM_CAP_SET_GUEST_DEBUG)")]
+    #[error("this KVM cannot debug guests (no KVM_CAP_SET_GUEST_DEBUG)")]
     Kvm,
 }
 

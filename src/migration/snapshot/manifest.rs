@@ -167,7 +167,7 @@ impl Manifest {
             _ => format!("{first} to {end}"),
         };
         match &runs[..] {
-            [] => "there is none at all".into(),
+            [] => "there is none".into(),
             [(one, end)] if one == end => format!("there is {one} alone"),
             all => format!("there are {}", all.iter().map(run).collect::<Vec<_>>().join(", ")),
         }
@@ -261,6 +261,6 @@ mod tests {
         merged.points[2].full = true;
         assert_eq!(merged.chain(None).unwrap().len(), 1);
         assert!(merged.chain(Some(2)).unwrap_err().to_string().contains("there are 0 to 1, 4"));
-        assert!(manifest(&[]).chain(None).unwrap_err().to_string().contains("none at all"));
+        assert!(manifest(&[]).chain(None).unwrap_err().to_string().contains("there is none"));
     }
 }

@@ -65,7 +65,7 @@ impl Store {
         let manifest = Manifest::new(chain.iter().map(|byte| format!("{byte:02x}")).collect());
         let mut store = Self { dir: dir.to_owned(), here, manifest, created };
         if !file::lock_directory(&store.here).map_err(Error::io(&file, "locking it"))? {
-            return Err(Error::Unfit { file, what: "somebody writes a snapshot there".into() });
+            return Err(Error::Unfit { file, what: "another process writes a snapshot there".into() });
         }
         match source::open(dir, manifest::NAME) {
             Ok(found) => store.manifest = source::read_manifest(&found)?,

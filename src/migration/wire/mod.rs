@@ -417,7 +417,9 @@ impl Decoder {
                 }
                 let beyond = bits.last().map_or(0, |last| last & !(u64::MAX >> ((64 - run.pages % 64) % 64)));
                 if beyond != 0 || !run.first.is_multiple_of(64) {
-                    return Err(malformed("a bit of no page, or a first page that is none of 64".into()));
+                    return Err(malformed(
+                        "a bit beyond the last page, or a first page that is no multiple of 64".into(),
+                    ));
                 }
                 Ok(Frame::Missing(run, bits))
             }

@@ -89,7 +89,7 @@ pub(super) fn has_a_descriptor(name: &str, status: &Status) -> Result<(), String
         _ => "memfd".into(),
     };
     Err(format!(
-        "the memory of {name} is {backing}, of which no other process can be handed a descriptor; start it with --memory \
+        "the memory of {name} is {backing}, which no other process can map; start it with --memory \
          SIZE,backing={huge}"
     ))
 }

@@ -483,7 +483,7 @@ fn launch(vsock: &Path, args: ExecArgs) -> Result<Exit, Failure> {
     };
     if args.terminal && terminal.is_none() {
         return Err(Failure::usage(
-            "--terminal: standard input or output is none; without --terminal a COMMAND needs none",
+            "--terminal: standard input or output is not a terminal; leave --terminal out, and a COMMAND needs none",
         ));
     }
     let command = args.command.into_iter().map(Argument::from).collect();

@@ -88,7 +88,7 @@ pub fn run(args: &DumpArgs) -> Result<Exit, Failure> {
                 };
                 let [bytes, content] = [bytes, content].map(short_size);
                 let path = args.file.display();
-                print(format_args!("{path}: {bytes}, of which {content} are no hole; {kernel}\n"))?;
+                print(format_args!("{path}: {bytes}, {content} without holes; {kernel}\n"))?;
                 return Ok(Exit::PowerOff);
             }
             Ok(Event::NotDumped { why }) => {

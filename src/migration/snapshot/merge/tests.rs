@@ -164,7 +164,7 @@ fn nothing_is_merged_that_is_damaged_or_in_use() {
     );
     drop(reader);
     let writer = Store::open(&dir.0).unwrap();
-    assert!(says().ends_with("somebody writes a snapshot there"));
+    assert!(says().ends_with("another process writes a snapshot there"));
     drop(writer);
     let ram = fs::read(dir.0.join("ram-1")).unwrap();
     let mut planted = ram.clone();

@@ -270,7 +270,7 @@ pub(super) fn tell(outcome: &Outcome) {
         tracing::warn!("the time of --timeout is over: the guest was ended");
     }
     if outcome.lost_output > 0 {
-        tracing::warn!("{} bytes of serial output were lost: nobody read them", outcome.lost_output);
+        tracing::warn!("{} bytes of serial output were lost: they were not read", outcome.lost_output);
     }
     if outcome.unwritten_output > 0 {
         let lost = outcome.unwritten_output;
