@@ -25,6 +25,9 @@ pub(super) struct Round {
     pub(super) before: f64,
     pub(super) during: f64,
     pub(super) after: f64,
+    /// The difference between `before` and `during` that an undisturbed guest may show, if there
+    /// were enough samples to tell.
+    pub(super) noise: Option<f64>,
     /// How long the guest waited for pages after postcopy.
     pub(super) waited: Option<Waited>,
     /// The minimal cost of such a wait.
@@ -74,6 +77,11 @@ impl Parts {
 impl Round {
     fn latency(&self, phase: &str) -> Option<&Histogram> {
         self.latencies.iter().find(|histogram| histogram.index.as_deref() == Some(phase))
+    }
+
+    /// `rate` as a percentage of the undisturbed progress.
+    fn share(&self, rate: f64) -> Option<f64> {
+        (self.before > 0.0).then(|| 100.0 * rate / self.before)
     }
 
     /// The median duration of the minimal answer.
@@ -156,7 +164,8 @@ fn figures(report: &mut Report, column: Option<&str>, rounds: &[Round]) {
     put("progress", Some("before"), "pages/s", &|r| Some(r.before));
     put("progress", Some("during"), "pages/s", &|r| Some(r.during));
     put("progress", Some("after"), "pages/s", &|r| Some(r.after));
-    put("progress_lost", None, "%", &|r| Some(100.0 * (1.0 - r.during / r.before)));
+    put("progress_lost", None, "%", &|r| r.share(r.before - r.during));
+    put("progress_noise", None, "%", &|r| r.share(r.noise?));
     let waited = |r: &Round, us: &dyn Fn(&Waited) -> u64| r.waited.as_ref().map(|w| us(w) as f64 / 1e6);
     let fault = |r: &Round| waited(r, &|w| w.median_us);
     put("faults", None, "", &|r| r.waited.as_ref().map(|w| w.faults as f64));

@@ -202,6 +202,16 @@ fn answer(report: &Report, config: &Config) -> Answer {
         .fact_if("a fault waits", report.told("fault_latency_p50"))
         .fact_if("progress before", progress("before"))
         .fact_if("progress during", progress("during"))
+        .fact_if("progress lost", lost(report))
+}
+
+/// What the migration took from the guest's progress. A difference within the noise is no loss.
+fn lost(report: &Report) -> Option<String> {
+    let (lost, noise) = (report.find("progress_lost")?.value(), report.find("progress_noise")?.value());
+    Some(match lost.abs() <= noise {
+        true => format!("none shown: {lost:.1} % is within the noise of {noise:.1} %"),
+        false => format!("{lost:.1} % (noise {noise:.1} %)"),
+    })
 }
 
 /// The dirty rates of [`sweep`] in MiB/s. One more is as fast as possible.

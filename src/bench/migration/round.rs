@@ -254,6 +254,7 @@ impl Moved {
         let over = seconds(if follows { whole } else { left.pausing });
         let during = rate(seconds(left.began), over);
         let after = rate(seconds(came.runs).max(if follows { over } else { f64::MIN }), end);
+        let noise = noise(&series, (0.0, seconds(left.began)), (seconds(left.began), over));
         series.iter_mut().for_each(|series| series.points.retain(|(at, _)| *at >= 0.0));
         let mark = |pass: &Pass| Mark {
             name: if pass.last { "last pass" } else { "passes" }.into(),
@@ -285,6 +286,7 @@ impl Moved {
             before,
             during,
             after,
+            noise,
             tracker,
             wrong,
             waited: follows.then_some(waited),
@@ -309,9 +311,42 @@ fn average(series: &Series, from: f64, to: f64) -> f64 {
     if time > 0.0 { sum / time } else { 0.0 }
 }
 
+/// Twice the standard error of the difference between the rates in `undisturbed` and in `other`,
+/// if the guest varied as in `undisturbed` throughout.
+fn noise(series: &[Series], undisturbed: (f64, f64), other: (f64, f64)) -> Option<f64> {
+    let squares = series.iter().map(|series| {
+        let within = |(from, to): (f64, f64)| {
+            let points = series.points.iter().filter(move |point| point.0 >= from && point.0 < to);
+            points.map(|point| point.1)
+        };
+        let (samples, others) = (within(undisturbed).count() as f64, within(other).count().max(1) as f64);
+        let mean = within(undisturbed).sum::<f64>() / samples;
+        let variance = within(undisturbed).map(|rate| (rate - mean).powi(2)).sum::<f64>() / (samples - 1.0);
+        (samples >= 3.0).then(|| variance * (1.0 / samples + 1.0 / others))
+    });
+    Some(2.0 * squares.sum::<Option<f64>>()?.sqrt())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn noise_is_what_an_undisturbed_guest_may_show() {
+        let of = |rates: &[f64]| Series {
+            name: "progress".into(),
+            index: None,
+            unit: "pages/s".into(),
+            points: rates.iter().enumerate().map(|(at, rate)| (at as f64, *rate)).collect(),
+        };
+        let varies = [of(&[90.0, 110.0, 90.0, 110.0, 50.0, 50.0])];
+        let found = noise(&varies, (0.0, 4.0), (4.0, 6.0)).unwrap();
+        assert!((found - 2.0 * (400.0f64 / 3.0 * (1.0 / 4.0 + 1.0 / 2.0)).sqrt()).abs() < 1e-9, "{found}");
+        assert_eq!(noise(&[of(&[5.0; 6])], (0.0, 4.0), (4.0, 6.0)), Some(0.0));
+        assert_eq!(noise(&varies, (0.0, 2.0), (2.0, 6.0)), None, "two samples tell nothing");
+        let two = noise(&[varies[0].clone(), varies[0].clone()], (0.0, 4.0), (4.0, 6.0)).unwrap();
+        assert!((two / found - 2f64.sqrt()).abs() < 1e-9);
+    }
 
     #[test]
     fn an_average_weighs_what_lies_between() {
