@@ -67,8 +67,11 @@ fn is_private(path: &Path) -> Result<bool, Error> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(source) => return Err(Error::Directory { path: path.into(), source }),
     };
-    if metadata.uid() != effective().0 || !metadata.is_dir() {
+    if metadata.uid() != effective().0 {
         return Err(Error::Foreign(path.into()));
+    }
+    if !metadata.is_dir() {
+        return Err(Error::Directory { path: path.into(), source: io::ErrorKind::NotADirectory.into() });
     }
     match metadata.mode() & 0o7777 {
         mode if mode & 0o022 != 0 => Err(Error::Open { path: path.into(), mode }),

@@ -22,7 +22,7 @@ fn initially_set_keeps_the_edges_of_huge_pages() -> Result<Completion, Failed> {
     match found {
         EdgeVerdict::Kept => Ok(Completion::Completed),
         EdgeVerdict::Lost => Ok(Completion::ignored_with(format!(
-            "{found}; kernel-patches/6.12/init-all-set-boundary mends it"
+            "{found}; kernel-patches/6.12/init-all-set-boundary fixes it"
         ))),
         EdgeVerdict::Untested(why) => Ok(Completion::ignored_with(why)),
         EdgeVerdict::Others(_) => Err(found.to_string().into()),

@@ -95,7 +95,7 @@ fn loses_none(method: Method, backing: Backing) -> Result<Completion, Failed> {
             format!("seed {}: {found}, but {:?}", config.seed, tally.names)
         })?;
         return Ok(Completion::ignored_with(format!(
-            "{found}: {}; kernel-patches/6.12/init-all-set-boundary mends it (seed {})",
+            "{found}: {}; kernel-patches/6.12/init-all-set-boundary fixes it (seed {})",
             tally.names[0], config.seed
         )));
     }

@@ -115,7 +115,7 @@ fn dirty_log() -> Check {
         Ok(found @ EdgeVerdict::Lost) => Check::warn(
             name,
             found,
-            "manual-protect does not; kernel-patches/6.12/init-all-set-boundary mends it",
+            "manual-protect does not; kernel-patches/6.12/init-all-set-boundary fixes it",
         ),
         Ok(found @ EdgeVerdict::Others(_)) => {
             Check::warn(name, found, "vellum test dirty-log --tracker initially-set -s thp says how often")

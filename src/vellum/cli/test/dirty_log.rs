@@ -178,7 +178,7 @@ pub(super) fn soak(
             tally.lost,
             match edges::probe() {
                 Ok(EdgeVerdict::Lost) => "a directed test loses such a page every time: it is the kernel's fault (see \
-                     kvm_arch_mmu_enable_log_dirty_pt_masked; kernel-patches/6.12/init-all-set-boundary mends it)"
+                     kvm_arch_mmu_enable_log_dirty_pt_masked; kernel-patches/6.12/init-all-set-boundary fixes it)"
                     .to_owned(),
                 Ok(found) => format!("a directed test of this kernel found: {found}"),
                 Err(error) => format!("a directed test of this kernel failed: {error}"),
