@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::merge::{Events, Lines, Loss, Merged, interval, short};
-use vellum_report::html::{escape, head_of_page};
+use vellum_report::html::{escape, head_of_page, table};
 use vellum_report::printable;
 use vellum_report::units::{grouped, humanised};
 
@@ -21,8 +21,9 @@ pub fn html(merged: &Merged) -> String {
     let mut out = head_of_page(&format!("fleet {}", merged.plan));
     let _ = writeln!(
         out,
-        "<article>\n<h1>fleet {}</h1>\n<p>{}</p>",
+        "<main>\n<article>\n<h1>fleet {}</h1>\n<p class=\"verdict {}\">{}</p>",
         escape(&merged.plan),
+        if merged.all_losses == 0 { "plain" } else { "fail" },
         escape(&summary(merged))
     );
     for loss in &merged.losses {
@@ -39,23 +40,10 @@ pub fn html(merged: &Merged) -> String {
         let _ = writeln!(out, "<p class=\"note\">{}</p>", escape(&line));
     }
     out.push_str("<section class=\"tables\">\n");
-    for table in tables(merged) {
-        let _ = writeln!(out, "<h2>{}</h2>\n<div class=\"scroll\"><table><thead><tr>", escape(&table.title));
-        table.heads.iter().for_each(|head| {
-            let _ = write!(out, "<th>{}</th>", escape(head));
-        });
-        out.push_str("</tr></thead>\n<tbody>\n");
-        for row in &table.rows {
-            out.push_str("<tr>");
-            for (at, cell) in row.iter().enumerate() {
-                let tag = if at == 0 { "th" } else { "td" };
-                let _ = write!(out, "<{tag}>{}</{tag}>", escape(cell));
-            }
-            out.push_str("</tr>\n");
-        }
-        out.push_str("</tbody></table></div>\n");
+    for one in tables(merged) {
+        table(&mut out, &one.title, &one.heads, &one.rows);
     }
-    out.push_str("</section>\n</article>\n</body>\n</html>\n");
+    out.push_str("</section>\n</article>\n</main>\n</body>\n</html>\n");
     out
 }
 

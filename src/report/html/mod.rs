@@ -6,11 +6,13 @@
 //! page of a comparison.
 
 mod compare;
+#[cfg(test)]
+mod contrast;
 
 use std::fmt::Write as _;
 
 use super::answer::{Outcome, Verdict};
-use super::plot::{self, Plot};
+use super::plot::{self, Key, Plot};
 use super::table::{Group, Kind, cells, common_scale, groups};
 use super::terminal::{self, asked_value, percentiles, spread_of};
 use super::units::{Scale, grouped};
@@ -111,6 +113,7 @@ fn article(out: &mut String, i: usize, result: &Report) {
     let pictures = plot::over_time(&result.series, &result.marks)
         .into_iter()
         .chain(plot::distributions(&result.histograms))
+        .chain(result.headline.as_ref().and_then(|headline| plot::of_headline(&groups, headline)))
         .chain(groups.iter().take(32).flat_map(plot::bars));
     for picture in pictures {
         figure(out, &picture);
@@ -175,12 +178,27 @@ fn figure(out: &mut String, picture: &Plot) {
     let _ = writeln!(out, "<figure>\n<figcaption>{title}</figcaption>\n{svg}");
     if picture.legend.len() > 1 {
         out.push_str("<ul class=\"legend\">");
-        for (class, text) in &picture.legend {
-            let _ = write!(out, "<li><i class=\"{class}\"></i>{}</li>", escape(text));
+        if let Some(order) = picture.order {
+            let _ = write!(out, "<li>{order}</li>");
+        }
+        for (key, text) in &picture.legend {
+            let _ = write!(out, "<li>{}{}</li>", sample(*key), escape(text));
         }
         out.push_str("</ul>\n");
     }
     out.push_str("</figure>\n");
+}
+
+/// What stands before a text in a legend. A line has the colour and the dashes of its plot.
+fn sample(key: Key) -> String {
+    match key {
+        Key::Line(i) => format!(
+            "<svg class=\"key\" viewBox=\"0 0 40 10\" aria-hidden=\"true\">\
+             <polyline points=\"0,5 40,5\" stroke=\"#0000F{i}\" stroke-width=\"2\"/></svg>"
+        ),
+        Key::Bar(i) => format!("<i class=\"c{i}\"></i>"),
+        Key::Span(i) => format!("<i class=\"m{i}\"></i>"),
+    }
 }
 
 /// The start of a table. A table that is wider than the page scrolls, by the keyboard too.
@@ -195,6 +213,13 @@ fn head(out: &mut String, caption: &str, cells: &[&str]) {
         let _ = write!(out, "<th>{}</th>", escape(cell));
     }
     out.push_str("</tr></thead>\n<tbody>\n");
+}
+
+/// A table with a caption. The first cell of a row is its name.
+pub fn table(out: &mut String, caption: &str, heads: &[&str], rows: &[Vec<String>]) {
+    head(out, caption, heads);
+    rows.iter().for_each(|cells| row(out, cells));
+    out.push_str(END);
 }
 
 fn row(out: &mut String, cells: &[String]) {

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use plotters::prelude::*;
 
-use super::{Axis, COLOURS, HEIGHT, PICTURES, Plot, Side, chart, colour, placeable, svg, whole, words};
+use super::{Axis, COLOURS, HEIGHT, Key, PICTURES, Plot, Side};
+use super::{chart, colour, logarithmic, placeable, svg, whole, words};
 use crate::Histogram;
 use crate::units::humanised;
 
@@ -40,9 +41,11 @@ fn picture(histograms: &[&Histogram]) -> Option<Plot> {
     let edge = |bin: usize| 10f64.powf(x.from.log10() + bin as f64 / BINS as f64 * (x.to / x.from).log10());
     let unit = &histograms[0].unit;
     let (label_x, label_y) = (|v: &f64| whole(&humanised(unit, *v)), |v: &f64| percent(*v));
+    let what = words(&histograms[0].name);
+    let title_x = logarithmic(&what, true);
     let svg = svg(HEIGHT, |area| {
-        let across = Side { axis: x.clone(), label: &label_x, grid: true };
-        let up = Side { axis: y.clone(), label: &label_y, grid: true };
+        let across = Side { axis: x.clone(), title: &title_x, label: &label_x, grid: true };
+        let up = Side { axis: y.clone(), title: "Share, logarithmic", label: &label_y, grid: true };
         let room = up.room();
         let mut chart = chart(area, across, up, room)?;
         for (i, bins) in shares.iter().enumerate() {
@@ -54,13 +57,12 @@ fn picture(histograms: &[&Histogram]) -> Option<Plot> {
                 let height = s.max(y.from);
                 [(edge(bin), height), (edge(bin + 1), height)]
             });
-            chart.draw_series(LineSeries::new(outline, colour(i).stroke_width(1)))?;
+            chart.draw_series(LineSeries::new(outline, colour(i).stroke_width(2)))?;
         }
         Ok(())
     })?;
-    let legend =
-        histograms.iter().enumerate().map(|(i, h)| (format!("c{i}"), h.label().to_string())).collect();
-    Some(Plot { title: format!("{}: share of the samples", words(&histograms[0].name)), svg, legend })
+    let legend = histograms.iter().enumerate().map(|(i, h)| (Key::Line(i), h.label().to_string())).collect();
+    Some(Plot { title: format!("{what}: share of the samples"), svg, legend, order: None })
 }
 
 /// The percentage of the samples in each bin of `axis`.

@@ -3,7 +3,8 @@
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
-use super::{Axis, CHARACTER, Plot, Side, TEXT, chart, colour, name_at, placeable, svg};
+use super::{AROUND, Axis, Key, Plot, Side, TEXT};
+use super::{beside, chart, colour, logarithmic, name_at, placeable, svg};
 use crate::compare::text::in_order;
 use crate::compare::{Change, FigureVerdict, Weighed};
 
@@ -12,7 +13,9 @@ const MAX_ROWS: usize = 60;
 /// How far an interval is drawn from its ratio.
 const FAR: f64 = 1e3;
 /// The most characters shown of a name.
-const NAME: usize = 26;
+const NAME: usize = 22;
+/// The height of a row in pixels.
+const ROW: u32 = 24;
 
 /// Plots the figures that have a ratio and are not equal on both sides, the headline first. `None`
 /// if there are none.
@@ -34,11 +37,12 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
     let x = if wide { Axis::decades(least, most) } else { Axis::new(least, most, false) };
     let y = Axis::new(0.0, shown.len() as f64, false);
     let names: Vec<String> = shown.iter().map(|(row, _)| shortened(row)).collect();
-    let room = names.iter().map(|name| name.chars().count()).max().unwrap_or(0) as u32 * CHARACTER + 14;
+    let room = beside(names.iter().map(|name| name.chars().count()).max().unwrap_or(0));
     let label = |v: &f64| format!("{}", (v * 1e6).round() / 1e6);
-    let svg = svg(46 + 18 * shown.len() as u32, |area| {
-        let across = Side { axis: x.clone(), label: &label, grid: true };
-        let down = Side { axis: y.clone(), label: &|_| String::new(), grid: false };
+    let title = logarithmic("B/A", wide);
+    let svg = svg(AROUND + ROW * shown.len() as u32, |area| {
+        let across = Side { axis: x.clone(), title: &title, label: &label, grid: true };
+        let down = Side { axis: y.clone(), title: "Figure", label: &|_| String::new(), grid: false };
         let mut chart = chart(area, across, down, room)?;
         let height = |i: usize| (shown.len() - 1 - i) as f64 + 0.5;
         chart.draw_series([PathElement::new([(1.0, y.from), (1.0, y.to)], TEXT)])?;
@@ -47,7 +51,7 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
             let (colour, at) = (colour(nth), (*ratio, height(i)));
             chart.draw_series([PathElement::new(
                 [(*low, height(i)), (*high, height(i))],
-                colour.stroke_width(2),
+                colour.stroke_width(3),
             )])?;
             // The shapes differ too, for readers who cannot see the colours.
             match row.change() {
@@ -62,15 +66,14 @@ pub(crate) fn ratios(rows: &[Weighed]) -> Option<Plot> {
         }
         Ok(())
     })?;
-    let mut legend: Vec<(String, String)> = Vec::new();
+    let mut legend: Vec<(Key, String)> = Vec::new();
     for (nth, text) in shown.iter().map(|(row, _)| look(row)) {
-        let entry = (format!("c{nth}"), text.to_owned());
+        let entry = (Key::Bar(nth), text.to_owned());
         if !legend.contains(&entry) {
             legend.push(entry);
         }
     }
-    let title = if wide { "B/A with its interval, logarithmic" } else { "B/A with its interval" };
-    Some(Plot { title: title.into(), svg, legend })
+    Some(Plot { title: "B/A with its interval".into(), svg, legend, order: None })
 }
 
 /// The colour of a row and its text in the legend.
@@ -110,9 +113,10 @@ mod tests {
             row("n", "s", &one, &[1.0, 0.98, 1.03, 1.0]),
         ];
         let plot = ratios(&weigh(rows, None, 3, Policy::REAL)).unwrap();
-        let legend: Vec<_> =
-            plot.legend.iter().map(|(class, text)| (class.as_str(), text.as_str())).collect();
-        assert_eq!(legend, [("c1", "▲ slower"), ("c2", "● faster"), ("c6", "× noise, or too few to say")]);
+        let legend: Vec<_> = plot.legend.iter().map(|(key, text)| (*key, text.as_str())).collect();
+        let expected = [(1, "▲ slower"), (2, "● faster"), (6, "× noise, or too few to say")]
+            .map(|(i, t)| (Key::Bar(i), t));
+        assert_eq!(legend, expected);
         assert!(plot.svg.contains("<polygon") && plot.svg.contains("<circle"), "{}", plot.svg);
     }
 }

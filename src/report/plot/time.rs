@@ -1,4 +1,4 @@
-//! Plots over time, with spans as bands behind the lines.
+//! Plots over time, with spans as lanes above the lines and as a tint behind them.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use plotters::prelude::*;
 
 use super::{Axis, placeable};
 use super::{
-    COLOURS, HEIGHT, PICTURES, Plot, Side, WIDTH, chart, colour, mark_colour, svg, tick, titled, whole, words,
+    COLOURS, HEIGHT, Key, PICTURES, Plot, Side, WIDTH, chart, colour, mark_colour, svg, tick, titled, words,
 };
 use crate::units::Scale;
 use crate::{Mark, Series};
@@ -15,10 +15,16 @@ use crate::{Mark, Series};
 const POINTS: usize = 1000;
 /// More spans merge into one band.
 const MARKS: usize = 2000;
-/// The number of span names that get a colour.
+/// The number of span names that get a colour and a lane at the top of the plot, and the lanes as
+/// the legend names them.
 const KINDS: usize = 3;
+const LANES: [&str; KINDS] = ["first", "second", "third"];
+/// The opacity of the tint below a span.
+pub(crate) const TINT: f64 = 0.2;
+/// The height of a lane as a part of the range of the lines.
+const LANE: f64 = 0.05;
 
-/// One plot per name and unit, with the marks as bands behind the lines.
+/// One plot per name and unit, with the marks.
 pub(crate) fn over_time(series: &[Series], marks: &[Mark]) -> Vec<Plot> {
     let mut kinds: Vec<Vec<&Series>> = Vec::new();
     let mut place = HashMap::new();
@@ -29,12 +35,38 @@ pub(crate) fn over_time(series: &[Series], marks: &[Mark]) -> Vec<Plot> {
         });
         kinds[i].push(one);
     }
-    let pictures = kinds.iter().flat_map(|kind| kind.chunks(COLOURS)).take(PICTURES);
-    pictures.filter_map(|lines| picture(lines, marks)).collect()
+    let charts = kinds.iter().flat_map(|kind| kind.chunks(COLOURS)).take(PICTURES);
+    let both = charts.flat_map(|lines| {
+        let zoomed = brief(lines, marks).and_then(|part| picture(lines, marks, Some(part)));
+        picture(lines, marks, None).into_iter().chain(zoomed)
+    });
+    both.collect()
 }
 
-fn picture(lines: &[&Series], marks: &[Mark]) -> Option<Plot> {
-    let points = || lines.iter().flat_map(|s| &s.points);
+/// The time around spans that occur once and are too short to be seen, such as the pause of a
+/// migration.
+fn brief(lines: &[&Series], marks: &[Mark]) -> Option<(f64, f64)> {
+    let times = || lines.iter().flat_map(|s| &s.points).map(|point| point.0);
+    let (first, last) = (times().fold(f64::INFINITY, f64::min), times().fold(f64::NEG_INFINITY, f64::max));
+    let is_brief = |mark: &&Mark| {
+        let alone = marks.iter().filter(|other| other.name == mark.name).count() == 1;
+        alone && mark.end - mark.start < (last - first) / 50.0
+    };
+    let found: Vec<&Mark> = marks.iter().take(MARKS).filter(is_brief).collect();
+    let start = found.iter().map(|mark| mark.start).fold(f64::INFINITY, f64::min);
+    let end = found.iter().map(|mark| mark.end).fold(f64::NEG_INFINITY, f64::max);
+    // Spans that are far apart do not fit into one picture.
+    let (length, most) = (end - start, (last - first) / 20.0);
+    (length >= 0.0 && length < most).then(|| {
+        let around = (2.0 * length).max((last - first) / 100.0);
+        ((start - around).max(first), (end + around).min(last))
+    })
+}
+
+/// The whole time, or a part of it.
+fn picture(lines: &[&Series], marks: &[Mark], part: Option<(f64, f64)>) -> Option<Plot> {
+    let within = |at: f64| part.is_none_or(|(from, to)| at >= from && at <= to);
+    let points = || lines.iter().flat_map(|s| &s.points).filter(|point| within(point.0));
     let least = |values: &mut dyn Iterator<Item = f64>| values.fold(f64::INFINITY, f64::min);
     let most = |values: &mut dyn Iterator<Item = f64>| values.fold(f64::NEG_INFINITY, f64::max);
     let (start, end) = (least(&mut points().map(|p| p.0)), most(&mut points().map(|p| p.0)));
@@ -42,8 +74,10 @@ fn picture(lines: &[&Series], marks: &[Mark]) -> Option<Plot> {
     if ![start, end, low, high].into_iter().all(placeable) {
         return None;
     }
-    let x = Axis::new(start.min(0.0), end, false);
-    let y = Axis::new(low, high + (high - low) * 0.05, false);
+    let x = match part {
+        Some((from, to)) => Axis::new(from, to, false),
+        None => Axis::new(start.min(0.0), end, false),
+    };
     let (time, scale) = (Scale::of("s", x.to), Scale::of(&lines[0].unit, high));
     let mut kinds: Vec<&str> = Vec::new();
     for mark in marks.iter().take(MARKS) {
@@ -51,33 +85,50 @@ fn picture(lines: &[&Series], marks: &[Mark]) -> Option<Plot> {
             kinds.push(&mark.name);
         }
     }
+    // The lanes of the spans lie above the lines.
+    let lane = (high - low).max(f64::MIN_POSITIVE) * LANE;
+    let y = Axis::new(low, high + (high - low) * 0.05 + lane * kinds.len() as f64, false);
     let pixel = (x.to - x.from) / f64::from(WIDTH);
-    let (label_x, label_y) = (|v: &f64| whole(&time.with_unit(*v)), |v: &f64| tick(&scale, *v));
+    let what = words(&lines[0].name);
+    let (title_x, title_y) = (titled("Time", &time), titled(&what, &scale));
+    let (label_x, label_y) = (|v: &f64| tick(&time, *v), |v: &f64| tick(&scale, *v));
     let svg = svg(HEIGHT, |area| {
-        let across = Side { axis: x.clone(), label: &label_x, grid: true };
-        let up = Side { axis: y.clone(), label: &label_y, grid: true };
+        let across = Side { axis: x.clone(), title: &title_x, label: &label_x, grid: true };
+        let up = Side { axis: y.clone(), title: &title_y, label: &label_y, grid: true };
         let room = up.room();
         let mut chart = chart(area, across, up, room)?;
-        chart.draw_series(marks.iter().take(MARKS).filter_map(|mark| {
-            let kind = kinds.iter().position(|k| *k == mark.name)?;
-            // A span shorter than a pixel is drawn one pixel wide.
-            let end = mark.end.max(mark.start + pixel).min(x.to);
-            (mark.start < end).then(|| {
-                Rectangle::new(
-                    [(mark.start.max(x.from), y.from), (end, y.to)],
-                    mark_colour(kind).mix(0.3).filled(),
-                )
+        let spans = || {
+            marks.iter().take(MARKS).filter_map(|mark| {
+                let kind = kinds.iter().position(|k| *k == mark.name)?;
+                // A span shorter than a pixel is drawn one pixel wide.
+                let end = mark.end.max(mark.start + pixel).min(x.to);
+                (mark.start < end && end > x.from).then(|| (kind, mark.start.max(x.from), end))
             })
+        };
+        // The tint shows what the lines do meanwhile. The lane shows the span where the tint is too
+        // weak to be seen.
+        chart.draw_series(spans().map(|(kind, start, end)| {
+            Rectangle::new([(start, y.from), (end, y.to)], mark_colour(kind).mix(TINT).filled())
+        }))?;
+        chart.draw_series(spans().map(|(kind, start, end)| {
+            let top = y.to - lane * kind as f64;
+            Rectangle::new([(start, top - lane * 0.8), (end, top)], mark_colour(kind).filled())
         }))?;
         for (i, line) in lines.iter().enumerate() {
-            chart.draw_series(LineSeries::new(thinned(&line.points), colour(i).stroke_width(2)))?;
+            let shown: Vec<_> = line.points.iter().copied().filter(|point| within(point.0)).collect();
+            chart.draw_series(LineSeries::new(thinned(&shown), colour(i).stroke_width(2)))?;
         }
         Ok(())
     })?;
-    let series = lines.iter().enumerate().map(|(i, s)| (format!("c{i}"), s.label().to_string()));
-    let spans = kinds.iter().enumerate().map(|(i, kind)| (format!("m{i}"), (*kind).to_owned()));
-    let title = titled(&format!("{} over time", words(&lines[0].name)), &scale);
-    Some(Plot { title, svg, legend: series.chain(spans).collect() })
+    let series = lines.iter().enumerate().map(|(i, s)| (Key::Line(i), s.label().to_string()));
+    let spans = kinds.iter().zip(LANES).enumerate().map(|(i, (kind, lane))| {
+        (Key::Span(i), if kinds.len() > 1 { format!("{kind} ({lane} lane)") } else { (*kind).to_owned() })
+    });
+    let title = match part {
+        Some(_) => format!("{what} over time, enlarged"),
+        None => format!("{what} over time"),
+    };
+    Some(Plot { title, svg, legend: series.chain(spans).collect(), order: None })
 }
 
 /// Reduces the points to about [`POINTS`]. Keeps the lowest and highest of each chunk, so that no
@@ -101,6 +152,20 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_brief_span_that_occurs_once_is_enlarged() {
+        let points = (0..100).map(|i| (f64::from(i) * 0.02, 1e6)).collect();
+        let line = Series { name: "progress".into(), index: None, unit: "pages/s".into(), points };
+        let mark = |name: &str, start, end| Mark { name: name.into(), start, end };
+        let passes = [mark("passes", 0.5, 0.9), mark("passes", 0.9, 1.0)];
+        let pause = [mark("last pass", 1.0, 1.004), mark("standing still", 1.0, 1.006)];
+        assert_eq!(over_time(std::slice::from_ref(&line), &passes).len(), 1);
+        let plots = over_time(&[line], &[&passes[..], &pause].concat());
+        let titles: Vec<&str> = plots.iter().map(|plot| plot.title.as_str()).collect();
+        assert_eq!(titles, ["Progress over time", "Progress over time, enlarged"]);
+        assert!(plots[1].svg.contains("\n1\n") && !plots[1].svg.contains("\n0\n0\n"), "{}", plots[1].svg);
+    }
 
     #[test]
     fn thinning_keeps_the_deepest_dip() {
