@@ -3,22 +3,9 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use support::{Failed, ensure};
-
-/// Adds the Markdown files in `dir` and below to `into`.
-fn pages(dir: &Path, into: &mut Vec<PathBuf>) -> Result<(), Failed> {
-    for entry in fs::read_dir(dir)? {
-        let path = entry?.path();
-        if path.is_dir() {
-            pages(&path, into)?;
-        } else if path.extension().is_some_and(|kind| kind == "md") {
-            into.push(path);
-        }
-    }
-    Ok(())
-}
+use support::{Failed, book, ensure};
 
 /// The targets of the links of a page.
 fn links(text: &str) -> impl Iterator<Item = &str> {
@@ -41,17 +28,15 @@ fn anchors(text: &str) -> BTreeSet<String> {
 
 /// Checks all pages.
 pub fn check() -> Result<(), Failed> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (root, files) = (book::root(), book::files()?);
     let book = root.join("docs/src");
-    let mut files = vec![root.join("README.md")];
-    pages(&book, &mut files)?;
     ensure(files.len() > 10, || format!("{files:?}"))?;
     let summary = fs::read_to_string(book.join("SUMMARY.md"))?;
     for file in &files {
         let text = fs::read_to_string(file)?;
         for link in links(&text) {
             let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
-            let dir = file.parent().unwrap_or(root);
+            let dir = file.parent().unwrap_or(&root);
             let target = if path.is_empty() { file.clone() } else { dir.join(path) };
             let wrong = || format!("{}: {link} leads nowhere", file.display());
             ensure(target.exists(), wrong)?;

@@ -1,45 +1,44 @@
-//! The commands in README and the tutorials do what the pages say, and the links lead somewhere.
-//! `page` describes what a page may contain.
+//! The commands in README and the book do what the pages say, and the links lead somewhere.
+//! `support::page` describes what a page may contain, and `support::book` lists the pages. Those
+//! with a Linux guest run in `tests/linux`.
 
 mod links;
 
-use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::fs;
 use std::process::ExitCode;
 
+use support::book::{self, PAGES, Page, Place};
 use support::hosts;
 use support::page;
 use support::{Failed, Need, Tests, ensure, test};
 
 const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
 
-/// The pages whose commands only need a KVM.
-const PAGES: [(&str, &str); 5] = [
-    ("readme", include_str!("../../README.md")),
-    ("first_steps", include_str!("../../docs/src/tutorials/first-steps.md")),
-    ("dirty_pages", include_str!("../../docs/src/tutorials/dirty-pages.md")),
-    ("migrate", include_str!("../../docs/src/tutorials/migrate.md")),
-    ("kernel_patch", include_str!("../../docs/src/tutorials/kernel-patch.md")),
-];
-
 fn main() -> ExitCode {
     let mut tests = Tests::from_args();
-    for (name, text) in PAGES {
-        tests.add(name, hosts::real(), move || page::run(name, text, VELLUM, |_| Ok(())));
+    for one in PAGES {
+        let need = match one.place {
+            Place::Kvm => hosts::real(),
+            Place::Slow => hosts::real().and_then(|()| whole_book()),
+            Place::Linux | Place::Nowhere => continue,
+        };
+        tests.add(one.test(), need, move || {
+            page::run(one, VELLUM, |dir| {
+                // The plan on the page about fleets.
+                let plan = page::block(one.text, "toml");
+                Ok(plan.map_or(Ok(()), |plan| fs::write(dir.join("nightly.toml"), plan))?)
+            })
+        });
     }
-    let guest = std::env::var_os("VELLUM_GUESTS").map(|dir| PathBuf::from(dir).join("6.1"));
-    let need = guest.clone().map(drop).ok_or_else(|| {
-        "needs a Linux guest, and a KVM that runs it: cargo lab test linux -- tutorial, or cargo lab guest \
-         DIR/6.1 and VELLUM_GUESTS=DIR"
-            .to_owned()
-    });
-    tests.add("linux_guest", hosts::kvm().and(need), move || {
-        let page = include_str!("../../docs/src/tutorials/linux-guest.md");
-        page::run("linux_guest", page, VELLUM, |dir| {
-            Ok(symlink(guest.unwrap_or_default(), dir.join("guest"))?)
-        })
-    });
     tests.run()
+}
+
+/// Requires a run of all pages.
+fn whole_book() -> Need {
+    match std::env::var_os("VELLUM_BOOK").is_some_and(|value| value == "all") {
+        true => Ok(()),
+        false => Err("is left to cargo lab test --full, or VELLUM_BOOK=all".into()),
+    }
 }
 
 fn no_need() -> Need {
@@ -52,13 +51,31 @@ fn links_lead_somewhere() -> Result<(), Failed> {
 }
 
 #[test(no_need())]
+fn pages_name_flags_that_exist() -> Result<(), Failed> {
+    book::check_flags("vellum", &mut vellum::cli::command())?;
+    let root = vellum::cli::command();
+    let wrong = page::unknown_flag(&root, "vellum run --memori 1g -- ls --all");
+    ensure(wrong == Some("--memori"), || format!("{wrong:?}"))
+}
+
+#[test(no_need())]
 fn a_page_that_is_wrong_fails() -> Result<(), Failed> {
-    let page =
-        "```console\n$ printf 'a  1\\nb\\nc'\na …\n…\nc\n$ false\n$ echo $?\n1\n```\n\n```text\n$ no\n```\n";
-    let run = |page: &str| page::run("check", page, VELLUM, |_| Ok(()));
+    let page = "```console\n$ printf 'a  1\\nb\\nc'\na …\n…\nc\n$ false\n$ echo $?\n1\n```\n\n    true # indented\n\n\
+                ```text\n$ no\n```\n";
+    let run = |text: &str| {
+        // A test's text lives as long as the process.
+        let mut page = Page::of_nothing();
+        page.text = Box::leak(text.to_owned().into_boxed_str());
+        page::run(&page, VELLUM, |_| Ok(()))
+    };
     run(page)?;
-    for (right, wrong) in [("a …", "b …"), ("c\n$ f", "d\n$ f"), ("\n…\n", "\n"), ("echo $?\n1", "echo 1\n1")]
-    {
+    for (right, wrong) in [
+        ("a …", "b …"),
+        ("c\n$ f", "d\n$ f"),
+        ("\n…\n", "\n"),
+        ("echo $?\n1", "echo 1\n1"),
+        ("    true", "    false"),
+    ] {
         let page = page.replacen(right, wrong, 1);
         ensure(run(&page).is_err(), || page.clone())?;
     }

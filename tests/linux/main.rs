@@ -17,11 +17,11 @@ mod inside;
 mod kexec;
 mod launch;
 mod moves;
+mod pages;
 mod passt;
 mod root;
 mod saves;
 mod segments;
-mod tutorial;
 mod typed;
 mod vmlinux;
 mod whole;
@@ -30,6 +30,7 @@ mod work;
 
 use std::process::ExitCode;
 
+use support::book::{PAGES, Place};
 use support::hosts;
 use support::{Failed, Need, Tests};
 
@@ -112,6 +113,9 @@ fn main() -> ExitCode {
     let mut tests = Tests::from_args();
     // The tests measure processes and count free pages.
     tests.one_at_a_time();
+    for page in PAGES.iter().filter(|page| page.place == Place::Linux) {
+        tests.add(format!("the_page_{}", page.test()), pages::asked_for(), || pages::is_as_it_says(page));
+    }
     let images = Image::all().unwrap_or_default();
     if images.is_empty() {
         tests.add("linux_guests", guests(), || Ok::<(), Failed>(()));

@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Command as Clap;
+use support::browser::View;
 use support::record::{self, Record};
 use vellum::cli;
 
+use crate::artifacts::Programs;
 use crate::cache::Cache;
 use crate::test::setup;
 use crate::test::tally::Tally;
@@ -46,6 +48,43 @@ pub fn run(consent: bool, out: &Path) -> Result<u8> {
     tally.show(&format!("lab: docs: {}", out.join("index.html").display()));
     tally.close();
     Ok(tally.status())
+}
+
+/// The screenshots of the book: the file, the arguments of the benchmark that the report shows, and
+/// the view.
+const IMAGES: [(&str, &str, View); 3] = [
+    ("report-continuous", CONTINUOUS, View { width: 1100, height: 1240, dark: false }),
+    (
+        "report-lockstep",
+        "bench dirty-log -i 5 -b 128M --repeat 3",
+        View { width: 1100, height: 1450, dark: true },
+    ),
+    ("report-phone", CONTINUOUS, View { width: 400, height: 1240, dark: false }),
+];
+const CONTINUOUS: &str = "bench dirty-log -b 256M --hot 10%,share=90% --collect continuous --duration 2s";
+
+/// Takes the book's screenshots anew. Measures on this host.
+pub fn images() -> Result<()> {
+    let vellum = Programs::build()?.vellum;
+    let into = artifacts::workspace().join("docs/src/images");
+    for (name, command, view) in IMAGES {
+        let picture = into.join(name).with_extension("png");
+        let made = |kind: &str| picture.with_extension(kind);
+        let (result, page) = (made("json"), made("html"));
+        let mut bench = Command::new(&vellum);
+        tool::output(bench.args(command.split(' ')).arg("--json").arg(&result))?;
+        tool::output(Command::new(&vellum).arg("report").arg(&result).arg("--html").arg(&page))?;
+        let html = fs::read_to_string(&page).map_err(Error::file("read", &page))?;
+        for file in [&result, &page] {
+            fs::remove_file(file).map_err(Error::file("remove", file))?;
+        }
+        // The file's name belongs to this machine.
+        let html = html.replace(&result.display().to_string(), &format!("{name}.json"));
+        view.screenshot(&html, &picture)
+            .map_err(|why| Error::Usage(format!("{name}: {}", why.message().unwrap_or("no screenshot"))))?;
+        eprintln!("lab: docs: {}", picture.display());
+    }
+    Ok(())
 }
 
 /// Builds the book of the workspace `root` into `out`, which is emptied first.

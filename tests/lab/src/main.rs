@@ -257,6 +257,9 @@ enum LabCommand {
         /// Where the book goes [default: target/book]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        /// Only take the screenshots in docs/src/images anew. Measures on this host's KVM
+        #[arg(long, conflicts_with_all = ["setup", "out"])]
+        images: bool,
     },
     /// Run the README's two commands, of the checked-out commit, on a fresh machine: a Debian 12 in
     /// a directory, with an empty rustup. Needs root and takes over an hour
@@ -417,7 +420,8 @@ fn perform(what: LabCommand) -> Result<u8> {
             let out = out.unwrap_or_else(|| artifacts::workspace().join("target/package"));
             release::run(&release::Options { setup, prebuilt, out })
         }
-        LabCommand::Docs { setup, out } => {
+        LabCommand::Docs { images: true, .. } => done(docs::images()),
+        LabCommand::Docs { setup, out, images: false } => {
             docs::run(setup, &out.unwrap_or_else(|| artifacts::workspace().join("target/book")))
         }
         LabCommand::Fresh { auto_install, until } => {
@@ -626,4 +630,14 @@ fn pass_on(frame: &Frame) {
         }
         _ => Ok(()),
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn pages_name_flags_that_exist() {
+        support::book::check_flags("cargo lab", &mut super::Cli::command()).unwrap();
+    }
 }

@@ -7,6 +7,7 @@
 //! command line selects, as libtest does, and writes a [`record`] that `cargo lab test` counts
 //! from. A test waits with [`eventually`], and starts machines in a [`env::TestEnv`].
 
+pub mod book;
 pub mod browser;
 pub mod env;
 pub mod faults;

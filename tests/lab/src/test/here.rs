@@ -23,6 +23,9 @@ use crate::{Error, Result, tool};
 /// tests themselves.
 const LIMIT: Duration = Duration::from_secs(600);
 
+/// With `all`, the commands of all pages of the book run.
+pub(super) const BOOK: &str = "VELLUM_BOOK";
+
 /// Every test of the workspace, as in `cargo test`.
 pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
     if options.setup {
@@ -169,7 +172,11 @@ fn command(program: &Executable) -> Command {
 /// Runs a program that keeps a record.
 fn recorded(program: &Executable, options: &Options, host: &str, tally: &mut Tally) -> Result<()> {
     eprintln!("lab: {host}: {}", program.path.display());
-    keep_record(command(program).args(&options.arguments), host, &program.name, tally)
+    let mut command = command(program);
+    if options.full {
+        command.env(BOOK, "all");
+    }
+    keep_record(command.args(&options.arguments), host, &program.name, tally)
 }
 
 /// Runs `command` and counts what it records.

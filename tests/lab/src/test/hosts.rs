@@ -205,13 +205,17 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     // One test takes minutes, and all take an hour. On Bochs, where a guest with every device takes
     // three minutes, they may take two.
     let all = if bed == svm::HOST { 120 } else { 240 };
-    let limit = Duration::from_secs(if whole { all } else { 25 } * 60);
+    let minutes = if whole { all } else { 25 + if options.full { 35 } else { 0 } };
+    let limit = Duration::from_secs(minutes * 60);
     let host = |npt| {
         let mut request = for_linux(bed, Request::new(HostKernel::Debian(kernel.clone())), npt);
         request.files.extend(debuggers.iter().cloned());
         request.time_limit = limit;
         if whole {
             request.env.push(("VELLUM_LINUX".into(), "all".into()));
+        }
+        if options.full && npt {
+            request.env.push((here::BOOK.into(), "all".into()));
         }
         let name = if bed == svm::HOST { bed.mode(npt) } else { bed.label(npt, false) };
         let arguments = match (options.is_short(), npt) {
