@@ -81,10 +81,16 @@ pub fn commands(page: &str, program: &str) -> Vec<String> {
 
 /// The first flag in `command` that the command line `root` does not have.
 pub fn unknown_flag<'a>(root: &clap::Command, command: &'a str) -> Option<&'a str> {
-    let mut at = root;
+    let (mut at, mut quoted) = (root, false);
     let ends = |word: &&str| matches!(*word, "--" | "|" | ">" | "&" | "#" | "'--'");
     let words = command.split_whitespace().skip_while(|word| *word != root.get_name()).skip(1);
     for word in words.take_while(|word| !ends(word)) {
+        // What stands in quotes is another command.
+        let quotes = word.matches('\'').count();
+        quoted ^= quotes % 2 == 1;
+        if quoted || quotes > 0 {
+            continue;
+        }
         if let Some(inner) = at.find_subcommand(word) {
             at = inner;
         } else if let Some(flag) = word.trim_start_matches('[').strip_prefix("--") {
