@@ -78,8 +78,9 @@ pub fn images() -> Result<()> {
         for file in [&result, &page] {
             fs::remove_file(file).map_err(Error::file("remove", file))?;
         }
-        // The file's name belongs to this machine.
+        // Paths of this machine are nothing for the book.
         let html = html.replace(&result.display().to_string(), &format!("{name}.json"));
+        let html = html.replace(&vellum.display().to_string(), "vellum");
         view.screenshot(&html, &picture)
             .map_err(|why| Error::Usage(format!("{name}: {}", why.message().unwrap_or("no screenshot"))))?;
         eprintln!("lab: docs: {}", picture.display());
