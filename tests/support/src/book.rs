@@ -259,7 +259,26 @@ pub const PAGES: &[Page] = &[
         "how-to/judge",
         JUDGE,
         &[],
-        &[("vellum judge run…", Nothing("drives another VMM: tests/judge has those that are installed")),]
+        &[
+            ("vellum judge run…", Nothing("drives another VMM: tests/judge has those that are installed")),
+            ("apt-get install…", Nothing("installs a package")),
+            ("cargo build…", Nothing(OTHER_PROGRAM)),
+            ("export VELLUM_VMMS…", Nothing(OTHER_PROGRAM)),
+            (
+                "vellum run -k judge.elf -c 2 -m 256 -p passes=20 > log",
+                Run(
+                    "vellum run -k judge.elf -c 2 -m 64 -p passes=3 > log",
+                    "takes minutes beside other work"
+                ),
+            ),
+            (
+                "vellum run -k judge.elf -m 256 -p passes=20 --disk judge.raw,readonly > log",
+                Run(
+                    "vellum run -k judge.elf -m 64 -p passes=3 --disk judge.raw,readonly > log",
+                    "takes minutes beside other work",
+                ),
+            ),
+        ]
     ),
     page!(
         "how-to/kernel-loop",
