@@ -263,6 +263,8 @@ pub const PAGES: &[Page] = &[
             ("vellum judge run…", Nothing("drives another VMM: tests/judge has those that are installed")),
             ("apt-get install…", Nothing("installs a package")),
             ("cargo build…", Nothing(OTHER_PROGRAM)),
+            ("export RUSTUP_TOOLCHAIN…", Nothing(OTHER_PROGRAM)),
+            ("export CFLAGS…", Nothing(OTHER_PROGRAM)),
             ("export VELLUM_VMMS…", Nothing(OTHER_PROGRAM)),
             (
                 "vellum run -k judge.elf -c 2 -m 256 -p passes=20 > log",
