@@ -457,6 +457,44 @@ fn the_kernel_in_an_image_runs() -> Result<(), Failed> {
     ensure(refused.status.code() == Some(2) && names, || format!("{refused:?}"))
 }
 
+/// Compresses `bytes`.
+fn gzip(bytes: &[u8]) -> Result<Vec<u8>, Failed> {
+    let mut gzip = Command::new("gzip").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+    let mut input = gzip.stdin.take().expect("a pipe");
+    // gzip writes its output when it has read all of a kernel of a few bytes.
+    input.write_all(bytes)?;
+    drop(input);
+    Ok(gzip.wait_with_output()?.stdout)
+}
+
+/// Kernels of Arm distributions are compressed by gzip, or are EFI programs with a compressed
+/// kernel. Each runs, as a file and in a unified kernel image.
+#[test(makers(), hosts::kvm(), tools::program("gzip"))]
+fn a_compressed_kernel_runs() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let kernel = gzip(&Code::default().print("unpacked\n").power_off().elf64())?;
+    // struct linux_efi_zboot_header, with the payload behind it.
+    let mut program = b"MZ\0\0zimg".to_vec();
+    program.extend(64u32.to_le_bytes());
+    program.extend((kernel.len() as u32).to_le_bytes());
+    program.resize(24, 0);
+    program.extend(b"gzip");
+    program.resize(64, 0);
+    program.extend(&kernel);
+    for kernel in [&kernel, &program] {
+        let unified = unified(kernel, b"", "quiet");
+        for (path, bytes) in [("boot/vmlinuz-1", kernel), ("EFI/Linux/one.efi", &unified)] {
+            let tree = make_tree(&scratch, "root", &[(path, bytes), ("etc/fstab", b"")])?;
+            let image = disk(&scratch, "gpt", &[(1, "linux", Files::Ext4(&tree, ROOT))])?;
+            let output =
+                run(Command::new(VELLUM).args(["run", "-m", "64m", "-d"]).arg(&image).stdin(Stdio::null()))?;
+            ensure(output.stdout.ends_with(b"unpacked\n"), || format!("{path}: {output:?}"))?;
+            fs::remove_dir_all(tree)?;
+        }
+    }
+    Ok(())
+}
+
 /// `--firmware` enters a PVH image, although the disk has a kernel. A firmware for a processor's
 /// reset vector, such as OVMF.fd, is refused.
 #[cfg(target_arch = "x86_64")]
@@ -534,6 +572,58 @@ fn disks_are_made_and_converted() -> Result<(), Failed> {
 /// The bytes of an image that are read to detect its format. Only these are read by a process that
 /// is not confined.
 const MAGIC_BYTES: u64 = 72;
+/// The bytes of the header of a qcow2 image.
+const HEADER_BYTES: u64 = 104;
+
+/// Fails unless the files named in `images` are read behind a seccomp filter, except for up to
+/// `max` bytes at once. `logs` are of strace, one for each thread.
+fn are_read_confined(logs: &Path, images: &[&str], max: u64) -> Result<(), Failed> {
+    let mut read = vec![0; images.len()];
+    for log in fs::read_dir(logs)? {
+        let mut is_confined = false;
+        for call in fs::read_to_string(log?.path())?.lines() {
+            let image = images.iter().position(|image| call.contains(&format!("/{image}>")));
+            match image {
+                _ if call.starts_with("seccomp(SECCOMP_SET_MODE_FILTER") => is_confined = true,
+                Some(image) if is_confined => read[image] += 1,
+                Some(_) => {
+                    // pread64(FILE, BYTES, COUNT, OFFSET) = RESULT
+                    let count = call.rsplit(", ").nth(1).and_then(|count| count.parse::<u64>().ok());
+                    ensure(count.is_some_and(|count| count <= max), || call.to_owned())?;
+                }
+                None => {}
+            }
+        }
+    }
+    ensure(!read.contains(&0), || format!("{images:?} were read {read:?} times behind a filter"))
+}
+
+/// The tables of a machine's disk and the map of its overlay are read by the disk's thread, behind
+/// its seccomp filter.
+#[test(hosts::kvm(), tools::program("strace"))]
+fn a_machine_reads_its_disks_behind_a_filter() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let (kernel, image, over) = (scratch.path("kernel"), scratch.path("a.qcow2"), scratch.path("a.over"));
+    fs::write(&kernel, Code::default().print("runs\n").power_off().elf64())?;
+    run(Command::new(VELLUM).args(["disk", "create"]).arg(&image).arg("4m"))?;
+    for (at, disk) in [format!("{},overlay={}", image.display(), over.display()), image.display().to_string()]
+        .into_iter()
+        .enumerate()
+    {
+        // The first machine makes the overlay. The second reads it.
+        for round in 0..2 {
+            let logs = scratch.path(&format!("calls{at}{round}"));
+            fs::create_dir(&logs)?;
+            let mut strace = Command::new("strace");
+            strace.args(["-ff", "-y", "-e", "trace=seccomp,read,pread64,preadv", "-o"]).arg(logs.join("log"));
+            strace.arg(VELLUM).args(["run", "-m", "64m", "-k"]).arg(&kernel).args(["--disk", &disk]);
+            run(strace.stdin(Stdio::null()))?;
+            let images = if at == 0 && round == 1 { &["a.qcow2", "a.over"][..] } else { &["a.qcow2"] };
+            are_read_confined(&logs, images, HEADER_BYTES)?;
+        }
+    }
+    Ok(())
+}
 
 /// The tables of an image are read behind a seccomp filter, in a process without other rights.
 #[test(tools::program("strace"))]
@@ -542,28 +632,16 @@ fn strangers_images_are_read_by_a_confined_process() -> Result<(), Failed> {
     let (image, raw) = (scratch.path("a.qcow2"), scratch.path("a.raw"));
     run(Command::new(VELLUM).args(["disk", "create"]).arg(&image).arg("4m"))?;
     for words in [vec!["info"], vec!["convert"]] {
-        let log = scratch.path("calls");
+        let logs = scratch.path(words[0]);
+        fs::create_dir(&logs)?;
         let mut strace = Command::new("strace");
-        strace.args(["-f", "-y", "-e", "trace=seccomp,read,pread64,preadv", "-o"]).arg(&log).arg(VELLUM);
-        strace.arg("disk").args(&words).arg(&image);
+        strace.args(["-ff", "-y", "-e", "trace=seccomp,read,pread64,preadv", "-o"]).arg(logs.join("log"));
+        strace.arg(VELLUM).arg("disk").args(&words).arg(&image);
         if words == ["convert"] {
             strace.arg(&raw);
         }
         run(&mut strace)?;
-        let (mut confined, mut read) = (Vec::new(), 0);
-        for line in fs::read_to_string(&log)?.lines() {
-            let (process, call) = line.split_once(char::is_whitespace).ok_or_else(|| line.to_owned())?;
-            if call.trim_start().starts_with("seccomp(SECCOMP_SET_MODE_FILTER") {
-                confined.push(process.to_owned());
-            } else if call.contains("a.qcow2>") && !confined.iter().any(|known| known == process) {
-                // pread64(FILE, BYTES, COUNT, OFFSET) = RESULT
-                let count = call.rsplit(", ").nth(1).and_then(|count| count.parse::<u64>().ok());
-                ensure(count.is_some_and(|count| count <= MAGIC_BYTES), || format!("{words:?}: {line}"))?;
-            } else if call.contains("a.qcow2>") {
-                read += 1;
-            }
-        }
-        ensure(read > 0, || format!("{words:?}: the image was not read"))?;
+        are_read_confined(&logs, &["a.qcow2"], MAGIC_BYTES)?;
     }
     Ok(())
 }

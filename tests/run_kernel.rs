@@ -3,7 +3,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
@@ -173,6 +173,12 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
     fs::write(at("typo"), "# cloud-config\n")?;
     fs::write(at("log"), "")?;
     fs::write(at("cloud.img"), [&b"QFI\xfb\0\0\0\x03"[..], &[0; 1016]].concat())?;
+    // A right header, but for the width of reference counts.
+    let made = Command::new(env!("CARGO_BIN_EXE_vellum"))
+        .args(["disk", "create", &at("wide.qcow2"), "1m"])
+        .status()?;
+    ensure(made.success(), || format!("disk create: {made}"))?;
+    fs::File::options().write(true).open(at("wide.qcow2"))?.write_all_at(&[9], 99)?;
     fs::write(at("disk.xz"), b"\xfd7zXZ\0")?;
     size("odd", 1000)?;
     size("none", 0)?;
@@ -243,6 +249,8 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ),
         ("--disk DIR/cloud.img,readonly", "its header is damaged"),
         ("--disk DIR/cloud.img,overlay=discard", "its header is damaged"),
+        ("--disk DIR/wide.qcow2", "disk DIR/wide.qcow2: Invalid refcount width: 512"),
+        ("--disk DIR/wide.qcow2,overlay=discard", "disk DIR/wide.qcow2: Invalid refcount width: 512"),
         ("--disk DIR/cloud.img,force", "OK"),
         ("--disk DIR/cloud.img,format=raw", "OK"),
         ("--disk DIR/disk,format=qcow2", "its header is damaged: magic is"),

@@ -8,31 +8,37 @@ const SLOTS: usize = 1 << 14;
 
 /// A direct-mapped cache.
 pub(crate) struct Extents {
-    /// The cluster size in bytes.
-    cluster: u64,
+    /// The binary logarithm of the cluster size in bytes. Every read looks up, and shifts are cheaper
+    /// than divisions.
+    bits: u32,
     /// The cluster's number on the disk plus one, and its offset. Empty slots are zeroes, so the
     /// kernel allocates memory only for used ones.
     slots: Vec<(u64, u64)>,
 }
 
 impl Extents {
-    /// An empty cache.
+    /// An empty cache for clusters of `cluster` bytes, a power of two.
     pub(crate) fn new(cluster: u64) -> Self {
-        Self { cluster, slots: vec![(0, 0); SLOTS] }
+        Self { bits: cluster.trailing_zeros(), slots: vec![(0, 0); SLOTS] }
+    }
+
+    /// The number of the cluster with the byte `at`, and the byte's offset in it.
+    fn place(&self, at: u64) -> (u64, u64) {
+        (at >> self.bits, at & ((1 << self.bits) - 1))
     }
 
     /// The offset of `len` bytes from `at` of the disk on, if they are in one cached cluster.
     pub(crate) fn find(&self, at: u64, len: usize) -> Option<u64> {
-        let (number, within) = (at / self.cluster, at % self.cluster);
+        let (number, within) = self.place(at);
         let (key, offset) = self.slots[number as usize % SLOTS];
-        (key == number + 1 && len as u64 <= self.cluster - within).then_some(offset + within)
+        (key == number + 1 && len as u64 <= (1 << self.bits) - within).then_some(offset + within)
     }
 
     /// Caches that `len` bytes from `at` of the disk on are at `offset`, along with the rest of
     /// their clusters.
     pub(crate) fn note(&mut self, at: u64, len: u64, offset: u64) {
-        let begin = offset - at % self.cluster;
-        for (number, offset) in self.numbers(at, len).zip((begin..).step_by(self.cluster as usize)) {
+        let begin = offset - self.place(at).1;
+        for (number, offset) in self.numbers(at, len).zip((begin..).step_by(1 << self.bits)) {
             self.slots[number as usize % SLOTS] = (number + 1, offset);
         }
     }
@@ -54,7 +60,8 @@ impl Extents {
 
     /// The numbers of the clusters that hold `len` bytes from `at` on.
     fn numbers(&self, at: u64, len: u64) -> Range<u64> {
-        at / self.cluster..at.saturating_add(len).div_ceil(self.cluster)
+        let (last, within) = self.place(at.saturating_add(len));
+        self.place(at).0..last + u64::from(within > 0)
     }
 }
 

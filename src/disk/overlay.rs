@@ -16,7 +16,7 @@
 //! a flush first writes data and then the map. So after a power loss the disk has everything that
 //! was flushed. Any sectors that were not flushed may be there or not, as on any disk.
 //!
-//! Overlays are not qcow2 images, although `qcow2.rs` reads and writes those:
+//! Overlays are not qcow2 images, although [`crate::qcow2`] reads and writes those:
 //! - The first write to a block copies less than 4 KiB of the base. A cluster of a qcow2 image has
 //!   64 KiB as most programs create it.
 //! - A block has the same offset as in the base. So a read or write of a run is one call on guest
@@ -287,6 +287,62 @@ fn read_header(over: &File) -> Result<[u8; LARGER], Error> {
     }
 }
 
+/// Where the parts of an overlay's file are.
+struct Parts {
+    /// The size of the map.
+    map: u64,
+    /// The offset of block 0.
+    data: u64,
+    /// The size of the file.
+    end: u64,
+}
+
+impl Parts {
+    /// Those of the overlay of a disk of `bytes` bytes, at most [`MAX_BASE`].
+    fn of(bytes: u64) -> Self {
+        let blocks = bytes.div_ceil(BLOCK);
+        let map = blocks.div_ceil(8).next_multiple_of(MAP_PAGE);
+        let data = MAP + map;
+        Self { map, data, end: data + blocks * BLOCK }
+    }
+}
+
+/// The size in bytes of the disk that [`Overlay::new`] makes of the same arguments. Of `over` only
+/// the header is read.
+///
+/// # Errors
+/// As there.
+pub fn size(base: &File, base_bytes: u64, wanted: Option<u64>, over: &File) -> Result<u64, Error> {
+    let has = over.metadata()?.len();
+    let bytes = match has {
+        0 => wanted.unwrap_or(base_bytes),
+        _ => Identity::of(base, base_bytes)?.check(&read_header(over)?)?,
+    };
+    let refuse = |wanted, why| Err(Error::Size { wanted, why });
+    match wanted {
+        Some(wanted) if wanted < base_bytes => {
+            return refuse(
+                wanted,
+                format!("the image has {base_bytes} bytes, and a disk can only be larger"),
+            );
+        }
+        Some(wanted) if wanted != bytes => {
+            return refuse(
+                wanted,
+                format!(
+                    "the overlay was made for {bytes}, which cannot be changed; another overlay can have another size"
+                ),
+            );
+        }
+        _ if bytes > MAX_BASE => return Err(Error::Large(bytes)),
+        _ => {}
+    }
+    match Parts::of(bytes).end {
+        due if has > 0 && has < due => Err(Error::Short { has, due }),
+        _ => Ok(bytes),
+    }
+}
+
 impl Overlay {
     /// The overlay `over` of `base`, which has `base_bytes` bytes. An empty file becomes an overlay
     /// of a disk of `wanted` bytes, or by default as large as the base. The size of an existing
@@ -301,49 +357,19 @@ impl Overlay {
         over: File,
         lasts: bool,
     ) -> Result<Self, Error> {
-        let identity = Identity::of(base.file(), base_bytes)?;
-        let has = over.metadata()?.len();
-        let bytes = match has {
-            0 => wanted.unwrap_or(base_bytes),
-            _ => identity.check(&read_header(&over)?)?,
-        };
-        let refuse = |wanted, why| Err(Error::Size { wanted, why });
-        match wanted {
-            Some(wanted) if wanted < base_bytes => {
-                return refuse(
-                    wanted,
-                    format!("the image has {base_bytes} bytes, and a disk can only be larger"),
-                );
-            }
-            Some(wanted) if wanted != bytes => {
-                return refuse(
-                    wanted,
-                    format!(
-                        "the overlay was made for {bytes}, which cannot be changed; another overlay can have another size"
-                    ),
-                );
-            }
-            _ if bytes > MAX_BASE => return Err(Error::Large(bytes)),
-            _ => {}
-        }
-        let blocks = bytes.div_ceil(BLOCK);
-        let map = blocks.div_ceil(8).next_multiple_of(MAP_PAGE);
-        let data = MAP + map;
-        let due = data + blocks * BLOCK;
+        let bytes = size(base.file(), base_bytes, wanted, &over)?;
+        let Parts { map, data, end } = Parts::of(bytes);
         let mut here = vec![0; (map / 8) as usize];
-        match has {
+        match over.metadata()?.len() {
             0 => {
                 // The length is set last: a file with its full length has a header.
-                over.write_all_at(&identity.header(bytes), 0)?;
-                over.set_len(due)?;
+                over.write_all_at(&Identity::of(base.file(), base_bytes)?.header(bytes), 0)?;
+                over.set_len(end)?;
                 if lasts {
                     over.sync_all()?;
                 }
             }
-            has => {
-                if has < due {
-                    return Err(Error::Short { has, due });
-                }
+            _ => {
                 let mut page = [0; MAP_PAGE as usize];
                 for (at, words) in here.chunks_mut(page.len() / 8).enumerate() {
                     over.read_exact_at(&mut page, MAP + at as u64 * MAP_PAGE)?;

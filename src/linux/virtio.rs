@@ -27,7 +27,9 @@ use vellum_devices::virtio::mmio::{self, Mmio};
 use vellum_devices::virtio::pci::{self, Pci};
 use vellum_devices::virtio::transport::{Codec, Transport};
 use vellum_devices::virtio::vsock::SocketPath;
-use vellum_devices::virtio::{DeviceConfig, Hang, KINDS, Kind, OpenError, PAUSE_TIMEOUT, VirtioDevice};
+use vellum_devices::virtio::{
+    DeviceConfig, Hang, KINDS, Kind, OpenError, PAUSE_TIMEOUT, StartError, VirtioDevice,
+};
 use vellum_kvm::arch::fixed::{self, PciHost, VirtioMmio};
 use vellum_kvm::arch::gsi::{self, Gsi, Gsis};
 use vellum_kvm::arch::layout;
@@ -284,10 +286,13 @@ impl Placed {
 }
 
 /// Starts the thread of a device, if it has one.
-fn start(Device { name, device, .. }: &mut Device, sandbox: Sandbox) -> Result<(), Error> {
+fn start(Device { name, device, asked, .. }: &mut Device, sandbox: Sandbox) -> Result<(), Error> {
     let thread = name.clone();
     let enter = move |kind| sandbox.enter(kind, &thread).map_err(io::Error::other);
-    device.start(Box::new(enter)).map_err(|error| Error::Host(name.clone(), error))
+    device.start(Box::new(enter)).map_err(|error| match error {
+        StartError::Host(error) => Error::Host(name.clone(), error),
+        StartError::Open(error) => Error::Open(asked.kind, error),
+    })
 }
 
 fn attach_mmio(devices: Vec<(Device, Gsi)>, board: &Board<'_>, bus: &mut Bus) -> Result<Virtio, Error> {

@@ -235,8 +235,9 @@ fn load(disk: &Disk, place: String, entry: &Entry) -> Result<Boot, String> {
     let file = disk.read(&entry.kernel, MAX_KERNEL)?;
     let (kernel, mut initrd, mut cmdline) = match uki::parse(&file) {
         Some(unified) => (unified.kernel.to_vec(), unified.initrd.to_vec(), unified.cmdline),
-        None => (payload::unpack(file).map_err(|why| format!("{}: {why}", entry.kernel.1))?, vec![], None),
+        None => (file, vec![], None),
     };
+    let kernel = payload::unpack(kernel).map_err(|why| format!("{}: {why}", entry.kernel.1))?;
     for file in &entry.initrds {
         initrd.extend(disk.read(file, MAX_INITRD - initrd.len() as u64)?);
     }

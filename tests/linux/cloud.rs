@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use support::env::Process;
-use support::{Failed, LIMIT, Need, Scratch, ensure, eventually, test};
+use support::{Failed, LIMIT, Need, Scratch, Tests, ensure, eventually, test};
 use vellum_control::names;
 use vellum_sys::terminal::open_pty;
 
@@ -19,10 +19,10 @@ use crate::typed::{until, until_any};
 /// The images, in the laboratory's order (tests/lab/src/hosts/cloud.rs): the disk, its content, and
 /// the file that names its kernel.
 const IMAGES: [(&str, &str, &str); 4] = [
-    ("/dev/vdb", "debian, raw", "/boot/grub/grub.cfg of partition 1"),
-    ("/dev/vdc", "debian, compressed clusters", "/boot/grub/grub.cfg of partition 1"),
-    ("/dev/vdd", "ubuntu, qcow2 of version 2", "/grub/grub.cfg of partition 16"),
-    ("/dev/vde", "fedora, clusters of 2 MiB", "/grub2/grub.cfg of partition 16"),
+    ("/dev/vdb", "debian_raw", "/boot/grub/grub.cfg of partition 1"),
+    ("/dev/vdc", "debian_compressed", "/boot/grub/grub.cfg of partition 1"),
+    ("/dev/vdd", "ubuntu_of_version_2", "/grub/grub.cfg of partition 16"),
+    ("/dev/vde", "fedora_with_clusters_of_2_mib", "/grub2/grub.cfg of partition 16"),
 ];
 /// The user that logs in.
 const USER: &str = "seeded";
@@ -37,20 +37,20 @@ fn images() -> Need {
     }
 }
 
-/// The user of `--login` logs in on the console with the printed password, can use sudo, and can
-/// use SSH. SSH refuses a guest with another host key. The image is unchanged.
-#[test(images())]
-fn images_of_clouds_boot_by_themselves_to_a_login() -> Result<(), Failed> {
+/// A test for each image.
+pub fn add(tests: &mut Tests) {
     for (at, (disk, what, place)) in IMAGES.into_iter().enumerate() {
-        println!("{what}");
-        let before = beginning(disk)?;
-        boot(disk, &format!("cloud{at}"), place)
-            .map_err(|error| format!("{what}: {}", error.message().unwrap_or("")))?;
-        ensure(beginning(disk)? == before, || format!("{what}: the image has changed"))?;
+        let name = format!("images_of_clouds_boot_by_themselves_to_a_login_{what}");
+        tests.add(name, images(), move || {
+            let before = beginning(disk)?;
+            boot(disk, &format!("cloud{at}"), place)?;
+            ensure(beginning(disk)? == before, || "the image has changed".into())
+        });
     }
-    Ok(())
 }
 
+/// The user of `--login` logs in on the console with the printed password, can use sudo, and can
+/// use SSH. SSH refuses a guest with another host key.
 fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     let (mut master, slave, tty) = open_pty()?;
     host(&["stty", "-F", &tty, "sane"])?;
@@ -70,9 +70,9 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     let said = until(&mut master, " login: ")?;
     ensure(said.contains(place) && said.contains("Debian GNU/Linux"), || said.clone())?;
     ensure(said.ends_with(&format!("{name} login: ")), || said.clone())?;
-    let password = said.split_once("with the password ").and_then(|(_, rest)| rest.split_whitespace().next());
-    let password = password.ok_or_else(|| said.clone())?.to_owned();
-    log_in(&mut master, &password)?;
+    let (user, password) = printed(&said)?;
+    ensure(user == USER, || said.clone())?;
+    log_in(&mut master, USER, &password)?;
     // The echoed command differs from its output.
     master.write_all(
         b"echo x > ~/made && sync && echo \"$(id -un) and $(sudo id -un) on $(findmnt -no FSTYPE /)$(cat ~/made).\"\r",
@@ -123,6 +123,17 @@ fn images_of_clouds_are_kept_with_a_user_for_each_login() -> Result<(), Failed> 
     ensure(fs::read_to_string(&known)? == host_key, || "the host key has changed".into())
 }
 
+/// The user and the password that Vellum has printed.
+fn printed(said: &str) -> Result<(String, String), Failed> {
+    let words = said.split_once("log in as ").map(|(_, rest)| rest.split_whitespace().collect::<Vec<_>>());
+    match words.as_deref() {
+        Some([user, "with", "the", "password", password, ..]) => {
+            Ok(((*user).to_owned(), (*password).to_owned()))
+        }
+        _ => Err(said.into()),
+    }
+}
+
 /// Runs `command` in the shell of `--ssh`, which must end with `status`. Returns the output until
 /// the shell's prompt.
 fn shell_by_ssh(
@@ -153,9 +164,9 @@ fn shell_by_ssh(
 }
 
 /// Logs in at the prompt. On a busy host a login may time out, and the prompt comes again.
-fn log_in(master: &mut File, password: &str) -> Result<(), Failed> {
+fn log_in(master: &mut File, user: &str, password: &str) -> Result<(), Failed> {
     for _ in 0..10 {
-        master.write_all(format!("{USER}\r").as_bytes())?;
+        master.write_all(format!("{user}\r").as_bytes())?;
         until(master, "Password: ")?;
         master.write_all(format!("{password}\r").as_bytes())?;
         if until_any(master, &["$ ", " login: "])?.ends_with("$ ") {

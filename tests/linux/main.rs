@@ -204,5 +204,6 @@ fn main() -> ExitCode {
         let name = format!("linux_{}_modprobe_finds_on_the_hosts_root", kernel.name);
         tests.add(name, all_on_a_root(), move || root::modprobe_finds(&kernel));
     }
+    cloud::add(&mut tests);
     tests.run()
 }

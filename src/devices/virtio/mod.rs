@@ -152,6 +152,21 @@ pub type OpenError = Box<dyn Diagnose + Send + Sync>;
 /// does not need.
 pub type Enter = Box<dyn FnOnce(ThreadKind) -> io::Result<()> + Send>;
 
+/// Why the thread of a device does not run.
+#[derive(Debug)]
+pub enum StartError {
+    /// The host refuses the thread, or it cannot be sandboxed.
+    Host(io::Error),
+    /// A file that the thread reads first cannot be used.
+    Open(OpenError),
+}
+
+impl From<io::Error> for StartError {
+    fn from(error: io::Error) -> Self {
+        Self::Host(error)
+    }
+}
+
 /// How long a device may take to finish requests in flight before it counts as hung. Longer than
 /// any request of a working disk, short enough for users who wait.
 pub const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -191,8 +206,8 @@ pub trait VirtioDevice: Send {
     /// before the first activation, when nothing more can be opened.
     ///
     /// # Errors
-    /// The host refuses the thread, or it cannot be sandboxed.
-    fn start(&mut self, _enter: Enter) -> io::Result<()> {
+    /// The thread does not run.
+    fn start(&mut self, _enter: Enter) -> Result<(), StartError> {
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::queue::Chain;
-use super::{Active, Hang, PAUSE_TIMEOUT};
+use super::{Active, Hang, PAUSE_TIMEOUT, StartError};
 use vellum_sys::poll::Poll;
 
 /// The work of the thread.
@@ -23,9 +23,6 @@ pub trait Work: Send + 'static {
     type Notice: Send;
     /// A request in progress, for status messages.
     type Request: fmt::Display + Send;
-
-    /// The target of requests, for messages.
-    fn target(&self) -> String;
 
     /// The thread owns `active`'s queues from now on.
     fn begin(&mut self, active: &Active, told: Self::Notice);
@@ -91,16 +88,17 @@ impl<W: Work> Shared<W> {
 }
 
 impl<W: Work> Worker<W> {
-    /// Starts the thread called `name`. It calls `enter` first, to drop privileges. This returns
-    /// when that has succeeded.
+    /// Starts the thread called `name`, whose requests go to `target`, for messages. It calls `begin`
+    /// first, which drops privileges and makes the thread's work. This returns when that has
+    /// succeeded.
     ///
     /// # Errors
-    /// The host refuses the thread, or `enter` fails.
+    /// The host refuses the thread, or `begin` fails.
     pub fn start(
         name: &str,
-        mut work: W,
-        enter: impl FnOnce() -> io::Result<()> + Send + 'static,
-    ) -> io::Result<Self> {
+        target: String,
+        begin: impl FnOnce() -> Result<W, StartError> + Send + 'static,
+    ) -> Result<Self, StartError> {
         let shared = Arc::new(Shared {
             queues: Mutex::new(Queues::Nobody),
             changed: Condvar::new(),
@@ -108,19 +106,20 @@ impl<W: Work> Worker<W> {
             over: AtomicBool::new(false),
             wake: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
             busy: Mutex::new(None),
-            target: work.target(),
+            target,
         });
-        let (entered, ready) = std::sync::mpsc::channel();
+        let (begun, ready) = std::sync::mpsc::channel();
         let mine = shared.clone();
-        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
-            let result = enter();
-            let failed = result.is_err();
-            if entered.send(result).is_ok() && !failed {
-                run(&mine, &mut work);
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || match begin() {
+            Err(error) => drop(begun.send(Err(error))),
+            Ok(mut work) => {
+                if begun.send(Ok(())).is_ok() {
+                    run(&mine, &mut work);
+                }
             }
         })?;
         let gone = || io::Error::other("the device's worker is gone");
-        ready.recv().unwrap_or_else(|_| Err(gone()))?;
+        ready.recv().unwrap_or_else(|_| Err(gone().into()))?;
         Ok(Worker { shared, thread: Some(thread), hangs: false })
     }
 

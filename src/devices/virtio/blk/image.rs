@@ -1,14 +1,14 @@
 //! Opening the images of a disk: formats, locks, overlays, and why an image cannot be used.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{BlkConfig, KIND, MAX_QUEUES};
-use crate::virtio::OpenError;
+use super::{BlkConfig, KIND, MAX_QUEUES, SECTOR};
+use crate::virtio::{OpenError, StartError};
 use vellum_disk::format::Format;
 use vellum_disk::overlay::{self, Base, Overlay, Place};
 use vellum_disk::qcow2::{self, Named, Qcow2};
@@ -132,53 +132,67 @@ impl From<BlkError> for OpenError {
     }
 }
 
+impl From<BlkError> for StartError {
+    fn from(error: BlkError) -> Self {
+        Self::Open(error.into())
+    }
+}
+
 impl Diagnose for BlkError {
     fn origin(&self) -> ErrorOrigin {
         ErrorOrigin::user(Field::Device(KIND.key))
     }
 }
 
-/// Makes the image of a disk larger: from `size` to `wanted` bytes.
-pub(super) fn grow(config: &BlkConfig, image: &mut Image, size: u64, wanted: u64) -> Result<(), BlkError> {
-    let path = config.path.clone();
-    let refuse = |why: String| BlkError::Resize { path: path.clone(), wanted, why };
+/// Checks that an image of `size` bytes can have `wanted`. Makes it so large if it is raw.
+fn grow(
+    config: &BlkConfig,
+    format: ImageFormat,
+    file: &File,
+    size: u64,
+    wanted: u64,
+) -> Result<(), BlkError> {
+    let refuse = |why: String| cannot_grow(config, wanted, why);
     if wanted < size {
         return Err(refuse(format!("it has {size}, and a disk can only be made larger")));
     }
-    if wanted == size {
+    if wanted == size || format == ImageFormat::Qcow2 {
         return Ok(());
     }
-    match image {
-        Image::Raw(file) => {
-            let is_file = file.metadata().is_ok_and(|about| about.is_file());
-            if !is_file {
-                return Err(refuse("a block device keeps its size; an overlay can be larger".into()));
-            }
-            // The lock comes first: another machine may have the image.
-            match lock(file, Lock::Exclusive) {
-                Ok(true) => file.set_len(wanted).map_err(|error| refuse(error.to_string())),
-                Ok(false) => Err(BlkError::Locked { path: path.clone(), readonly: false }),
-                Err(source) => Err(BlkError::Open { readonly: false, path: path.clone(), source }),
-            }
-        }
-        Image::Qcow2(image) => image.grow(wanted).map_err(|error| refuse(error.to_string())),
-        Image::Over(_) => unreachable!("an overlay has its size from its beginning"),
+    if !file.metadata().is_ok_and(|about| about.is_file()) {
+        return Err(refuse("a block device keeps its size; an overlay can be larger".into()));
     }
+    // The lock comes first: another machine may have the image.
+    lock_or(file, &config.path, true)?;
+    file.set_len(wanted).map_err(|error| refuse(error.to_string()))
 }
 
-/// The files of a disk for a reader: open, and locked against writers until they are dropped. Only
-/// the format has been read of them, so that a process with fewer rights can read the rest.
+fn cannot_grow(config: &BlkConfig, wanted: u64, why: String) -> BlkError {
+    BlkError::Resize { path: config.path.clone(), wanted, why }
+}
+
+/// The files of a disk, open and locked. Of their content only the format has been read, and for a
+/// machine's disk its size. A thread or a process with fewer rights reads the rest.
 pub struct Files {
     config: BlkConfig,
     file: File,
     format: ImageFormat,
     named: Named,
-    /// The overlay, if it exists and has been written to.
-    over: Option<(PathBuf, File)>,
+    /// The overlay. A reader has it only if it exists and has been written to.
+    over: Option<Over>,
+}
+
+/// The file of an overlay.
+struct Over {
+    path: PathBuf,
+    file: File,
+    /// Whether it outlives the machine.
+    lasts: bool,
 }
 
 impl Files {
-    /// Opens the files of the disk that `config` describes.
+    /// Opens the files of the disk that `config` describes for a reader, and locks them against
+    /// writers.
     ///
     /// # Errors
     /// A file cannot be opened or locked, or the image's format is not supported.
@@ -188,13 +202,94 @@ impl Files {
         lock_or(&file, &config.path, false)?;
         let named = match format {
             ImageFormat::Raw => Named::default(),
-            ImageFormat::Qcow2 => open_named(&reader, false)?,
+            ImageFormat::Qcow2 => open_named(&reader)?,
         };
         let over = match &config.overlay {
             Some(Place::File(over)) => open_overlay(config, over)?,
             _ => None,
         };
         Ok(Self { config: reader, file, format, named, over })
+    }
+
+    /// A raw image that is open.
+    pub(super) fn raw(config: BlkConfig, file: File) -> Self {
+        Self { config, file, format: ImageFormat::Raw, named: Named::default(), over: None }
+    }
+
+    /// The files of a machine's disk on the image in `file`, and the disk's size in bytes. A raw
+    /// image without an overlay is not locked.
+    ///
+    /// # Errors
+    /// A file cannot be opened or locked, or its header cannot be used.
+    pub(super) fn of_machine(
+        config: &BlkConfig,
+        file: File,
+        format: ImageFormat,
+    ) -> Result<(Self, u64), BlkError> {
+        let mut files = Self { format, ..Self::raw(config.clone(), file) };
+        let mut size = match format {
+            // Unlike the metadata's size, this is also right for block devices.
+            ImageFormat::Raw => {
+                (&files.file).seek(SeekFrom::End(0)).map_err(|source| files.open_error(source))?
+            }
+            ImageFormat::Qcow2 => {
+                // The lock comes first. Another machine may be writing the tables.
+                lock_or(&files.file, &config.path, files.is_written())?;
+                files.named = open_named(config)?;
+                files.header()?.map_or(0, |header| header.size)
+            }
+        };
+        if let (Some(wanted), None) = (config.size, &config.overlay) {
+            grow(config, format, &files.file, size, wanted)?;
+            size = wanted;
+        }
+        if size == 0 || !size.is_multiple_of(SECTOR) {
+            let qcow2 = format == ImageFormat::Qcow2;
+            return Err(BlkError::Size { path: config.path.clone(), size, qcow2 });
+        }
+        if let Some(place) = &config.overlay {
+            let (over, bytes) = over(config, &files.file, size, place)?;
+            files.over = Some(over);
+            size = bytes;
+        }
+        Ok((files, size))
+    }
+
+    /// Whether the guest writes to the image itself.
+    fn is_written(&self) -> bool {
+        !self.config.readonly && self.config.overlay.is_none()
+    }
+
+    /// The file that the guest's writes go to.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(super) fn written(&self) -> io::Result<DiskImage> {
+        // Resolve the path now: a sandboxed process cannot ask for its working directory, and the
+        // path is stored in snapshots.
+        let absolute = |path: &Path| std::path::absolute(path);
+        Ok(match &self.over {
+            None => DiskImage {
+                file: self.file.try_clone()?,
+                path: absolute(&self.config.path)?,
+                readonly: self.config.readonly,
+            },
+            Some(Over { path, file, lasts }) => DiskImage {
+                file: file.try_clone()?,
+                path: absolute(if *lasts { path } else { &self.config.path })?,
+                readonly: false,
+            },
+        })
+    }
+
+    /// The image's path, as the user named it.
+    pub(super) fn path(&self) -> &Path {
+        &self.config.path
+    }
+
+    /// Whether the image is qcow2.
+    pub(super) fn is_qcow2(&self) -> bool {
+        self.format == ImageFormat::Qcow2
     }
 
     /// The header of a qcow2 image. `None` if the image is raw.
@@ -211,31 +306,40 @@ impl Files {
         }
     }
 
-    /// The disk as its guest would see it, with the overlay.
+    /// Reads the disk's tables and maps. Returns the disk as its guest sees it.
     ///
     /// # Errors
     /// The image or its overlay cannot be used.
     pub fn image(self) -> Result<Image, BlkError> {
-        let path = self.config.path;
-        let open_error = |source| BlkError::Open { path: path.clone(), readonly: true, source };
+        let (writable, path) = (self.is_written(), self.config.path.clone());
         // The second descriptor has the same lock.
-        let file = self.file.try_clone().map_err(open_error)?;
+        let file = self.file.try_clone().map_err(|source| self.open_error(source))?;
         let image = match self.format {
             ImageFormat::Raw => Image::Raw(file),
             ImageFormat::Qcow2 => {
                 let failed = |source| BlkError::Qcow2 { path: path.clone(), source };
-                Image::Qcow2(Box::new(Qcow2::open(file, false, self.named).map_err(failed)?))
+                let mut image = Qcow2::open(file, writable, self.named).map_err(failed)?;
+                if let Some(wanted) = self.config.size.filter(|&size| writable && size > image.size()) {
+                    let refuse = |error: io::Error| cannot_grow(&self.config, wanted, error.to_string());
+                    image.grow(wanted).map_err(refuse)?;
+                }
+                Image::Qcow2(Box::new(image))
             }
         };
-        let Some((over, written)) = self.over else { return Ok(image) };
-        let size = image.size().map_err(open_error)?;
+        let Some(Over { path: over, file: written, lasts }) = self.over else { return Ok(image) };
+        let readonly = self.config.readonly;
+        let size = image.size().map_err(|source| BlkError::Open { path: path.clone(), readonly, source })?;
         let base = match image {
             Image::Qcow2(image) => Base::Qcow2(image, self.file),
             _ => Base::Raw(self.file),
         };
-        let overlay = Overlay::new(base, size, None, written, false);
-        let failed = |source| BlkError::Overlay { path: path.clone(), over, source };
+        let overlay = Overlay::new(base, size, self.config.size, written, lasts);
+        let failed = |source| BlkError::Overlay { path, over, source };
         Ok(Image::Over(Box::new(overlay.map_err(failed)?)))
+    }
+
+    fn open_error(&self, source: io::Error) -> BlkError {
+        BlkError::Open { path: self.config.path.clone(), readonly: self.config.readonly, source }
     }
 }
 
@@ -250,7 +354,7 @@ fn lock_or(file: &File, path: &Path, write: bool) -> Result<(), BlkError> {
 }
 
 /// Opens the overlay `over` for a reader. `None` if it does not exist, or is empty.
-fn open_overlay(config: &BlkConfig, over: &Path) -> Result<Option<(PathBuf, File)>, BlkError> {
+fn open_overlay(config: &BlkConfig, over: &Path) -> Result<Option<Over>, BlkError> {
     let failed = |error: io::Error| BlkError::Overlay {
         path: config.path.clone(),
         over: over.into(),
@@ -264,39 +368,32 @@ fn open_overlay(config: &BlkConfig, over: &Path) -> Result<Option<(PathBuf, File
         return Ok(None);
     }
     lock_or(&written, over, false)?;
-    Ok(Some((over.into(), written)))
+    Ok(Some(Over { path: over.into(), file: written, lasts: false }))
 }
 
-/// An image with an overlay over `base`. A shared lock keeps writers away from `base`.
-pub(super) fn over(
-    config: &BlkConfig,
-    base: Base,
-    base_file: &File,
-    size: u64,
-    place: &Place,
-) -> Result<(Image, DiskImage), BlkError> {
+/// Opens and locks the overlay of a base of `size` bytes. Returns it with the size of its disk. A
+/// shared lock keeps writers away from the base.
+fn over(config: &BlkConfig, base: &File, size: u64, place: &Place) -> Result<(Over, u64), BlkError> {
     let disk = config.path.clone();
-    let (over, lasts) = match place {
+    let (path, lasts) = match place {
         Place::File(path) => (path.clone(), true),
         Place::Discard => ("discard".into(), false),
     };
-    let failed = |source| BlkError::Overlay { path: disk.clone(), over: over.clone(), source };
+    let failed = |source| BlkError::Overlay { path: disk.clone(), over: path.clone(), source };
     let io = |source: io::Error| failed(source.into());
-    if !lock(base_file, Lock::Shared).map_err(io)? {
+    if !lock(base, Lock::Shared).map_err(io)? {
         return Err(BlkError::Locked { path: disk.clone(), readonly: true });
     }
     let work = |file: File| {
         // Lock before reading: another user may be writing the map. The machine's own lock is on
         // the same open file.
         if !lock(&file, Lock::Exclusive).map_err(io)? {
-            return Err(BlkError::Locked { path: over.clone(), readonly: false });
+            return Err(BlkError::Locked { path: path.clone(), readonly: false });
         }
-        let path = if lasts { std::path::absolute(&over).map_err(io)? } else { disk.clone() };
-        let image = DiskImage { file: file.try_clone().map_err(io)?, path, readonly: false };
-        let overlay = Overlay::new(base, size, config.size, file, lasts).map_err(failed)?;
-        Ok((Image::Over(Box::new(overlay)), image))
+        let bytes = overlay::size(base, size, config.size, &file).map_err(failed)?;
+        Ok((Over { path: path.clone(), file, lasts }, bytes))
     };
-    if lasts { overlay::with_file(&over, io, work) } else { work(overlay::unnamed().map_err(io)?) }
+    if lasts { overlay::with_file(&path, io, work) } else { work(overlay::unnamed().map_err(io)?) }
 }
 
 /// Opens the image of a disk. With `exclusive`, a block device that the guest writes to is opened
@@ -344,20 +441,9 @@ pub(super) fn open_image(config: &BlkConfig, exclusive: bool) -> Result<(File, I
     Ok((file, format))
 }
 
-/// The qcow2 image in `file`, with the backing and data files of `config`.
-pub(super) fn open_qcow2(config: &BlkConfig, file: &File) -> Result<Qcow2, BlkError> {
-    let writable = !config.readonly && config.overlay.is_none();
-    // The lock comes first. Another machine may be writing the tables, and to open an image for
-    // writing can change its header.
-    lock_or(file, &config.path, writable)?;
-    let named = open_named(config, writable)?;
-    let failed = |source| BlkError::Qcow2 { path: config.path.clone(), source };
-    let file = file.try_clone().map_err(|error| failed(error.into()))?;
-    Qcow2::open(file, writable, named).map_err(failed)
-}
-
 /// Opens and locks the backing and data files of `config`.
-fn open_named(config: &BlkConfig, writable: bool) -> Result<Named, BlkError> {
+fn open_named(config: &BlkConfig) -> Result<Named, BlkError> {
+    let writable = !config.readonly && config.overlay.is_none();
     let beside = |path: &Option<PathBuf>, write: bool| {
         let Some(path) = path else { return Ok(None) };
         let file = open::open(path, File::options().read(true).write(write), open::Kind::Disk)

@@ -24,13 +24,14 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 use super::handoff::{self, Unfit};
 use super::worker::Worker;
 use super::{
-    Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+    Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, StartError, VirtioDevice,
+    read_space,
 };
+use image::open_image;
 pub use image::{BlkError, Files, ImageFormat};
-use image::{grow, open_image, open_qcow2, over};
 use requests::{Disk, Id};
-use vellum_disk::overlay::{Base, Place};
-use vellum_disk::{DiskImage, Image};
+use vellum_disk::DiskImage;
+use vellum_disk::overlay::Place;
 use vellum_sandbox::ThreadKind;
 use vellum_sys::file::{Lock, lock, unlock};
 use vellum_sys::keyvalue::{self, KeyValues, number, path};
@@ -198,9 +199,9 @@ pub struct Blk {
     features: u64,
     state: State,
     queue_sizes: Vec<u16>,
-    /// Opened and checked, until the worker starts.
-    disk: Option<Disk>,
-    /// The same open file. It holds this device's lock.
+    /// The open files, until the worker starts.
+    files: Option<Files>,
+    /// The one that the guest writes to: the same open file. It holds this device's lock.
     image: Arc<DiskImage>,
     worker: Option<Worker<Disk>>,
     /// Why the disk cannot move to another process, if so.
@@ -247,18 +248,10 @@ impl Blk {
     /// # Errors
     /// No descriptor is left.
     pub(crate) fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
+        let config = BlkConfig { readonly: true, ..BlkConfig::new(name) };
         let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true };
-        let (sectors, id) = (bytes / SECTOR, Id::default());
-        let disk = Disk {
-            image: Image::Raw(file),
-            path: name.into(),
-            sectors,
-            readonly: true,
-            write_through: false,
-            id,
-        };
-        let state = State { sectors, readonly: true, serial: String::new() };
-        Ok(Self { own: true, ..Self::new(disk, image, state, 1) })
+        let state = State { sectors: bytes / SECTOR, readonly: true, serial: String::new() };
+        Ok(Self { own: true, ..Self::new(Files::raw(config, file), image, state, 1) })
     }
 
     /// Like [`Blk::open`], but without a lock until [`VirtioDevice::retake`].
@@ -277,50 +270,22 @@ impl Blk {
             return Err(BlkError::Queues(queues));
         }
         let serial = config.serial.clone().unwrap_or_default();
-        let id = id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
-        let open_error = |source| BlkError::Open { path: config.path.clone(), readonly, source };
-        let lock = file.try_clone().map_err(open_error)?;
-        let qcow2 = match format {
-            ImageFormat::Raw => None,
-            ImageFormat::Qcow2 => Some(open_qcow2(config, &file)?),
+        id(&serial).ok_or_else(|| BlkError::Serial(serial.clone()))?;
+        let (files, size) = Files::of_machine(config, file, format)?;
+        let image = files.written().map_err(|source| BlkError::Open {
+            path: config.path.clone(),
+            readonly,
+            source,
+        })?;
+        let stays = match &config.overlay {
+            Some(_) => Some(OVERLAY_STAYS),
+            None => files.is_qcow2().then_some(QCOW2_STAYS),
         };
-        let mut image = qcow2.map_or(Image::Raw(file), |image| Image::Qcow2(Box::new(image)));
-        let mut size = image.size().map_err(open_error)?;
-        if let (Some(wanted), None) = (config.size, &config.overlay) {
-            grow(config, &mut image, size, wanted)?;
-            size = wanted;
-        }
-        if size == 0 || !size.is_multiple_of(SECTOR) {
-            let qcow2 = matches!(image, Image::Qcow2(_));
-            return Err(BlkError::Size { path: config.path.clone(), size, qcow2 });
-        }
-        // Resolve the path now: a sandboxed process cannot ask for its working directory, and the
-        // path is stored in snapshots.
-        let path = std::path::absolute(&config.path).map_err(open_error)?;
-        let stays = match (&config.overlay, &image) {
-            (Some(_), _) => Some(OVERLAY_STAYS),
-            (None, Image::Qcow2(_)) => Some(QCOW2_STAYS),
-            (None, _) => None,
-        };
-        let (disk, image) = match &config.overlay {
-            None => (image, DiskImage { file: lock, path, readonly }),
-            Some(place) => {
-                let base = match image {
-                    Image::Qcow2(image) => Base::Qcow2(image, lock.try_clone().map_err(open_error)?),
-                    Image::Raw(file) => Base::Raw(file),
-                    Image::Over(_) => unreachable!("an overlay has no overlay"),
-                };
-                over(config, base, &lock, size, place)?
-            }
-        };
-        let sectors = disk.size().map_err(open_error)? / SECTOR;
-        let disk =
-            Disk { image: disk, path: config.path.clone(), sectors, readonly, write_through: false, id };
-        let state = State { sectors, readonly, serial };
-        Ok(Self { stays, ..Self::new(disk, image, state, queues) })
+        let state = State { sectors: size / SECTOR, readonly, serial };
+        Ok(Self { stays, ..Self::new(files, image, state, queues) })
     }
 
-    fn new(disk: Disk, image: DiskImage, state: State, queues: u16) -> Self {
+    fn new(files: Files, image: DiskImage, state: State, queues: u16) -> Self {
         let mut features = 1 << VIRTIO_BLK_F_SEG_MAX | 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH;
         features |= if state.readonly {
             1 << VIRTIO_BLK_F_RO
@@ -333,7 +298,7 @@ impl Blk {
             features,
             state,
             queue_sizes: vec![QUEUE_SIZE; queues.into()],
-            disk: Some(disk),
+            files: Some(files),
             image: Arc::new(image),
             worker: None,
             stays: None,
@@ -374,10 +339,17 @@ impl VirtioDevice for Blk {
         (!self.own).then(|| self.image.clone() as _)
     }
 
-    fn start(&mut self, enter: Enter) -> io::Result<()> {
-        if let Some(disk) = self.disk.take() {
-            self.worker = Some(Worker::start("disk", disk, || enter(ThreadKind::Disk))?);
-        }
+    /// The image comes from a stranger. So the worker reads its tables, which can do no more than
+    /// read and write open files.
+    fn start(&mut self, enter: Enter) -> Result<(), StartError> {
+        let Some(files) = self.files.take() else { return Ok(()) };
+        let target = files.path().display().to_string();
+        let State { sectors, readonly, .. } = self.state;
+        let begin = move || {
+            enter(ThreadKind::Disk)?;
+            Ok(Disk::open(files, sectors, readonly)?)
+        };
+        self.worker = Some(Worker::start("disk", target, begin)?);
         Ok(())
     }
 

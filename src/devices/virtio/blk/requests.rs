@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use vellum_disk::Image;
 use virtio_bindings::virtio_blk::*;
 
-use super::{MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
+use super::{BlkError, Files, MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
 use crate::virtio::Active;
 use crate::virtio::queue::Chain;
 use crate::virtio::worker::Work;
@@ -74,10 +74,6 @@ impl Work for Disk {
     type Notice = Id;
     type Request = Request;
 
-    fn target(&self) -> String {
-        self.path.display().to_string()
-    }
-
     fn begin(&mut self, active: &Active, id: Id) {
         self.id = id;
         self.write_through = !active.has(VIRTIO_BLK_F_FLUSH);
@@ -97,6 +93,19 @@ impl Work for Disk {
 }
 
 impl Disk {
+    /// Reads the tables of `files`. The disk has `sectors`, or fewer if the image has changed since
+    /// its size was read.
+    ///
+    /// # Errors
+    /// The image or its overlay cannot be used.
+    pub fn open(files: Files, sectors: u64, readonly: bool) -> Result<Self, BlkError> {
+        let path = files.path().to_owned();
+        let image = files.image()?;
+        let size = image.size().map_err(|source| BlkError::Open { readonly, path: path.clone(), source })?;
+        let sectors = sectors.min(size / SECTOR);
+        Ok(Self { image, path, sectors, readonly, write_through: false, id: Id::default() })
+    }
+
     fn execute(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {
         let header: [u8; 16] = chain.readable.read_array().ok_or(Refusal::Malformed)?;
         let kind = u32::from_le_bytes(header[0..4].try_into().expect("4 bytes"));

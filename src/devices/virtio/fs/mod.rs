@@ -19,7 +19,8 @@ use serde_json::Value;
 
 use super::worker::Worker;
 use super::{
-    Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, VirtioDevice, read_space,
+    Active, DeviceConfig, DeviceState, Enter, Hang, Kind, OpenError, RestoreError, StartError, VirtioDevice,
+    read_space,
 };
 use requests::Requests;
 use vellum_sandbox::user::User;
@@ -361,9 +362,11 @@ impl VirtioDevice for Fs {
         false
     }
 
-    fn start(&mut self, enter: Enter) -> io::Result<()> {
+    fn start(&mut self, enter: Enter) -> Result<(), StartError> {
         if let Some(requests) = self.requests.take() {
-            self.worker = Some(Worker::start("share", requests, || enter(ThreadKind::Share))?);
+            let target = requests.path.display().to_string();
+            let begin = move || Ok(enter(ThreadKind::Share).map(|()| requests)?);
+            self.worker = Some(Worker::start("share", target, begin)?);
         }
         Ok(())
     }

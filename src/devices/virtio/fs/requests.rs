@@ -20,7 +20,7 @@ use vellum_share::server::{MAX_ANSWER, MAX_REQUEST};
 /// The worker's state.
 pub struct Requests {
     client: Client,
-    path: PathBuf,
+    pub path: PathBuf,
     /// Open files, by the server's handles.
     files: HashMap<u64, File>,
     request: Vec<u8>,
@@ -116,10 +116,6 @@ fn moved(most: usize, mut part: impl FnMut(usize) -> io::Result<usize>) -> Resul
 impl Work for Requests {
     type Notice = ();
     type Request = Asked;
-
-    fn target(&self) -> String {
-        self.path.display().to_string()
-    }
 
     fn begin(&mut self, _active: &Active, (): ()) {}
 

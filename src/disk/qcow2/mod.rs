@@ -4,51 +4,33 @@
 //! file wherever the tables map a range to it. Compressed clusters are decompressed first.
 //!
 //! imago orders its writes so that the image is consistent at each moment if all earlier writes
-//! have reached the file. A power loss keeps no order. So [`ImageFile`] syncs between a table and
+//! have reached the file. A power loss keeps no order. So `ImageFile` syncs between a table and
 //! the writes before it, and before data goes to a cluster that was free.
 //!
 //! Images are untrusted. [`Header::read`] refuses what imago would have to trust: tables that are
 //! larger than the file or than any disk needs, and encryption. A backing file or an external data
 //! file is opened only if the user names it, because an image could name any file of the host.
 
+mod file;
+mod header;
+
 use std::cell::RefCell;
-use std::fmt;
 use std::fs::File;
-use std::io::{self, ErrorKind, Seek, SeekFrom};
-use std::os::unix::fs::FileExt;
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use imago::format::PreallocateMode;
-use imago::io_buffers::{IoVector, IoVectorMut};
-use imago::storage::{self, drivers::CommonStorageHelper};
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder, Mapping, Storage};
-use serde::{Deserialize, Serialize};
-use vmm_sys_util::fallocate::{FallocateMode, fallocate};
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder, Mapping};
 
 use vellum_kvm::memory::slices::Slices;
 
 use crate::extents::Extents;
 #[cfg(test)]
-use crate::power::{self, Act};
+use crate::power;
 use crate::unpacked::Unpacked;
-
-/// The first four bytes.
-const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// The size of a version 3 header without its extensions.
-const HEADER: usize = 104;
-/// The maximum disk size: 16 TiB.
-const MAX_DISK: u64 = 16 << 40;
-/// The maximum size of the L1 table. QEMU has the same limit.
-const MAX_L1_BYTES: u64 = 32 << 20;
-/// The maximum size of the refcount table. QEMU has the same limit.
-const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
-/// Bits of `incompatible_features`.
-const DIRTY: u64 = 1 << 0;
-const CORRUPT: u64 = 1 << 1;
-const DATA_FILE: u64 = 1 << 2;
-const COMPRESSION: u64 = 1 << 3;
-const EXTENDED_L2: u64 = 1 << 4;
+use file::{ImageFile, Synced, read_or_zero};
+pub use header::Header;
+use header::MAGIC;
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -92,303 +74,6 @@ pub enum Error {
     /// The user has named a data file, but the image has none.
     #[error("it has no external data file")]
     NoDataFile,
-}
-
-/// A checked header.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Header {
-    /// The version: 2 or 3.
-    pub version: u32,
-    /// The size of the disk in bytes.
-    pub size: u64,
-    /// The cluster size in bytes.
-    pub cluster: u64,
-    /// The number of snapshots inside the image.
-    pub snapshots: u32,
-    /// The name of the backing file, as in the image.
-    pub backing: Option<String>,
-    /// Whether the image has an external data file.
-    pub data_file: bool,
-}
-
-impl Header {
-    /// Reads the header of `file`.
-    ///
-    /// # Errors
-    /// It is not a qcow2 image, or one that cannot be used.
-    pub fn read(file: &File) -> Result<Self, Error> {
-        let length = file_size(file)?;
-        let mut bytes = [0; HEADER];
-        read_or_zero(file, &mut bytes, 0)?;
-        let header = Self::parse(&bytes, length)?;
-        let (at, len) = (be64(&bytes, 8), be32(&bytes, 16));
-        if at == 0 {
-            // The length is meaningless then and was not checked.
-            return Ok(header);
-        }
-        let mut name = vec![0; len as usize];
-        file.read_exact_at(&mut name, at)?;
-        Ok(Self { backing: Some(String::from_utf8_lossy(&name).into_owned()), ..header })
-    }
-
-    /// Parses the header in `bytes`, of a file of `length` bytes, without the name of a backing
-    /// file.
-    ///
-    /// # Errors
-    /// It is not a qcow2 image, or one that cannot be used.
-    pub fn parse(bytes: &[u8; HEADER], length: u64) -> Result<Self, Error> {
-        let within = |field, value, limit: std::ops::RangeInclusive<u64>| {
-            if limit.contains(&value) {
-                return Ok(value);
-            }
-            Err(Error::Header {
-                field,
-                value,
-                limit: format!("and {} to {} are possible", limit.start(), limit.end()),
-            })
-        };
-        if bytes[..4] != MAGIC {
-            return Err(Error::Header {
-                field: "magic",
-                value: be32(bytes, 0).into(),
-                limit: "not QFI\\xfb".into(),
-            });
-        }
-        let version = within("version", be32(bytes, 4).into(), 2..=3)? as u32;
-        let bits = within("cluster_bits", be32(bytes, 20).into(), 9..=21)?;
-        let size = within("size", be64(bytes, 24), 0..=MAX_DISK)?;
-        match be32(bytes, 32) {
-            0 => {}
-            _ => return Err(Error::Encrypted),
-        }
-        let cluster = 1 << bits;
-        // An L1 entry covers a table of cluster / 8 clusters.
-        let entries = size.div_ceil(cluster * (cluster / 8));
-        let l1 = within("l1_size", be32(bytes, 36).into(), entries..=MAX_L1_BYTES / 8)?;
-        let table = |field, at: u64, len: u64| {
-            let fits = at.is_multiple_of(cluster) && at.checked_add(len).is_some_and(|end| end <= length);
-            if fits || len == 0 {
-                return Ok(());
-            }
-            Err(Error::Header {
-                field,
-                value: at,
-                limit: format!("and {len} bytes do not lie there in a file of {length}"),
-            })
-        };
-        table("l1_table_offset", be64(bytes, 40), l1 * 8)?;
-        let clusters =
-            within("refcount_table_clusters", be32(bytes, 56).into(), 0..=MAX_REFCOUNT_TABLE_BYTES >> bits)?;
-        table("refcount_table_offset", be64(bytes, 48), clusters * cluster)?;
-        let snapshots = within("nb_snapshots", be32(bytes, 60).into(), 0..=65536)? as u32;
-        let (backing, name) = (be64(bytes, 8), be32(bytes, 16));
-        if backing != 0 {
-            within("backing_file_size", name.into(), 1..=1023)?;
-            within("backing_file_offset", backing, 72..=cluster - 1)?;
-        }
-        let features = if version == 2 { 0 } else { be64(bytes, 72) };
-        match features {
-            _ if features & CORRUPT != 0 => return Err(Error::Corrupt),
-            _ if features & DIRTY != 0 => return Err(Error::Dirty),
-            _ if features & EXTENDED_L2 != 0 => return Err(Error::Feature("extended L2 entries")),
-            _ if features & COMPRESSION != 0 => return Err(Error::Feature("clusters compressed by zstd")),
-            _ if features & !DATA_FILE != 0 => return Err(Error::Feature("a feature of a later version")),
-            _ => {}
-        }
-        Ok(Self { version, size, cluster, snapshots, backing: None, data_file: features & DATA_FILE != 0 })
-    }
-}
-
-fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
-}
-
-fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
-}
-
-/// The size of a file or of a block device.
-fn file_size(file: &File) -> io::Result<u64> {
-    (&*file).seek(SeekFrom::End(0))
-}
-
-/// Reads from `at` on. Bytes past the end of the file are zero.
-fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match file.read_at(bytes, at) {
-            Ok(0) => {
-                bytes.fill(0);
-                return Ok(());
-            }
-            Ok(count) => {
-                bytes = &mut bytes[count..];
-                at += count as u64;
-            }
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-/// A file, with what has to be synced of it.
-struct Synced {
-    file: Arc<File>,
-    /// Whether there are unsynced writes, and whether a table is among them.
-    unsynced: AtomicBool,
-    unsynced_table: AtomicBool,
-    /// In tests, the number of the file in `trace`, and the writes and syncs, in order.
-    #[cfg(test)]
-    number: usize,
-    #[cfg(test)]
-    trace: power::Trace,
-}
-
-impl Synced {
-    fn new(file: File) -> Self {
-        Self {
-            file: Arc::new(file),
-            unsynced: AtomicBool::new(false),
-            unsynced_table: AtomicBool::new(false),
-            #[cfg(test)]
-            number: 0,
-            #[cfg(test)]
-            trace: power::Trace::default(),
-        }
-    }
-
-    /// Syncs earlier writes to the medium.
-    fn sync(&self) -> io::Result<()> {
-        self.file.sync_data()?;
-        self.unsynced.store(false, Ordering::Relaxed);
-        self.unsynced_table.store(false, Ordering::Relaxed);
-        #[cfg(test)]
-        self.trace.lock().unwrap().push(Act::Sync(self.number));
-        Ok(())
-    }
-
-    /// Syncs earlier writes, if there are any.
-    fn settle(&self) -> io::Result<()> {
-        if self.unsynced.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
-    }
-
-    /// Called before data is written, perhaps to a cluster that was free. imago has already written
-    /// the table that mapped the cluster to other data. This syncs that table to the medium.
-    fn before_data(&self) -> io::Result<()> {
-        if self.unsynced_table.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
-    }
-
-    /// Records that `len` bytes at `at` have been written.
-    #[cfg_attr(not(test), allow(unused_variables))]
-    fn note(&self, at: u64, len: u64) {
-        self.unsynced.store(true, Ordering::Relaxed);
-        #[cfg(test)]
-        {
-            let mut bytes = vec![0; len as usize];
-            read_or_zero(&self.file, &mut bytes, at).unwrap();
-            self.trace.lock().unwrap().push(Act::Write(self.number, at, bytes));
-        }
-    }
-}
-
-/// A file of an image, for imago. It does not open other files.
-struct ImageFile {
-    own: Arc<Synced>,
-    /// The external data file, if this is the file of the tables.
-    data: Option<Arc<Synced>>,
-    helper: CommonStorageHelper,
-}
-
-impl ImageFile {
-    fn new(file: File) -> Self {
-        Self::of(Arc::new(Synced::new(file)), None)
-    }
-
-    fn of(own: Arc<Synced>, data: Option<Arc<Synced>>) -> Self {
-        Self { own, data, helper: CommonStorageHelper::default() }
-    }
-}
-
-impl fmt::Debug for ImageFile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.own.file.fmt(f)
-    }
-}
-
-impl fmt::Display for ImageFile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the image")
-    }
-}
-
-// The trait's functions are unsafe because they do not order concurrent requests. Each image is
-// used by one thread.
-impl Storage for ImageFile {
-    fn size(&self) -> io::Result<u64> {
-        file_size(&self.own.file)
-    }
-
-    unsafe fn pure_readv(&self, bufv: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
-        for mut part in bufv.into_inner() {
-            read_or_zero(&self.own.file, &mut part, offset)?;
-            offset += part.len() as u64;
-        }
-        Ok(())
-    }
-
-    unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
-        // This is a table, or a part of a cluster that is copied. imago's order keeps each table
-        // consistent with the writes before it. These syncs make the medium keep to that order. The
-        // data that a table maps may be in another file.
-        if let Some(data) = &self.data {
-            data.settle()?;
-        }
-        self.own.settle()?;
-        self.own.unsynced_table.store(true, Ordering::Relaxed);
-        for part in bufv.into_inner() {
-            self.own.file.write_all_at(&part, offset)?;
-            self.own.note(offset, part.len() as u64);
-            offset += part.len() as u64;
-        }
-        Ok(())
-    }
-
-    unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.own.before_data()?;
-        crate::write_zeros(&self.own.file, offset, length, false)?;
-        self.own.note(offset, length);
-        Ok(())
-    }
-
-    unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
-        match fallocate(&self.own.file, FallocateMode::PunchHole, true, offset, length) {
-            Err(error) if error.errno() != libc::EOPNOTSUPP => Err(error.into()),
-            _ => {
-                self.own.note(offset, length);
-                Ok(())
-            }
-        }
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.own.sync()
-    }
-
-    unsafe fn invalidate_cache(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn get_storage_helper(&self) -> &CommonStorageHelper {
-        &self.helper
-    }
-
-    fn resize(&self, new_size: u64, _: storage::PreallocateMode) -> io::Result<()> {
-        self.own.file.set_len(new_size)
-    }
 }
 
 type Access = Arc<FormatAccess<ImageFile>>;
@@ -686,6 +371,9 @@ impl Qcow2 {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::file::file_size;
     use super::*;
     use crate::Image;
     use crate::power::{Guest, SECTOR, base, file};
