@@ -120,7 +120,7 @@ fn at_once(kinds: [Kind; 2], random: &mut Random) -> Result<(), Failed> {
         told.push(event.to_string());
     }
     // The end of a client is noticed at once, and not by a timeout.
-    ensure(!told.iter().any(|event| event.contains("nobody named")), || context.clone())?;
+    ensure(!told.iter().any(|event| event.contains("files were not named")), || context.clone())?;
     for (at, (kind, output)) in kinds.iter().zip(&ended).enumerate() {
         let done = output.status.success();
         let said = String::from_utf8_lossy(&output.stderr);
