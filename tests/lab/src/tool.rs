@@ -10,9 +10,8 @@ use crate::{Error, Result};
 
 /// Debian's package of each program that the laboratory runs. [`support::tools::TOOLS`] has those
 /// that tests run.
-const PACKAGES: [(&str, &str); 29] = [
+const PACKAGES: [(&str, &str); 24] = [
     ("qemu-system-aarch64", "qemu-system-arm"),
-    ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
     ("xz", "xz-utils"),
     ("tar", "tar"),
@@ -37,10 +36,6 @@ const PACKAGES: [(&str, &str); 29] = [
     ("/usr/include/libelf.h", "libelf-dev"),
     ("/usr/include/openssl/bio.h", "libssl-dev"),
     ("syslinux", "syslinux"),
-    ("mcopy", "mtools"),
-    ("mke2fs", "e2fsprogs"),
-    ("sfdisk", "fdisk"),
-    ("mkfs.fat", "dosfstools"),
 ];
 
 /// The package that has `program`.
