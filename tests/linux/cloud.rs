@@ -3,6 +3,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -121,6 +122,47 @@ fn images_of_clouds_are_kept_with_a_user_for_each_login() -> Result<(), Failed> 
     let second = shell_by_ssh(&scratch, name, "bob", command, 4)?;
     ensure(second.contains("log in as bob with the password "), || second.clone())?;
     ensure(fs::read_to_string(&known)? == host_key, || "the host key has changed".into())
+}
+
+/// The book's page with the steps of a newcomer.
+const PAGE: &str = include_str!("../../docs/src/tutorials/linux-guest.md");
+
+/// The part of the page between `from` and `to`.
+fn of_page(from: &str, to: &str) -> Result<&'static str, Failed> {
+    let found = PAGE.split_once(from).and_then(|(_, rest)| rest.split_once(to));
+    Ok(found.ok_or_else(|| format!("the page has no {from:?}"))?.0)
+}
+
+/// A newcomer has installed the packages and downloaded the image, and enters the commands of the
+/// page's other steps. They lead to a prompt.
+#[test(images())]
+fn images_of_clouds_boot_by_the_steps_of_the_page() -> Result<(), Failed> {
+    let scratch = scratch()?;
+    let downloaded = of_page("curl -LO https://", "\n")?.rsplit('/').next().unwrap_or_default();
+    symlink(IMAGES[1].0, scratch.path(downloaded))?;
+    let directory = Path::new(VELLUM).parent().unwrap_or(Path::new("/")).display();
+    let path = format!("PATH={directory}:$PATH");
+    let check = of_page("Check the host: `", "`")?;
+    let (bed_flags, bed_cmdline) = for_this_bed();
+    let boot = format!("{} {}", of_page("Boot it: `", "`")?, bed_flags.join(" "));
+    let boot = if bed_cmdline.is_empty() { boot } else { format!("{boot} -p {bed_cmdline}") };
+    let checked = Command::new("sh").args(["-c", &format!("{path}; {check}")]).output()?;
+    ensure(checked.status.success(), || format!("{check}: {checked:?}"))?;
+    let (mut master, slave, tty) = open_pty()?;
+    host(&["stty", "-F", &tty, "sane"])?;
+    let mut command = Command::new("setsid");
+    command.args(["-c", "sh", "-c", &format!("{path}; exec {boot}")]).current_dir(scratch.dir());
+    command.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave);
+    let mut child = Process::spawn(&mut command)?;
+    drop(command);
+    let said = until(&mut master, " login: ")?;
+    let (user, password) = printed(&said)?;
+    log_in(&mut master, &user, &password)?;
+    master.write_all(b"echo \"a $(sudo id -un) here.\"\r")?;
+    until(&mut master, "a root here.")?;
+    master.write_all(b"\x01x")?;
+    let status = child.wait()?;
+    ensure(status.code() == Some(0), || format!("{status:?}"))
 }
 
 /// The user and the password that Vellum has printed.
