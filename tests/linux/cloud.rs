@@ -12,10 +12,9 @@ use support::{Failed, LIMIT, Need, Scratch, Tests, ensure, eventually, test};
 use vellum_control::names;
 use vellum_sys::terminal::open_pty;
 
-use crate::VELLUM;
-use crate::all_on_a_root;
 use crate::guest::{for_this_bed, host, scratch};
 use crate::typed::{until, until_any};
+use crate::{VELLUM, all_on_a_root, guests, more_than_a_slice};
 
 /// The images, in the laboratory's order (tests/lab/src/hosts/cloud.rs): the disk, its content, and
 /// the file that names its kernel.
@@ -36,6 +35,43 @@ fn images() -> Need {
         true => Ok(()),
         false => Err("needs images as clouds have them: cargo lab test linux".into()),
     }
+}
+
+/// The image of hosts with Arm's processors. Its users log in without a password.
+const OF_ARM: &str = "/dev/vda";
+
+fn image_of_arm() -> Need {
+    guests().and_then(|()| more_than_a_slice())?;
+    match cfg!(target_arch = "aarch64") && Path::new(OF_ARM).exists() {
+        true => Ok(()),
+        false => Err("needs a host of Arm with an image as clouds have them: cargo lab test arm64".into()),
+    }
+}
+
+/// An image for Arm boots by itself to a login, with the kernel, the initrd and the root that its
+/// GRUB menu names.
+#[test(image_of_arm())]
+fn images_of_clouds_boot_by_themselves_to_a_login_on_arm() -> Result<(), Failed> {
+    let before = beginning(OF_ARM)?;
+    let (mut master, slave, tty) = open_pty()?;
+    host(&["stty", "-F", &tty, "sane"])?;
+    let mut command = Command::new("setsid");
+    command.args(["-c", VELLUM, "run", "-d", OF_ARM, "--timeout", "7000s"]);
+    command.stdin(slave.try_clone()?).stdout(slave.try_clone()?).stderr(slave);
+    let mut child = Process::spawn(&mut command)?;
+    drop(command);
+    let said = until(&mut master, "arm login: ")?;
+    ensure(said.contains("/boot/grub/grub.cfg of partition 1"), || said.clone())?;
+    master.write_all(b"root\r")?;
+    until(&mut master, "# ")?;
+    master.write_all(
+        b"echo x > /made && sync && echo \"$(uname -m) on $(cut -d' ' -f1 /proc/1/comm) $(cat /made).\"\r",
+    )?;
+    until(&mut master, "aarch64 on init x.")?;
+    master.write_all(b"\x01x")?;
+    let status = child.wait()?;
+    ensure(status.code() == Some(0), || format!("{status:?}"))?;
+    ensure(beginning(OF_ARM)? == before, || "the image has changed".into())
 }
 
 /// A test for each image.

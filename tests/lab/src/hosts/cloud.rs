@@ -1,15 +1,21 @@
 //! Disk images for guests, laid out as distributions lay out theirs for clouds: a GPT with a BIOS
 //! partition and an EFI system partition, /boot apart or not, and what GRUB reads there. The system
-//! in them is Debian each time; where its kernel is found is what differs.
+//! in them is Debian each time; where its kernel is found is what differs. The image for Arm has
+//! busybox instead, because this machine cannot run the programs that install a Debian for Arm.
 //!
 //! All are made once and kept in the cache.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{Seek, Write};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::disk::{SUITE, bootstrap, ext4};
+use super::guest;
+use super::initramfs::Initramfs;
+use crate::architecture::Architecture;
+use crate::artifacts::{self, Kernel};
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, tool};
 
@@ -74,6 +80,85 @@ pub fn images(cache: &Cache) -> Result<Vec<PathBuf>> {
         fs::remove_dir_all(&root).map_err(Error::file("remove", &root))
     })?;
     Ok(IMAGES.iter().map(|(name, ..)| made.join(name)).collect())
+}
+
+/// The image for hosts with Arm's processors, made if need be. It is laid out as Debian's.
+pub fn image_for_arm(cache: &Cache) -> Result<PathBuf> {
+    let kernel = Kernel::debian_for(cache, Architecture::Arm, "6.1")?;
+    let source = digest([kernel.package.as_bytes(), include_bytes!("cloud.rs")]);
+    let made = cache.entry(&format!("disk/{SUITE}-cloud-arm64-{source}"), |dir| {
+        eprintln!("lab: an image for guests of Arm as clouds have them");
+        let root = dir.join("root");
+        busybox_system(cache, &kernel, &root)?;
+        make(&dir.join("debian.raw"), Layout::Debian, &root, dir)?;
+        fs::remove_dir_all(&root).map_err(Error::file("remove", &root))
+    })?;
+    Ok(made.join("debian.raw"))
+}
+
+/// The initramfs's first process: it mounts the root that the kernel's command line names.
+const INIT: &str = "#!/bin/sh\n\
+    mount -t devtmpfs dev /dev; mount -t proc proc /proc\n\
+    for module in $(cat /modules/order); do insmod /modules/$module.ko; done\n\
+    for word in $(cat /proc/cmdline); do case $word in root=*) root=${word#root=};; esac; done\n\
+    until found=$(findfs $root); do sleep 1; done\n\
+    mount -t ext4 $found /root && exec switch_root /root /sbin/init\n";
+/// busybox's init: a login on the console.
+const INITTAB: &str = "::sysinit:/bin/mount -t proc proc /proc\n\
+    ::sysinit:/bin/mount -t devtmpfs dev /dev\n\
+    ::sysinit:/bin/hostname -F /etc/hostname\n\
+    ::respawn:/sbin/getty -L 0 console vt100\n";
+
+/// Makes a system of busybox for Arm in `root`, with Debian's `kernel`. root logs in without a
+/// password.
+fn busybox_system(cache: &Cache, kernel: &Kernel, root: &Path) -> Result<()> {
+    let busybox = artifacts::busybox(cache, Architecture::Arm)?;
+    let program = fs::read(&busybox).map_err(Error::file("read", &busybox))?;
+    let applets = guest::applets()?;
+    let release = kernel.package.split_once(' ').unwrap_or((&kernel.package, "")).0;
+    let release = release.trim_start_matches("linux-image-");
+
+    let mut initrd = Initramfs::new();
+    initrd.file("/init", 0o755, INIT.as_bytes());
+    initrd.file("/bin/busybox", 0o755, &program);
+    applets.iter().for_each(|name| initrd.link(&format!("/bin/{name}"), "busybox"));
+    ["/dev", "/proc", "/root"].iter().for_each(|path| initrd.directory(path));
+    let mut order = String::new();
+    for (name, module) in kernel.modules(&guest::modules())? {
+        initrd.file(&format!("/modules/{name}.ko"), 0o644, &module);
+        order += &format!("{name}\n");
+    }
+    initrd.file("/modules/order", 0o644, order.as_bytes());
+
+    let image = fs::read(&kernel.image).map_err(Error::file("read", &kernel.image))?;
+    let files: [(String, &[u8]); 9] = [
+        ("bin/busybox".into(), &program),
+        (format!("boot/vmlinuz-{release}"), &image),
+        (format!("boot/initrd.img-{release}"), &initrd.finish()),
+        ("etc/group".into(), b"root:x:0:\n"),
+        ("etc/hostname".into(), b"arm\n"),
+        ("etc/inittab".into(), INITTAB.as_bytes()),
+        ("etc/os-release".into(), b"PRETTY_NAME=\"busybox on Debian's kernel\"\n"),
+        ("etc/passwd".into(), b"root::0:0:root:/root:/bin/sh\n"),
+        ("etc/securetty".into(), b"console\n"),
+    ];
+    let put = |path: &Path, content: &[u8]| {
+        fs::create_dir_all(path.parent().unwrap_or(root))?;
+        fs::write(path, content)
+    };
+    for (name, content) in files {
+        let path = root.join(name);
+        put(&path, content).map_err(Error::file("write", &path))?;
+    }
+    let rest = || -> std::io::Result<()> {
+        fs::set_permissions(root.join("bin/busybox"), Permissions::from_mode(0o755))?;
+        for directory in ["dev", "proc", "root", "run", "sbin", "sys", "tmp", "var"] {
+            fs::create_dir_all(root.join(directory))?;
+        }
+        ["sbin/init", "sbin/getty"].iter().try_for_each(|name| symlink("../bin/busybox", root.join(name)))?;
+        applets.iter().try_for_each(|name| symlink("busybox", root.join("bin").join(name)))
+    };
+    rest().map_err(Error::file("fill", root))
 }
 
 /// Makes the image `path` of the system in `root`.

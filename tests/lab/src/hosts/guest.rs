@@ -33,9 +33,7 @@ impl Guest {
     pub fn make(cache: &Cache, architecture: Architecture, version: &str, dir: &Path) -> Result<Self> {
         let kernel = Kernel::debian_for(cache, architecture, version)?;
         let mut image = with_agent(cache, architecture)?;
-        let names: Vec<&str> =
-            MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
-        for (list, names) in [("order", &names[..]), ("shares", &SHARES)] {
+        for (list, names) in [("order", &modules()[..]), ("shares", &SHARES)] {
             let mut order = String::new();
             for (name, module) in kernel.modules(names)? {
                 image.file(&format!("/modules/{name}.ko"), 0o644, &module);
@@ -94,10 +92,21 @@ fn with_agent(cache: &Cache, architecture: Architecture) -> Result<Initramfs> {
         Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
         other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
     }
-    for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
+    for name in applets()? {
         image.link(&format!("/bin/{name}"), "busybox");
     }
     Ok(image)
+}
+
+/// The names of the modules that a guest needs, shares apart.
+pub(super) fn modules() -> Vec<&'static str> {
+    MODULES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect()
+}
+
+/// The names of busybox's programs.
+pub(super) fn applets() -> Result<Vec<String>> {
+    let names = tool::text(Command::new(tool::need("busybox")?).arg("--list"))?;
+    Ok(names.lines().filter(|name| *name != "busybox").map(str::to_owned).collect())
 }
 
 /// Writes a file atomically, because another laboratory may be about to boot the old one.

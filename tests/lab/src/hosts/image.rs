@@ -4,9 +4,8 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use super::{HostKernel, Pace, Request};
+use super::{HostKernel, Pace, Request, guest};
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Programs};
 use crate::cache::Cache;
@@ -51,7 +50,7 @@ pub fn pack(
         Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
         other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
     }
-    for name in tool::text(Command::new(&busybox).arg("--list"))?.lines().filter(|name| *name != "busybox") {
+    for name in guest::applets()? {
         image.link(&format!("/bin/{name}"), "busybox");
     }
     image.file(

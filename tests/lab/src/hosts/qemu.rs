@@ -58,6 +58,7 @@ impl Qemu {
     fn start(&self, start: &Start, idle: Idle) -> Result<Command> {
         let mut command = command(&self.emulator()?, start, idle);
         (self.add_board)(&mut command, start.request)?;
+        add_disks(&mut command, start.request);
         Ok(command)
     }
 }
@@ -178,6 +179,14 @@ fn command(program: &Path, start: &Start, idle: Idle) -> Command {
         .arg(initrd)
         .args(["-append", &request.command_line()]);
     command
+}
+
+/// Adds the root and the other disks. Writes go to the emulator's memory.
+fn add_disks(command: &mut Command, request: &Request) {
+    for (number, disk) in request.root.iter().chain(&request.disks).enumerate() {
+        let drive = format!("file={},format=raw,if=none,id=disk{number},snapshot=on", disk.display());
+        command.args(["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")]);
+    }
 }
 
 #[cfg(test)]

@@ -90,9 +90,9 @@ pub struct Request {
     /// A network to another host, on eth0.
     pub wire: Option<Wire>,
     /// A disk with the host's root, an ext4 image, which stays unchanged. None: the initramfs is
-    /// the root. Only hosts of `svm` can have one.
+    /// the root. Only hosts that QEMU emulates can have one.
     pub root: Option<PathBuf>,
-    /// Other disks: raw images, which stay unchanged. Only hosts of `svm` can have them.
+    /// Other disks: raw images, which stay unchanged. Only hosts that QEMU emulates can have them.
     pub disks: Vec<PathBuf>,
     /// Files of this machine and their paths in the host.
     pub files: Vec<(PathBuf, String)>,

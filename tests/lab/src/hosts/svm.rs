@@ -48,10 +48,6 @@ pub const HOST: Emulated = Emulated(&Qemu {
 fn add_board(command: &mut Command, request: &Request) -> Result<()> {
     let processor = format!("{},+svm,+npt", request.cpu.as_deref().unwrap_or("EPYC"));
     command.args(["-cpu", &processor]);
-    for (number, disk) in request.root.iter().chain(&request.disks).enumerate() {
-        let drive = format!("file={},format=raw,if=none,id=disk{number},snapshot=on", disk.display());
-        command.args(["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")]);
-    }
     if let Some(wire) = &request.wire {
         let [here, there] = [wire.end, 1 - wire.end].map(|end| wire.ends[end].display());
         let ends = format!("local.type=unix,local.path={here},remote.type=unix,remote.path={there}");

@@ -78,7 +78,11 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
     }
     // Linux guests on x86 have a bed of their own.
     if architecture == Architecture::Arm {
-        jobs.extend(linux_on_arm(&cache, bed, &kernel, options)?);
+        let disk = match setup::packages(&cloud::PROGRAMS, options.setup, bed.name(), tally)? {
+            true => Some(cloud::image_for_arm(&cache)?),
+            false => None,
+        };
+        jobs.extend(linux_on_arm(&cache, bed, &kernel, disk, options)?);
         // Arguments name tests, which these kernels do not have.
         let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
         if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
@@ -88,13 +92,21 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
     Ok(jobs)
 }
 
-/// Linux guests on hosts with either interrupt controller. A guest has its host's kind.
-fn linux_on_arm(cache: &Cache, bed: Emulated, kernel: &Kernel, options: &Options) -> Result<Vec<Job>> {
+/// Linux guests on hosts with either interrupt controller. A guest has its host's kind. `disk` is
+/// an image as clouds have them.
+fn linux_on_arm(
+    cache: &Cache,
+    bed: Emulated,
+    kernel: &Kernel,
+    disk: Option<PathBuf>,
+    options: &Options,
+) -> Result<Vec<Job>> {
     let tests = programs::linux_on(bed.architecture())?;
     let guests = guests(cache, bed.architecture(), false)?;
     let host = |(npt, gicv2): (bool, bool)| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         (request.host, request.second_stage, request.gicv2) = (bed, npt, gicv2);
+        request.disks.extend(disk.clone());
         // With a counting clock, guests that run for a fixed time would take too long.
         (request.pace, request.memory_mib) = (Pace::Real, 4096);
         request.time_limit = Duration::from_secs(60 * 60);
