@@ -3,7 +3,8 @@
 //! [`bus`] routes an access to a device. A board's own devices are one short file each. Devices
 //! that end the guest ([`i8042`], [`acpi_pm`], [`pvpanic`], [`debug_exit`]) answer a write with an
 //! [`Ending`]. [`virtio`] holds the paravirtual devices and their transports. [`pci`] is the PCI
-//! bus. [`mod@line`] is an interrupt that can be masked.
+//! bus. [`mod@line`] is an interrupt that can be masked. [`console`] is the host's end of the serial
+//! port; the virtio console is in [`virtio`].
 
 pub mod bus;
 

@@ -200,7 +200,7 @@ extern "C" fn judge_main(number: u64) -> ! {
     while GO.load(Ordering::SeqCst) == 0 {
         core::hint::spin_loop();
     }
-    // A processor that started too late is not counted.
+    // SAFETY: complete since GO. A processor that started too late is not counted.
     if number >= unsafe { (*SEALED.get()).schedule.vcpus } {
         arch::halt();
     }

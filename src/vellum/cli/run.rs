@@ -1,4 +1,5 @@
-//! `vellum run`: runs a guest.
+//! `vellum run`: runs a guest. The flags of all guests are here; [`kernel`] has those of guests with
+//! a kernel, and `devices` those of devices.
 
 use std::time::Duration;
 

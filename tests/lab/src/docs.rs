@@ -197,4 +197,43 @@ mod tests {
         fs::remove_dir_all(&dir).unwrap();
         assert!(page.contains("Usage: vellum run") && page.contains("--workload"), "{page}");
     }
+
+    /// The paths in code spans of `line`: those below a directory of the workspace, and in a table
+    /// whose first cell is a directory, also those below it.
+    fn paths(line: &str) -> Vec<(PathBuf, String)> {
+        const TOP: [&str; 6] = ["src/", "tests/", "docs/", "resources/", "guest-agent/", "kernel-patches/"];
+        let spans: Vec<&str> = line.split('`').skip(1).step_by(2).collect();
+        let row = line
+            .strip_prefix("| `")
+            .and_then(|_| spans.first())
+            .filter(|first| TOP.iter().any(|top| first.starts_with(top)));
+        let is_path = |span: &&str| {
+            !span.contains([' ', '*', '{', '<'])
+                && (span.ends_with(".rs") || span.ends_with('/') || span.contains('/'))
+        };
+        let found = spans.iter().copied().filter(is_path).filter_map(|span| {
+            if TOP.iter().any(|top| span.starts_with(top)) {
+                return Some((PathBuf::from(span), span.to_owned()));
+            }
+            let below = row.filter(|_| span.ends_with(".rs") || span.ends_with('/'))?;
+            Some((Path::new(below).join(span), span.to_owned()))
+        });
+        found.collect()
+    }
+
+    #[test]
+    fn every_path_that_the_map_names_is_there() {
+        assert_eq!(paths("| `src/bench` | `oracle/` | `gone.rs` |").len(), 3);
+        assert!(paths("`BASE/NAME`, `a.rs`, src/bench").is_empty());
+        let mut named = 0;
+        for page in ["ARCHITECTURE.md", "CONTRIBUTING.md"] {
+            let text = fs::read_to_string(artifacts::workspace().join(page)).unwrap();
+            for (path, written) in text.lines().flat_map(paths) {
+                let is_template = written.contains("BASE") || written.contains("NAME");
+                assert!(is_template || artifacts::workspace().join(path).exists(), "{page}: {written}");
+                named += 1;
+            }
+        }
+        assert!(named > 50, "{named} paths");
+    }
 }
