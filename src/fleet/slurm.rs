@@ -117,19 +117,25 @@ fn record(plan: &Path) -> PathBuf {
     plan.with_file_name("jobs")
 }
 
-/// Reads that file, which is trusted no more than results. Invalid lines are ignored.
-fn recorded(plan: &Path) -> BTreeMap<u64, u64> {
-    let bytes = result::read_file(&record(plan)).unwrap_or_default();
+/// Reads that file, which is trusted no more than results. Invalid lines are ignored. Before the
+/// first submission there is none.
+fn recorded(plan: &Path) -> Result<BTreeMap<u64, u64>, Error> {
+    let path = record(plan);
+    let bytes = match result::read_file(&path) {
+        Ok(bytes) => bytes,
+        Err(why) if path.exists() => return Err(Error::Plan { path, why }),
+        Err(_) => Vec::new(),
+    };
     let pair = |line: &str| {
         let (job, base) = line.split_once(' ')?;
         Some((job.parse().ok()?, base.parse().ok()?))
     };
-    String::from_utf8_lossy(&bytes).lines().filter_map(pair).collect()
+    Ok(String::from_utf8_lossy(&bytes).lines().filter_map(pair).collect())
 }
 
 /// The tasks of this plan in the queue with their states, and the total number of jobs.
 fn queue(plan: &Path) -> Result<(BTreeMap<u64, String>, u64), Error> {
-    let (jobs, mut tasks, mut all) = (recorded(plan), BTreeMap::new(), 0);
+    let (jobs, mut tasks, mut all) = (recorded(plan)?, BTreeMap::new(), 0);
     let text = call(&words("squeue --noheader --array"))?;
     for line in text.lines() {
         all += 1;

@@ -297,13 +297,15 @@ impl Inner {
     }
 
     fn reset(&mut self, vm: &VmFd) -> Result<(), Failed> {
-        let harvested = std::mem::take(&mut self.harvested);
-        let (mut reset, mut idle) = (0, 0);
-        while reset < harvested {
+        let (harvested, mut idle) = (self.harvested, 0);
+        while self.harvested > 0 {
             match sys::reset_rings(vm).map_err(Failed::Ioctl)? {
-                0 if idle == IDLE_RESETS => return Err(Failed::Fewer { harvested, reset }),
+                0 if idle == IDLE_RESETS => {
+                    let reset = harvested - std::mem::take(&mut self.harvested);
+                    return Err(Failed::Fewer { harvested, reset });
+                }
                 0 => idle += 1,
-                some => (reset, idle) = (reset + u64::from(some), 0),
+                some => (self.harvested, idle) = (self.harvested.saturating_sub(u64::from(some)), 0),
             }
         }
         Ok(())

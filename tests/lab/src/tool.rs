@@ -120,8 +120,13 @@ pub fn lines_of(command: &mut Command, started: impl FnOnce(u32), mut each: impl
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut last = Tail::default();
     for row in BufReader::new(reader).split(b'\n') {
-        let row = row.map_err(Error::file("read the output of", line(command)))?;
-        let row = String::from_utf8_lossy(&row);
+        let row = match row {
+            Ok(row) => String::from_utf8_lossy(&row).into_owned(),
+            Err(error) => {
+                let _ = child.kill().and_then(|()| child.wait());
+                return Err(Error::file("read the output of", line(command))(error));
+            }
+        };
         each(&row);
         last.push(&row);
     }
