@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock, Mutex};
 
 use event_manager::{EventManager, MutEventSubscriber, SubscriberOps};
-use support::hosts::kvm;
+use support::hosts::{kvm, slow_if_emulated};
 use support::pc::{Pc, hand_over};
 use support::{Failed, LIMIT, Need, Random, Tests, ensure, eventually};
 use vellum_devices::virtio::registers::{Half, Register};
@@ -38,8 +38,12 @@ fn main() -> ExitCode {
         for (name, timer) in [("deadline", Timer::Deadline), ("one_shot", Timer::OneShot)] {
             let name = |what: &str| format!("{what}_with_a_{name}_timer_and_a_{irqchip}_irqchip");
             let sources = want::TIMER | want::SERIAL | want::VIRTIO | want::LEVEL;
-            tests.add(name("what_is_requested_is_taken_once"), kvm(), move || rounds(mode, timer, sources));
-            tests.add(name("what_comes_freely_is_taken_once"), kvm(), move || freely(mode, timer));
+            tests.add(name("what_is_requested_is_taken_once"), slow_if_emulated(), move || {
+                rounds(mode, timer, sources)
+            });
+            tests.add(name("what_comes_freely_is_taken_once"), slow_if_emulated(), move || {
+                freely(mode, timer)
+            });
         }
         let name = format!("what_is_in_service_stays_so_until_its_end_with_a_{irqchip}_irqchip");
         tests.add(name, in_service.clone(), move || rounds(mode, Timer::Deadline, !0));

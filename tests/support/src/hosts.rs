@@ -20,6 +20,20 @@ pub fn real() -> Need {
     }
 }
 
+/// The environment variable with which an emulated host runs the tests of [`slow_if_emulated`], too.
+pub const EMULATED: &str = "VELLUM_EMULATED";
+
+/// A KVM, for tests that take minutes on an emulated host and have the same to find on a real one.
+/// An emulated host runs them only in a run of all of its tests.
+pub fn slow_if_emulated() -> Need {
+    kvm()?;
+    let is_short = std::env::var_os(EMULATED).is_none_or(|value| value != "all");
+    match vellum_host::Facts::collect(String::new()).emulated && is_short {
+        true => Err("takes minutes on an emulated host: cargo test, cargo lab test svm, or --full".into()),
+        false => Ok(()),
+    }
+}
+
 /// A CPU that stops guests at breakpoints.
 pub fn breakpoints() -> Need {
     let amd = std::path::Path::new("/sys/module/kvm_amd").exists();

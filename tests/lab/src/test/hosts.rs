@@ -9,6 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use support::hosts::EMULATED;
+
 use super::pool::{self, Job, Made, Work};
 use super::programs::{self, Place};
 use super::tally::Tally;
@@ -49,6 +51,9 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(30 * 60);
+        if !options.is_short() {
+            request.env.push((EMULATED.into(), "all".into()));
+        }
         request
     };
     let tests = programs::built_on(architecture)?;
