@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use support::hosts;
-use support::hosts::{kvm, real};
+use support::hosts::{kvm, real, slow_if_emulated};
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_bench::{Common, Region, access_tracking, demand_paging, memslot, page_table};
 use vellum_guests as guests;
@@ -457,7 +457,7 @@ fn moved_and_measured(vcpus: usize) -> Result<Vec<(f64, f64)>, Failed> {
 
 /// Each round has the guest's waits for pages beside the fastest possible answer. Before the
 /// migration nothing waits.
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn a_guest_whose_memory_follows_it_is_measured() -> Result<Completion, Failed> {
     if vellum_sys::uffd::Uffd::new(vellum_sys::uffd::Mode::Missing).is_err() {
         return Ok(Completion::ignored_with("needs a userfaultfd that sees KVM's faults: vellum doctor"));

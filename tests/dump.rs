@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 
 use serde_json::Value;
 use support::env::TestEnv;
-use support::hosts::kvm;
+use support::hosts::{kvm, slow_if_emulated};
 use support::{Failed, LIMIT, Tests, ensure, eventually, test, tools};
 
 support::vellum!();
@@ -66,7 +66,7 @@ fn a_running_guest_is_dumped_and_goes_on() -> Result<(), Failed> {
 }
 
 /// The dump equals the memory of a paused guest, byte by byte. Untouched memory is a hole.
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn a_dump_is_what_is_in_memory_and_sparse() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let run = "run --memory 256m,backing=memfd --passes 0 --workload write,hot=1,share=100";

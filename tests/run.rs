@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
 use support::hosts;
-use support::hosts::kvm;
+use support::hosts::{kvm, slow_if_emulated};
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_report::{Report, json};
 
@@ -309,7 +309,7 @@ fn json_is_all_that_standard_output_carries() -> Result<(), Failed> {
     ensure(rate.is_some_and(|rate| rate.unit == "pages/s"), || format!("{rate:?}"))
 }
 
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn a_duration_ends_the_workload() -> Result<(), Failed> {
     // The workload has no end of its own, so only the duration can end it.
     let result = report("--memory 16m --duration 200ms --cpus 2")?;

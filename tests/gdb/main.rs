@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use support::env::{Machine, TestEnv};
-use support::hosts::{breakpoints, kvm, real};
+use support::hosts::{breakpoints, kvm, real, slow_if_emulated};
 use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_guests::program::RAM_VA;
 
@@ -305,7 +305,7 @@ fn a_client_that_is_no_debugger_does_no_harm() -> Result<(), Failed> {
 
 /// A guest whose code a debugger has changed to an endless loop of two bytes never rings its
 /// doorbell.
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn a_guest_that_never_stops_is_cut_off() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let (machine, socket) = waiting(&env, "--passes 0")?;

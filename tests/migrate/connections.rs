@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
 use support::env::{Machine, TestEnv};
-use support::hosts::{kvm, real};
+use support::hosts::{real, slow_if_emulated};
 use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_control::client::Client;
 use vellum_control::{Do, MigrateRequest};
@@ -18,7 +18,7 @@ use crate::{ends_with, every_page_is_right, succeeds, with};
 
 /// Migrates a busy guest three times, over two connections and over four. Every page is checked at
 /// the end.
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn a_guest_that_writes_moves_over_several_connections() -> Result<(), Failed> {
     for connections in [2, 4] {
         let env = TestEnv::new()?;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use support::env::{TestEnv, process};
-use support::hosts::{kvm, real};
+use support::hosts::{kvm, real, slow_if_emulated};
 use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
@@ -42,7 +42,7 @@ fn kill(pid: u32, signal: &str) -> Result<(), Failed> {
 
 /// Upgrades twice, with snapshots in between. Every page is right. The first process, which has no
 /// guest memory any longer, ends with the status of the last one.
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn a_guest_goes_on_in_another_build_and_its_first_process_ends_with_it() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let json = env.path("json");

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use support::env::TestEnv;
 use support::guests::Code;
-use support::hosts::kvm;
+use support::hosts::{kvm, slow_if_emulated};
 use support::{Failed, ensure, test};
 use vellum_migration::message::Message;
 use vellum_migration::wire::{Decoder, Encoder, Frame, HEADER, Kind, RUN};
@@ -26,7 +26,7 @@ fn compared(said: &[u8]) -> Option<u64> {
 
 /// Of 1 GiB that is barely touched, only touched pages are compared. Of a guest that writes, those
 /// that it has written are.
-#[test(kvm())]
+#[test(slow_if_emulated())]
 fn every_page_that_was_touched_is_compared_and_no_other() -> Result<(), Failed> {
     for backing in ["anonymous", "memfd"] {
         let env = TestEnv::new()?;
