@@ -234,6 +234,9 @@ pub struct MemoryWork {
     /// The seed of the random order.
     #[serde(default)]
     pub seed: u64,
+    /// The work ends sooner if this file exists at the end of a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub until: Option<String>,
 }
 
 /// The order of writes to memory.
@@ -406,6 +409,8 @@ pub enum Event {
     },
     /// A second of writing memory.
     Memory {
+        /// The second, from 1.
+        second: u64,
         /// 4 KiB pages written in it.
         pages: u64,
         /// The median latency of a write with its verification, in nanoseconds.

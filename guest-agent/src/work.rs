@@ -4,6 +4,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -80,7 +81,7 @@ pub fn memory(work: &MemoryWork, tell: Tell<'_>) -> io::Result<()> {
     let per_slice = work.rate_mib * 256 * SLICE.as_millis() as u64 / 1000;
     let per_slice = if work.rate_mib == 0 { u64::MAX } else { per_slice.max(1) };
     let (mut next, mut state, mut wrong) = (0u64, work.seed | 1, 0);
-    for _ in 0..work.seconds {
+    for number in 1..=work.seconds {
         let second = Instant::now();
         let (mut histogram, mut count) = (Histogram::new(), 0);
         while second.elapsed() < Duration::from_secs(1) {
@@ -114,7 +115,11 @@ pub fn memory(work: &MemoryWork, tell: Tell<'_>) -> io::Result<()> {
             sleep(SLICE.saturating_sub(slice.elapsed()));
         }
         let (p50_ns, p99_ns) = (histogram.quantile(0.5), histogram.quantile(0.99));
-        tell(Event::Memory { pages: count, p50_ns, p99_ns, max_ns: histogram.max, wrong })?;
+        let max_ns = histogram.max;
+        tell(Event::Memory { second: number, pages: count, p50_ns, p99_ns, max_ns, wrong })?;
+        if work.until.as_ref().is_some_and(|path| Path::new(path).exists()) {
+            break;
+        }
     }
     Ok(())
 }
@@ -225,14 +230,16 @@ mod tests {
     #[test]
     fn memory_that_keeps_its_stamps_is_right() {
         for pattern in [Pattern::Sequential, Pattern::Random, Pattern::Once] {
-            let work = MemoryWork { mib: 1, rate_mib: 2, pattern, seconds: 1, seed: 7 };
+            // The file exists, so that there is no second second.
+            let until = Some("/".to_owned());
+            let work = MemoryWork { mib: 1, rate_mib: 2, pattern, seconds: 2, seed: 7, until };
             let mut events = Vec::new();
             memory(&work, &mut |event| {
                 events.push(event);
                 Ok(())
             })
             .unwrap();
-            let [Event::Memory { pages, wrong: 0, .. }] = events[..] else { panic!("{events:?}") };
+            let [Event::Memory { second: 1, pages, wrong: 0, .. }] = events[..] else { panic!("{events:?}") };
             assert!(pages > 0);
         }
     }

@@ -13,8 +13,11 @@ use crate::work::{self, Clock, count};
 
 /// Data in the guest with a known checksum.
 const DATA_MIB: u64 = 48;
-/// The seconds for which the guest writes memory in each hop. The migration must end earlier.
-const LOAD: u64 = 90;
+/// The seconds for which the guest writes memory in each hop, unless the file [`ENOUGH`] ends it
+/// sooner. The migration must end earlier.
+const LOAD: u64 = 300;
+/// A file that the test makes in the guest when the migration is over.
+const ENOUGH: &str = "/enough";
 
 /// How a guest gets to another process.
 #[derive(Clone, Copy, Debug)]
@@ -92,14 +95,29 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
         step(&format!("hop {hop}, {way:?}"));
         // The request goes over the serial port, which migrates with the guest. A vsock connection
         // would be reset.
-        let load = MemoryWork { mib: 64, rate_mib: 8, pattern: Pattern::Random, seconds: LOAD, seed: hop };
+        guest.shell(&format!("rm -f {ENOUGH}"))?;
+        let load = MemoryWork {
+            mib: 64,
+            rate_mib: 8,
+            pattern: Pattern::Random,
+            seconds: LOAD,
+            seed: hop,
+            until: Some(ENOUGH.into()),
+        };
         guest.type_line(&serde_json::to_string(&Request::Memory(load))?)?;
         let mut serial = String::new();
         guest.hears(&mut serial, "\"event\":\"memory\"")?;
         let flushed = count(&guest)?;
         let before = Clock::read(&guest)?;
         let connections = vsock_connections(&guest)?;
-        let small = MemoryWork { mib: 1, rate_mib: 1, pattern: Pattern::Once, seconds: 10 * LOAD, seed: hop };
+        let small = MemoryWork {
+            mib: 1,
+            rate_mib: 1,
+            pattern: Pattern::Once,
+            seconds: 10 * LOAD,
+            seed: hop,
+            until: None,
+        };
         let mut open = guest.ask(&Request::Memory(small))?;
         eventually(LIMIT, "a vsock connection is open", || {
             Ok((vsock_connections(&guest)? > connections).then_some(()))
@@ -128,6 +146,7 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
         // The serial output of both machines together lacks no byte.
         serial += ended.as_ref().map_or("", |ended| &ended.console);
         ensure(!serial.contains("\"event\":\"done\""), || "the load was over before the move was".into())?;
+        guest.shell(&format!("touch {ENOUGH}"))?;
         guest.hears(&mut serial, "\"event\":\"done\"")?;
         seconds_are_right(&serial)?;
     }
@@ -176,16 +195,16 @@ fn vsock_connections(guest: &Guest) -> Result<u64, Failed> {
     Ok(guest.shell("ls /proc/1/task | wc -l")?.trim().parse()?)
 }
 
-/// Checks that every second was reported, and that no page was wrong.
+/// Checks that every second was reported, in order, and that no page was wrong.
 fn seconds_are_right(serial: &str) -> Result<(), Failed> {
     let mut seconds = 0;
     // The console also echoes what was typed.
     for line in serial.lines().filter_map(|line| Some(&line[line.find("{\"event\"")?..])) {
         match serde_json::from_str(line).map_err(|error| format!("{line:?}: {error}"))? {
-            Event::Memory { wrong: 0, .. } => seconds += 1,
+            Event::Memory { second, wrong: 0, .. } if second == seconds + 1 => seconds = second,
             Event::Ready { .. } | Event::Done => {}
             event => return Err(format!("{event:?}").into()),
         }
     }
-    ensure(seconds == LOAD, || format!("{seconds} of {LOAD} seconds were told:\n{serial}"))
+    ensure(seconds > 0, || format!("no second was told:\n{serial}"))
 }

@@ -96,7 +96,7 @@ fn the_agent_works_on_the_serial_port_alone() -> Result<(), Failed> {
         let seconds = answer(&request)?;
         for event in &seconds {
             // 8 MiB a second are 2048 pages, and at most one slice more in a second.
-            let Event::Memory { pages: 1..=2100, p50_ns, p99_ns, max_ns, wrong: 0 } = event else {
+            let Event::Memory { pages: 1..=2100, p50_ns, p99_ns, max_ns, wrong: 0, .. } = event else {
                 return Err(format!("{pattern}: {event:?}").into());
             };
             ensure(p50_ns <= p99_ns && p99_ns <= max_ns, || format!("{pattern}: {event:?}"))?;

@@ -33,7 +33,8 @@ fn boots(image: &Image, vmlinux: &str, protocol: &str, backing: &str) -> Result<
         matches!(&facts, Event::Facts { cpus: 2, clocksource, .. } if clocksource == CLOCKSOURCE),
         || format!("{facts:?}"),
     )?;
-    let work = MemoryWork { mib: MIB, rate_mib: 0, pattern: Pattern::Sequential, seconds: 1, seed: 0 };
+    let work =
+        MemoryWork { mib: MIB, rate_mib: 0, pattern: Pattern::Sequential, seconds: 1, seed: 0, until: None };
     let event = guest.ask_one(&Request::Memory(work))?;
     ensure(matches!(event, Event::Memory { wrong: 0, .. }), || format!("{event:?}"))?;
     let ended = guest.power_off()?.with(0)?;

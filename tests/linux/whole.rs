@@ -262,7 +262,8 @@ impl Drop for Network {
 
 /// A guest that is paused while it writes memory stands still, and loses nothing.
 fn pause_under_load(guest: &Guest, listener: &mut Client) -> Result<(), Failed> {
-    let work = MemoryWork { mib: 400, rate_mib: 0, pattern: Pattern::Random, seconds: 2, seed: 7 };
+    let work =
+        MemoryWork { mib: 400, rate_mib: 0, pattern: Pattern::Random, seconds: 2, seed: 7, until: None };
     let mut seconds = guest.ask(&Request::Memory(work))?;
     let first = seconds.next().ok_or("no event")??;
     let resident = resident_mib(guest)?;
@@ -286,7 +287,7 @@ fn pause_under_load(guest: &Guest, listener: &mut Client) -> Result<(), Failed> 
     let mut all = vec![first];
     all.extend(seconds.collect::<Result<Vec<_>, _>>()?);
     for event in &all {
-        let Event::Memory { pages: 1.., p50_ns, p99_ns, max_ns, wrong: 0 } = event else {
+        let Event::Memory { pages: 1.., p50_ns, p99_ns, max_ns, wrong: 0, .. } = event else {
             return Err(format!("{event:?}").into());
         };
         ensure(p50_ns <= p99_ns && p99_ns <= max_ns, || format!("{event:?}"))?;
