@@ -336,7 +336,7 @@ pub const PAGES: &[Page] = &[
     page!(
         "how-to/shares",
         Linux,
-        &["mkdir DIR", "echo hello > DIR/file"],
+        &["mkdir DIR", "echo hello > DIR/file", "chown -R 65534:65534 DIR || :"],
         &[
             ("vellum run -k bzImage -i initrd.gz --share DIR:data", Nothing(INTERACTIVE)),
             ("mount…", Nothing("is typed in the guest")),
