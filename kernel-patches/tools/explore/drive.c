@@ -28,6 +28,14 @@ extern const struct { unsigned long address; const char *name; } lacking_symbols
 
 /* The setups' names. The drivers take them in turn. */
 static const struct { const char *name; struct setup setup; } setups[] = {
+#ifdef EXPLORE_ARM64
+	{ "stage2", { .tdp = 1, .manual = 1 } },
+	{ "stage2-init-set", { .tdp = 1, .manual = 1, .init_set = 1, .odd = 1 } },
+	{ "stage2-split", { .tdp = 1, .manual = 1, .eager = 1 } },
+	{ "stage2-ring", { .tdp = 1, .ring = 1 } },
+	{ "stage2-init", { .tdp = 1, .manual = 1, .init = 1 } },
+	{ "stage2-nested", { .tdp = 1, .manual = 1, .l2 = 1 } },
+#else
 	{ "tdp-mmu", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .eager = 1 } },
 	{ "tdp-mmu-huge", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .huge = 1 } },
 	{ "tdp-mmu-init-set", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .init_set = 1, .huge = 1, .odd = 1 } },
@@ -45,6 +53,7 @@ static const struct { const char *name; struct setup setup; } setups[] = {
 	{ "shadow", { .manual = 1, .huge = 1 } },
 	{ "shadow-init-set", { .manual = 1, .init_set = 1, .huge = 1, .odd = 1 } },
 	{ "shadow-ring", { .ring = 1, .huge = 1 } },
+#endif
 };
 #define SETUPS (sizeof(setups) / sizeof(*setups))
 
@@ -63,6 +72,8 @@ static void fault_handler(int signal, siginfo_t *info, void *context)
 	greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
 	unsigned long pc = registers[REG_RIP], address = (unsigned long)info->si_addr;
 
+	if (signal == SIGTRAP)
+		fail_at((void *)pc, "the harness lacks an instruction of arm64");
 	if (signal == SIGILL)
 		fail_at((void *)pc + 1, "the kernel warns, or finds a bug");
 	if (pc >= (unsigned long)__executable_start && pc < (unsigned long)etext) {
@@ -93,6 +104,7 @@ static void prepare_process(void)
 	sigaltstack(&alternate, NULL);
 	sigaction(SIGSEGV, &action, NULL);
 	sigaction(SIGILL, &action, NULL);
+	sigaction(SIGTRAP, &action, NULL);
 	sigaction(SIGBUS, &action, NULL);
 	mprotect((void *)start, ((unsigned long)etext - start + 4095) & -4096ul, PROT_READ | PROT_WRITE | PROT_EXEC);
 	arena = mmap((void *)0x100000000000ul, ARENA_SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -138,6 +150,10 @@ static void random_program(void)
 				program.ops[id][i].code = rnd(2) ? DO_TABLE : DO_FOLLOW;
 			if (setup.prefault && !rnd(3))
 				program.ops[id][i].code = DO_PREFAULT;
+			if (setup.l2 && rnd(2))
+				program.ops[id][i].code = DO_L2_WRITE;
+			if (setup.init && !rnd(4))
+				program.ops[id][i].code = DO_VCPU_INIT;
 		}
 	}
 	ops = 2 + rnd(8);

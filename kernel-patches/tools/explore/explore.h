@@ -28,6 +28,8 @@ enum op_code {
 	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE,
 	/* threads of vCPUs, the first also user space */
 	DO_INIT_SET, DO_SIGNAL, DO_PREFAULT,
+	/* arm64's vCPUs */
+	DO_L2_WRITE, DO_VCPU_INIT,
 	DO_CODES
 };
 
@@ -52,6 +54,8 @@ struct setup {
 	int nested;		/* the guest, L1, has a nested guest, L2, whose page tables KVM shadows */
 	int tables_logged;	/* the memslot of the page tables is logged, too; they have no shadows at first */
 	int prefault;		/* vCPUs' threads call KVM_PRE_FAULT_MEMORY; the rings are small */
+	int l2;			/* arm64: L2 writes, too, by a shadow stage-2 page table */
+	int init;		/* arm64: vCPUs are initialized again */
 };
 
 extern struct setup setup;

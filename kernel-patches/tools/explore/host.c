@@ -3,10 +3,13 @@
  * The host's memory: pages, page tables, and MMU notifiers.
  *
  * Guest memory is the upper half of the arena. User space's addresses of it are below the arena.
- * The host's page tables for it are real, because KVM walks them for the size of a mapping. The
- * host can move a block of 2 MiB. The contents of its pages move with it and are not modelled.
+ * KVM has to learn the size of a mapping. On x86 it walks the host's page tables, which are real. On
+ * arm64 the memory is of hugetlbfs, which says the size. The host can move a block of 2 MiB. The
+ * contents of its pages move with it and are not modelled.
  */
 #include <linux/kvm_host.h>
+#include <linux/fs.h>
+#include <linux/hugetlb.h>
 #include <linux/mmu_notifier.h>
 #include <linux/version.h>
 
@@ -19,23 +22,17 @@
 #define ELSEWHERE (16ul << 20)
 
 extern unsigned long ex_vmemmap_base;
-struct mem_section ex_section, *ex_mem_section[1] = { &ex_section };
-asm(".globl mem_section\n.set mem_section, ex_mem_section_pointer");
-struct mem_section **ex_mem_section_pointer = ex_mem_section;
-unsigned int ex_pgdir_shift = 39, ex_ptrs_per_p4d = 1;
-asm(".globl pgdir_shift\n.set pgdir_shift, ex_pgdir_shift");
-asm(".globl ptrs_per_p4d\n.set ptrs_per_p4d, ex_ptrs_per_p4d");
+static bool elsewhere[BLOCKS], taken[BLOCKS];
+static struct mmu_notifier *notifier;
+static struct mm_struct *host_mm;
+
 unsigned long ex_zero_page_pfn = 1;
 asm(".globl zero_page_pfn\n.set zero_page_pfn, ex_zero_page_pfn");
 /* Its name before 7.0 */
 asm(".globl zero_pfn\n.set zero_pfn, ex_zero_page_pfn");
-struct cpuinfo_x86 ex_boot_cpu_data = { .x86_phys_bits = 46, .x86_virt_bits = 48 };
-asm(".globl boot_cpu_data\n.set boot_cpu_data, ex_boot_cpu_data");
-
-static bool elsewhere[BLOCKS], taken[BLOCKS];
-static pmd_t *pmds;
-static struct mmu_notifier *notifier;
-static struct mm_struct *host_mm;
+struct mem_section ex_section, *ex_mem_section[1] = { &ex_section };
+asm(".globl mem_section\n.set mem_section, ex_mem_section_pointer");
+struct mem_section **ex_mem_section_pointer = ex_mem_section;
 
 static int block_of(unsigned long hva)
 {
@@ -49,7 +46,16 @@ unsigned long host_pfn(unsigned long hva)
 	return elsewhere[block_of(hva)] ? pfn + (ELSEWHERE >> PAGE_SHIFT) : pfn;
 }
 
-static void set_pmd_of(int block)
+#ifdef CONFIG_X86
+unsigned int ex_pgdir_shift = 39, ex_ptrs_per_p4d = 1;
+asm(".globl pgdir_shift\n.set pgdir_shift, ex_pgdir_shift");
+asm(".globl ptrs_per_p4d\n.set ptrs_per_p4d, ex_ptrs_per_p4d");
+struct cpuinfo_x86 ex_boot_cpu_data = { .x86_phys_bits = 46, .x86_virt_bits = 48 };
+asm(".globl boot_cpu_data\n.set boot_cpu_data, ex_boot_cpu_data");
+
+static pmd_t *pmds;
+
+static void set_size_of(int block)
 {
 	unsigned long hva = USER_BASE + block * BLOCK;
 	unsigned long pa = host_pfn(hva) << PAGE_SHIFT;
@@ -59,24 +65,64 @@ static void set_pmd_of(int block)
 						  (unsigned long)pmds - (unsigned long)arena + (_PAGE_PRESENT | _PAGE_RW | _PAGE_USER));
 }
 
-void host_init(struct mm_struct *mm)
+static void tables_init(void)
 {
-	unsigned long pages = ARENA_SIZE >> PAGE_SHIFT, hva = USER_BASE, i;
-	struct page *page = harness_alloc(pages * sizeof(*page));
+	unsigned long hva = USER_BASE;
 	pgd_t *pgd = harness_alloc(PAGE_SIZE);
 	pud_t *pud = harness_alloc(PAGE_SIZE);
+
+	host_mm->pgd = pgd;
+	pmds = harness_alloc(PAGE_SIZE);
+	pgd[(hva >> 39) & 511] = __pgd(__pa(pud) | _PAGE_TABLE);
+	pud[(hva >> 30) & 511] = __pud(__pa(pmds) | _PAGE_TABLE);
+}
+#else
+static struct hstate hugepages = { .order = 9 };
+static struct hugetlbfs_sb_info filesystem = { .hstate = &hugepages };
+static struct super_block super = { .s_fs_info = &filesystem };
+static struct inode inode = { .i_sb = &super };
+static struct file file = { .f_inode = &inode };
+static struct vm_area_struct vma = { .vm_file = &file };
+
+static void set_size_of(int block)
+{
+}
+
+static void tables_init(void)
+{
+	vma.vm_start = USER_BASE;
+	vma.vm_end = USER_BASE + BLOCKS * BLOCK;
+	*(vm_flags_t *)&vma.vm_flags = VM_READ | VM_WRITE | VM_HUGETLB;
+}
+
+__used static struct vm_area_struct *x_find_vma(struct mm_struct *mm, unsigned long address)
+{
+	return address < vma.vm_end ? &vma : NULL;
+}
+asm(".globl find_vma\n.set find_vma, x_find_vma");
+asm(".globl find_vma_intersection\n.set find_vma_intersection, x_find_vma");
+
+/* vma_lookup() */
+__used static struct vm_area_struct *x_mtree_load(void *tree, unsigned long address)
+{
+	return x_find_vma(NULL, address);
+}
+asm(".globl mtree_load\n.set mtree_load, x_mtree_load");
+#endif
+
+void host_init(struct mm_struct *mm)
+{
+	unsigned long pages = ARENA_SIZE >> PAGE_SHIFT, i;
+	struct page *page = harness_alloc(pages * sizeof(*page));
 
 	ex_vmemmap_base = (unsigned long)page;
 	for (i = 0; i < pages; i++)
 		atomic_set(&page[i]._refcount, 1 << 20);
 	ex_section.section_mem_map = SECTION_MARKED_PRESENT | SECTION_HAS_MEM_MAP | SECTION_IS_EARLY;
 	host_mm = mm;
-	mm->pgd = pgd;
-	pmds = harness_alloc(PAGE_SIZE);
-	pgd[(hva >> 39) & 511] = __pgd(__pa(pud) | _PAGE_TABLE);
-	pud[(hva >> 30) & 511] = __pud(__pa(pmds) | _PAGE_TABLE);
+	tables_init();
 	for (i = 0; i < BLOCKS; i++)
-		set_pmd_of(i);
+		set_size_of(i);
 }
 
 static int one_page(unsigned long hva, struct page **pages)
@@ -127,11 +173,11 @@ void host_replace(unsigned long hva)
 
 	notifier->ops->invalidate_range_start(notifier, &range);
 	taken[block] = true;
-	set_pmd_of(block);
+	set_size_of(block);
 	point(AT_YIELD, NULL, __builtin_return_address(0));
 	elsewhere[block] = !elsewhere[block];
 	taken[block] = false;
-	set_pmd_of(block);
+	set_size_of(block);
 	notifier->ops->invalidate_range_end(notifier, &range);
 }
 

@@ -149,7 +149,12 @@ __used static void x_cache_free(struct cache *cache, void *p)
 
 __used static unsigned long x_get_free_pages(gfp_t flags, unsigned int order)
 {
-	return (unsigned long)allocate(PAGE_SIZE << order, PAGE_SIZE << order, flags);
+	unsigned long address = (unsigned long)allocate(PAGE_SIZE << order, PAGE_SIZE << order, flags);
+	unsigned int i;
+
+	for (i = 0; i < 1u << order; i++)
+		atomic_set(&virt_to_page((void *)address)[i]._refcount, 1);
+	return address;
 }
 
 __used static unsigned long x_get_zeroed_page(gfp_t flags)
@@ -180,6 +185,27 @@ __used static void x_free_page_struct(struct page *page, unsigned int order)
 {
 	x_free_pages((unsigned long)page_address(page), order);
 }
+
+/* The last reference of a page has been dropped. */
+__used static void x_folio_put(struct page *page)
+{
+	x_free_page_struct(page, 0);
+}
+STANDS_FOR(__folio_put, x_folio_put);
+STANDS_FOR(__put_page, x_folio_put);
+
+__used static void *x_alloc_exact(unsigned long size, gfp_t flags)
+{
+	return (void *)x_get_free_pages(flags, get_order(size));
+}
+
+__used static void x_free_exact(void *p, unsigned long size)
+{
+	x_free_pages((unsigned long)p, get_order(size));
+}
+STANDS_FOR(alloc_pages_exact_noprof, x_alloc_exact);
+STANDS_FOR(alloc_pages_exact, x_alloc_exact);
+STANDS_FOR(free_pages_exact, x_free_exact);
 
 STANDS_FOR(kmem_cache_create, x_cache_create);
 STANDS_FOR(kmem_cache_create_usercopy, x_cache_create);
@@ -216,7 +242,15 @@ STANDS_FOR(__free_pages, x_free_page_struct);
 /* These tables are not read: the size comes with the call. */
 char kmalloc_tables[1 << 14] __aligned(64);
 STANDS_FOR(kmalloc_caches, kmalloc_tables);
+/* All processors share what is allocated for each. */
+__used static void *x_alloc_percpu(unsigned long size)
+{
+	return x_kmalloc(size, __GFP_ZERO);
+}
+STANDS_FOR(pcpu_alloc_noprof, x_alloc_percpu);
+STANDS_FOR(__alloc_percpu, x_alloc_percpu);
 /* Statistics of memory use */
+DOES_NOTHING(lruvec_stat_mod_folio);
 DOES_NOTHING(mod_node_page_state);
 DOES_NOTHING(__mod_lruvec_kmem_state);
 DOES_NOTHING(__mod_lruvec_slab_state);
@@ -251,13 +285,18 @@ static struct mm_struct mm;
 #define PERCPU(type, name) type ex_##name __section(".data..percpu"); STANDS_FOR(name, ex_##name)
 PERCPU(struct task_struct *, current_task);
 STANDS_FOR(const_current_task, ex_current_task);
+#ifdef CONFIG_X86
 PERCPU(int, cpu_number);
 STANDS_FOR(const_cpu_number, ex_cpu_number);
 /* As long as the longest in any base */
 PERCPU(unsigned long, __preempt_count);
 PERCPU(unsigned long, this_cpu_off);
+#else
+/* The variables of the running task are in the section itself. */
+unsigned long ex_cpu_offset;
+#endif
 /* 6.2 to 6.14 have these in one structure. */
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0) && LINUX_VERSION_CODE < KERNEL_VERSION(6, 15, 0)
+#if defined(CONFIG_X86) && LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0) && LINUX_VERSION_CODE < KERNEL_VERSION(6, 15, 0)
 struct pcpu_hot ex_pcpu_hot __section(".data..percpu");
 STANDS_FOR(pcpu_hot, ex_pcpu_hot);
 STANDS_FOR(const_pcpu_hot, ex_pcpu_hot);
@@ -273,10 +312,15 @@ STANDS_FOR(__cpu_present_mask, ex_cpu_mask);
 
 static void set_processor(int id)
 {
-	ex_cpu_number = id;
 	ex_current_task = &task_of[id];
+#ifdef CONFIG_X86
+	ex_cpu_number = id;
 	ex___preempt_count = PREEMPT_ENABLED;
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0) && LINUX_VERSION_CODE < KERNEL_VERSION(6, 15, 0)
+#else
+	task_thread_info(&task_of[id])->cpu = id;
+	task_thread_info(&task_of[id])->preempt_count = PREEMPT_ENABLED;
+#endif
+#if defined(CONFIG_X86) && LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0) && LINUX_VERSION_CODE < KERNEL_VERSION(6, 15, 0)
 	ex_pcpu_hot.cpu_number = id;
 	ex_pcpu_hot.current_task = &task_of[id];
 	ex_pcpu_hot.preempt_count = PREEMPT_ENABLED;
@@ -300,6 +344,7 @@ void kernel_init(void)
 
 	if (percpu_end - percpu_start > sizeof(percpu_of[0]))
 		fail("the variables of a processor take %ld bytes", (long)(percpu_end - percpu_start));
+	/* arm64's linear map is where its header says. */
 	ex_page_offset_base = (unsigned long)arena;
 	for (id = 0; id < TASKS; id++) {
 		task_of[id].mm = &mm;
@@ -315,6 +360,8 @@ void kernel_init(void)
 /* No task is asked to give up its processor. The scheduler changes tasks. */
 asm(".globl preempt_schedule_thunk, __SCT__preempt_schedule, ___preempt_schedule\n"
     "preempt_schedule_thunk: __SCT__preempt_schedule: ___preempt_schedule: ret");
+DOES_NOTHING(preempt_schedule);
+DOES_NOTHING(preempt_schedule_notrace);
 DOES_NOTHING(preempt_notifier_inc);
 DOES_NOTHING(preempt_notifier_dec);
 DOES_NOTHING(preempt_notifier_register);
@@ -746,6 +793,7 @@ __used static void x_warn_trap(void)
 	fail_at(__builtin_return_address(0), "the kernel warns");
 }
 STANDS_FOR(__SCT__WARN_trap, x_warn_trap);
+STANDS_FOR(ex_warn, x_warn_trap);
 STANDS_FOR(__warn_printk, x_warn);
 STANDS_FOR(refcount_warn_saturate, x_warn);
 STANDS_FOR(__list_add_valid_or_report, x_warn);

@@ -158,11 +158,11 @@ enum LabCommand {
         /// 5.10, 6.12, 7.2 or 7.3
         base: String,
     },
-    /// Run KVM's x86 memory code in user space under a scheduler that alternates between vCPUs and
+    /// Run KVM's memory code of x86 or arm64 in user space under a scheduler that alternates between vCPUs and
     /// user space. The dirty log must have every page that the guest writes, and no TLB may map a
     /// page that the host has taken away. Prints KTAP
     Explore {
-        /// 6.12, 7.2 or 7.3
+        /// 6.12, 7.2 or 7.3, with --arch arm64 also 5.10
         base: String,
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]
@@ -170,6 +170,9 @@ enum LabCommand {
         /// A planted fault of one of these series, on top of it
         #[arg(long, value_name = "NAME", requires = "with")]
         planted: Option<String>,
+        /// Whose code: x86 or arm64 [default: x86, or arm64 if all series change only files of arm64]
+        #[arg(long, value_enum)]
+        arch: Option<Architecture>,
         /// The time for all setups together: 90s, 10m or 1h
         #[arg(long, value_name = "TIME", value_parser = vellum_sys::keyvalue::duration)]
         time: Option<Duration>,
@@ -404,10 +407,11 @@ fn perform(what: LabCommand) -> Result<u8> {
             HOSTS[0].ready()?;
             done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
-        LabCommand::Explore { base, with, planted, time, runs, seed, setup } => {
+        LabCommand::Explore { base, with, planted, arch, time, runs, seed, setup } => {
             let base = Base::named(&base)?;
             let series = with_planted(series::of_base(base, &with)?, planted.as_deref())?;
-            explore::explore(&Cache::open()?, base, &series, &explore::Options { time, runs, seed, setup })
+            let options = explore::Options { architecture: arch, time, runs, seed, setup };
+            explore::explore(&Cache::open()?, base, &series, &options)
         }
         LabCommand::Post { series, from, sign_off, rfc, reroll, linux, out } => {
             let poster = Poster { from: &from, sign_off, linux: linux.as_deref(), rfc, version: reroll };

@@ -12,7 +12,7 @@ use vellum::session::progress::Heartbeat;
 
 use super::series::{self, Series};
 use super::tree::Tree;
-use super::variants::{DEBUG, EXPLORE, GUEST, MODULES, VARIANTS};
+use super::variants::{DEBUG, EXPLORE, EXPLORE_ARM, GUEST, MODULES, VARIANTS};
 use super::{Base, CROSS_PROGRAMS, PROGRAMS};
 use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
@@ -94,7 +94,7 @@ impl Config {
             )));
         }
         // Neither a kernel that checks itself nor one in user space is measured.
-        let measured = (!matches!(variant, Some(DEBUG | EXPLORE))).then_some("measured");
+        let measured = (!matches!(variant, Some(DEBUG | EXPLORE | EXPLORE_ARM))).then_some("measured");
         let mut fragments = Vec::new();
         let mut asked = Vec::new();
         let own = architecture.kernel();

@@ -11,17 +11,17 @@ use std::time::Duration;
 use super::build::{self, Config};
 use super::series::{self, Series};
 use super::tree::Tree;
-use super::variants::EXPLORE;
+use super::variants::{EXPLORE, EXPLORE_ARM};
 use super::{Base, series_directory};
 use crate::architecture::Architecture;
 use crate::cache::{Cache, digest};
 use crate::{Error, Result, tool};
 
-/// All objects get this object's flags. Making it also makes the generated headers.
-const FIRST: &str = "arch/x86/kvm/x86.o";
-
 /// What the program explores.
 pub struct Options {
+    /// Whose code to run. If it is not given, that of arm64 if all series change only files of
+    /// arm64.
+    pub architecture: Option<Architecture>,
     /// The time for all setups together.
     pub time: Option<Duration>,
     /// The number of runs of each setup.
@@ -34,20 +34,16 @@ pub struct Options {
 
 /// Explores `base` with `series`. Returns the harness's exit status.
 pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options) -> Result<u8> {
-    if base.name == "5.10" {
+    let architecture = match options.architecture {
+        Some(architecture) => architecture,
+        None => series::architecture(series)?,
+    };
+    if base.name == "5.10" && architecture == Architecture::X86 {
         return Err(Error::Usage(
-            "5.10: the harness knows KVM from 6.12 on; explore 6.12, 7.2 or 7.3".into(),
+            "5.10: the harness knows x86's KVM from 6.12 on; explore 6.12, 7.2 or 7.3, or give --arch arm64".into(),
         ));
     }
-    // Beside others, a series for arm64 changes nothing here.
-    if series::architecture(series)? == Architecture::Arm {
-        let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).collect();
-        return Err(Error::Usage(format!(
-            "--with {}: for arm64 only, and the harness runs x86's KVM",
-            names.join(" ")
-        )));
-    }
-    let mut command = Command::new(program(cache, base, series)?);
+    let mut command = Command::new(program(cache, architecture, base, series)?);
     let mut pass = |flag: &str, value: Option<String>| {
         if let Some(value) = value {
             command.args([flag, &value]);
@@ -62,13 +58,18 @@ pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options)
 }
 
 /// The harness's program for `base` with `series`, built if need be.
-fn program(cache: &Cache, base: &Base, series: &[Series]) -> Result<PathBuf> {
-    build::require_tools()?;
-    let config = Config::new(base, Some(EXPLORE))?;
+fn program(cache: &Cache, architecture: Architecture, base: &Base, series: &[Series]) -> Result<PathBuf> {
+    build::require_tools_for(architecture)?;
+    // All objects get the flags of `first`. Making it also makes the generated headers.
+    let (variant, first) = match architecture {
+        Architecture::X86 => (EXPLORE, "arch/x86/kvm/x86.o"),
+        Architecture::Arm => (EXPLORE_ARM, "arch/arm64/kvm/mmu.o"),
+    };
+    let config = Config::new_for(architecture, base, Some(variant))?;
     let patches = series::stacked(series);
     let tree = Tree::open(cache, base)?;
     let harness = series_directory().join("tools/explore");
-    let mut parts = vec![config.text()?, build::toolchain()?.into()];
+    let mut parts = vec![config.text()?, build::toolchain_for(architecture)?.into()];
     for patch in &patches {
         parts.push(build::change(&fs::read(patch).map_err(Error::file("read", patch))?).to_vec());
     }
@@ -86,9 +87,13 @@ fn program(cache: &Cache, base: &Base, series: &[Series]) -> Result<PathBuf> {
         build::configure(&tree, &config, &objects)?;
         tree.date_for(&objects)?;
         // objtool checks only what a booting kernel needs.
-        tool::output(build::command(&tree, &objects).args(["CONFIG_OBJTOOL=", "KCFLAGS=-g", FIRST]))?;
+        tool::output(build::command_for(&tree, architecture, &objects).args([
+            "CONFIG_OBJTOOL=",
+            "KCFLAGS=-g",
+            first,
+        ]))?;
         let mut build = Command::new(harness.join("build"));
-        build.args([&tree.source, &objects]).arg(out).env("CC", build::COMPILER);
+        build.arg(architecture.kernel()).args([&tree.source, &objects]).arg(out).env("CC", build::COMPILER);
         let built = tool::output(&mut build);
         tree.carry(&[])?;
         built.map(|_| ())

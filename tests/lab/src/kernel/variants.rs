@@ -3,9 +3,10 @@
 /// The variants of a base's configuration. Some bases lack some of them
 /// ([`Config::known`](super::build::Config::known)). `i386` and `gvt` are only compiled: no
 /// emulated host boots the one or has the graphics of the other.
-pub const VARIANTS: [&str; 13] = [
+pub const VARIANTS: [&str; 14] = [
     DEBUG,
     EXPLORE,
+    EXPLORE_ARM,
     "lock-stat",
     MODULES,
     "preempt",
@@ -24,6 +25,9 @@ pub const DEBUG: &str = "debug";
 
 /// Runs in user space without a boot: [`explore`](super::explore).
 pub(crate) const EXPLORE: &str = "explore";
+
+/// The same for arm64.
+pub(crate) const EXPLORE_ARM: &str = "explore-arm64";
 
 /// KVM as modules, which an emulated host loads.
 pub const MODULES: &str = "modules";
