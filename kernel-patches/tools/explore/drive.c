@@ -35,6 +35,7 @@ static const struct { const char *name; struct setup setup; } setups[] = {
 	{ "stage2-ring", { .tdp = 1, .ring = 1 } },
 	{ "stage2-init", { .tdp = 1, .manual = 1, .init = 1 } },
 	{ "stage2-nested", { .tdp = 1, .manual = 1, .l2 = 1 } },
+	{ "stage2-late", { .tdp = 1, .manual = 1, .late = 1 } },
 #else
 	{ "tdp-mmu", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .eager = 1 } },
 	{ "tdp-mmu-huge", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .huge = 1 } },
@@ -123,8 +124,11 @@ static void random_program(void)
 						DO_MOVE, DO_NOTIFY, DO_NOTIFY, DO_AGE, DO_AGE, DO_INIT_SET };
 	int id, i, ops;
 
-	/* Long programs seldom clear the page table's chunk while L2 begins to use it. */
-	if (setup.tables_logged && rnd(2)) {
+	/*
+	 * Long programs seldom clear the page table's chunk while L2 begins to use it, or end a log
+	 * and begin one during a fault.
+	 */
+	if ((setup.tables_logged || setup.late) && rnd(2)) {
 		nth_program(0);
 		return;
 	}
@@ -475,6 +479,17 @@ static bool nth_program(unsigned int n)
 		program.before[i].task = who;				\
 		program.before[i++].op = (struct op){ what, page };	\
 	} while (0)
+	if (setup.late && !n) {
+		/* A fault on a logged page, beside another one that makes a block of it */
+		BEFORE(USER, DO_LOG_ON, 0);
+		BEFORE(1, DO_READ, 3);
+		program.ops[1][0] = (struct op){ DO_WRITE, 3 };
+		program.ops[0][0] = (struct op){ DO_WRITE, 4 };
+		program.ops[USER][0] = (struct op){ DO_LOG_OFF, 0 };
+		program.ops[USER][1] = (struct op){ DO_JOIN, 0 };
+		program.ops[USER][2] = (struct op){ DO_LOG_ON, 0 };
+		return true;
+	}
 	if (setup.tables_logged && !n) {
 		/* A chunk with a page table is cleared, while L2 begins to use it. */
 		BEFORE(0, DO_TABLE, 0);

@@ -25,7 +25,7 @@ enum op_code {
 	/* vCPUs; the second two if KVM shadows page tables of the guest */
 	DO_NONE, DO_READ, DO_WRITE, DO_TABLE, DO_FOLLOW,
 	/* user space */
-	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE,
+	DO_LOG_ON, DO_LOG_OFF, DO_COLLECT, DO_CLEAR, DO_RESET, DO_MOVE, DO_NOTIFY, DO_AGE, DO_JOIN,
 	/* threads of vCPUs, the first also user space */
 	DO_INIT_SET, DO_SIGNAL, DO_PREFAULT,
 	/* arm64's vCPUs */
@@ -56,6 +56,7 @@ struct setup {
 	int prefault;		/* vCPUs' threads call KVM_PRE_FAULT_MEMORY; the rings are small */
 	int l2;			/* arm64: L2 writes, too, by a shadow stage-2 page table */
 	int init;		/* arm64: vCPUs are initialized again */
+	int late;		/* arm64: a fault is handled late, beside one log's end and another's begin */
 };
 
 extern struct setup setup;

@@ -463,7 +463,7 @@ const char *op_name(int code)
 {
 	static const char *const names[DO_CODES] = {
 		"nothing", "reads", "writes", "changes a page table for", "flushes and reads by that page table", "log on",
-		"log off", "collects", "clears", "resets the rings", "moves the memslot", "moves the host's page", "ages",
+		"log off", "collects", "clears", "resets the rings", "moves the memslot", "moves the host's page", "ages", "waits for vCPU 0",
 		"sets INITIALLY_SET", "signals user space", "pre-faults", "writes in L2", "initializes its vCPU",
 	};
 
@@ -482,6 +482,13 @@ static unsigned long block_for(struct op op)
 	return hva_of(has_tables() && op.page == PAGES - 1 ? TABLES : gfn_of(op.page));
 }
 
+static bool ended;
+
+static int vcpu_has_ended(void *unused)
+{
+	return ended;
+}
+
 static void user_op(struct op op)
 {
 	switch (op.code) {
@@ -496,6 +503,7 @@ static void user_op(struct op op)
 	case DO_MOVE: return move_slot(op);
 	case DO_NOTIFY: return host_replace(block_for(op));
 	case DO_AGE: return host_age(block_for(op));
+	case DO_JOIN: return wait_for(vcpu_has_ended, NULL, "vCPU 0", __builtin_return_address(0));
 	case DO_INIT_SET: return set_init_set(NULL, op);
 	}
 }
@@ -535,6 +543,7 @@ static void vcpu_task(int id)
 		vcpu_op(vcpu, *op);
 	}
 	run_ends(vcpu);
+	ended |= !id;
 }
 
 void vm_task(int id)
