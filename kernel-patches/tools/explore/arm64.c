@@ -24,7 +24,9 @@
 #include "host.h"
 #include "vm.h"
 
-#define IPA_BITS 40
+/* The host's limit, and what the VM has: three levels of tables, of which each has few entries */
+#define MAX_IPA_BITS 40
+#define IPA_BITS 36
 #define STANDS_FOR(symbol, function) asm(".globl " #symbol "\n.set " #symbol ", " #function)
 
 /* ---- The host's processor ---- */
@@ -108,7 +110,7 @@ STANDS_FOR(read_sanitised_ftr_reg, x_read_ftr);
 
 __used static u32 x_ipa_limit(void)
 {
-	return IPA_BITS;
+	return MAX_IPA_BITS;
 }
 STANDS_FOR(get_kvm_ipa_limit, x_ipa_limit);
 STANDS_FOR(kvm_get_pa_bits, x_ipa_limit);
@@ -196,7 +198,7 @@ static struct kvm_s2_mmu *shadows[VCPUS];
 
 __used static int x_init_vm(struct kvm *kvm, unsigned long type)
 {
-	return kvm_init_stage2_mmu(kvm, &kvm->arch.mmu, type);
+	return kvm_init_stage2_mmu(kvm, &kvm->arch.mmu, IPA_BITS);
 }
 STANDS_FOR(kvm_arch_init_vm, x_init_vm);
 
