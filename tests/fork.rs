@@ -5,6 +5,7 @@
 use std::fs;
 use std::io::Read;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
 
@@ -441,6 +442,66 @@ fn many_are_made_at_once() -> Result<(), Failed> {
         machine.ends_right()?;
     }
     stops_right(&env, "here", here)
+}
+
+/// Clients that fork one machine, or want one name, at the same time. One of each two wins, and the
+/// other is answered in one line. The machines that run have their own files, and nothing is left of
+/// the others.
+#[test(kvm())]
+fn clients_at_once_are_answered() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let run = |name| env.run(name, "run --memory 4m,backing=memfd --passes 0 --workload write,rate=1000");
+    let (one, two) = (run("one")?, run("two")?);
+    let files = || {
+        let entries = fs::read_dir(env.path("vellum"))?;
+        let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+        let mut names = names.collect::<Result<Vec<_>, Failed>>()?;
+        names.sort();
+        Ok::<_, Failed>(names)
+    };
+    let refusals = ["is in use: another process listens there", "a machine of this name runs already"];
+    for _ in 0..10 {
+        let start = |(from, name): (&str, &'static str)| {
+            let json = env.path(&format!("{from}-{name}.json"));
+            let line = format!("fork {from} --name {name} --json {}", json.display());
+            let client = env.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+            Ok::<_, Failed>((client, name, json))
+        };
+        let clients = [("one", "same"), ("two", "same"), ("one", "own")].map(start);
+        let (mut won, mut expected) = (Vec::new(), vec!["one.sock".to_owned(), "two.sock".to_owned()]);
+        for client in clients {
+            let (client, name, json) = client?;
+            let output = client.wait_with_output()?;
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            if let Some(pid) = said.split("runs, process ").nth(1).and_then(|rest| rest.lines().next()) {
+                let pid = pid.parse().map_err(|_| said.clone())?;
+                won.push((Forked { env: &env, name: name.to_owned(), pid }, json));
+                expected.extend([format!("{name}.log"), format!("{name}.sock")]);
+                continue;
+            }
+            let said = String::from_utf8_lossy(&output.stderr);
+            let busy = said.contains("another operation is under way (fork for process ");
+            let answered = busy || (name == "same" && refusals.iter().any(|line| said.contains(line)));
+            ensure(answered && said.lines().count() == 1, || format!("{output:?}"))?;
+        }
+        let names: Vec<&str> = won.iter().map(|(forked, _)| forked.name.as_str()).collect();
+        // The second machine is forked for one name only.
+        ensure(matches!(names[..], ["same"] | ["same", "own"]), || format!("{names:?}"))?;
+        expected.sort();
+        eventually(LIMIT, "only the machines' files are there", || Ok((files()? == expected).then_some(())))?;
+        for (forked, json) in won {
+            let number = |path: PathBuf| fs::metadata(path).map(|about| (about.dev(), about.ino()));
+            let log = number(env.socket(&forked.name).with_extension("log"))?;
+            let own = number(format!("/proc/{}/fd/2", forked.pid).into())?;
+            ensure(own == log, || format!("{} writes to another file", forked.name))?;
+            env.ctl(&format!("{} stop", forked.name))?;
+            forked.is_over()?;
+            ensure(is_right(&json)?, || format!("{} has a page that is wrong", forked.name))?;
+        }
+        eventually(LIMIT, "nothing is left", || Ok((files()? == ["one.sock", "two.sock"]).then_some(())))?;
+    }
+    stops_right(&env, "one", one)?;
+    stops_right(&env, "two", two)
 }
 
 /// Checks that the command exits with `status` and prints `line`.

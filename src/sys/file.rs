@@ -214,7 +214,7 @@ pub fn unnamed(directory: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// Among others, the name exists already.
-pub fn name(file: &File, path: &Path) -> io::Result<()> {
+pub fn name(file: &impl AsRawFd, path: &Path) -> io::Result<()> {
     Ok(rustix::fs::linkat(CWD, path_of(file), CWD, path, AtFlags::SYMLINK_FOLLOW)?)
 }
 

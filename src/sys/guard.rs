@@ -7,7 +7,7 @@
 //! controlling terminal, and reads nothing that the VMM could write. It only waits for the VMM's
 //! end and for the signal to name the file, and may only make the calls that this needs.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -17,7 +17,7 @@ use std::path::Path;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, CWD, FileType, Stat};
 use rustix::process::{PidfdFlags, getpid, pidfd_open, setsid};
-use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stdin, stdout};
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout, stderr, stdin, stdout};
 use rustix::thread::set_name;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -61,6 +61,32 @@ impl Naming {
     }
 }
 
+/// The name of the file that standard error goes to.
+struct Log {
+    path: CString,
+    /// The file's device and number. Another process may give its own file the name.
+    file: (u64, u64),
+}
+
+impl Log {
+    fn new(path: &Path) -> io::Result<Self> {
+        let file = rustix::fs::fstat(stderr())?;
+        Ok(Self { path: CString::new(path.as_os_str().as_bytes())?, file: (file.st_dev, file.st_ino) })
+    }
+
+    /// Removes the name if the file is empty.
+    fn remove_empty(&self) {
+        let is_empty = |stat: Stat| {
+            (stat.st_dev, stat.st_ino) == self.file
+                && stat.st_size == 0
+                && FileType::from_raw_mode(stat.st_mode).is_file()
+        };
+        if rustix::fs::lstat(self.path.as_c_str()).is_ok_and(is_empty) {
+            let _ = rustix::fs::unlink(self.path.as_c_str());
+        }
+    }
+}
+
 /// A guard that has been started. It holds this process's descriptors until it has closed them.
 /// Dropping this waits for that, because otherwise a socket of a process that has ended by then
 /// would be taken for a live one.
@@ -76,21 +102,23 @@ impl Drop for Started {
     }
 }
 
-/// Starts the guard of `names`, of a `log`, and of a file to be named. The guard removes those names
-/// that are sockets without a listener, and a log that is empty. It never holds sockets that are
+/// Starts the guard of `names`, of the name `log` of standard error's file, and of a file to be
+/// named. The guard removes those names that are sockets without a listener, and that of an empty
+/// log. It never holds sockets that are
 /// bound after this call. `confine` is its last act before it waits, and allocates nothing.
 ///
 /// # Errors
 /// The host refuses a process or a pipe.
 pub fn start(
     names: Vec<Name>,
-    log: Option<CString>,
+    log: Option<&Path>,
     naming: Option<Naming>,
     confine: impl Fn() -> io::Result<()>,
 ) -> io::Result<Started> {
     if names.is_empty() && naming.is_none() {
         return Ok(Started(None));
     }
+    let log = log.map(Log::new).transpose()?;
     let (open, closes) = io::pipe()?;
     // A pidfd becomes readable when everything of the process is closed. The end of a pipe may come
     // earlier.
@@ -98,7 +126,7 @@ pub fn start(
     // SAFETY: the child calls nothing that allocates or locks, so the state of other threads does
     // not matter.
     match unsafe { libc::fork() } {
-        0 => watch(&this, &names, log.as_deref(), naming.as_ref(), confine),
+        0 => watch(&this, &names, log.as_ref(), naming.as_ref(), confine),
         child => {
             let open = File::from(OwnedFd::from(open));
             let result = if child < 0 { Err(io::Error::last_os_error()) } else { Ok(Started(Some(open))) };
@@ -113,7 +141,7 @@ pub fn start(
 fn watch(
     process: &OwnedFd,
     names: &[Name],
-    log: Option<&CStr>,
+    log: Option<&Log>,
     mut naming: Option<&Naming>,
     confine: impl Fn() -> io::Result<()>,
 ) -> ! {
@@ -159,11 +187,8 @@ fn watch(
         // The next process that wants the name finds it stale and removes it.
         let _ = name.remove_stale();
     }
-    let is_empty = |stat: Stat| stat.st_size == 0 && FileType::from_raw_mode(stat.st_mode).is_file();
-    if let Some(log) = log
-        && rustix::fs::lstat(log).is_ok_and(is_empty)
-    {
-        let _ = rustix::fs::unlink(log);
+    if let Some(log) = log {
+        log.remove_empty();
     }
     exit_now(0)
 }

@@ -5,10 +5,10 @@
 //! too.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
-use vellum_sys::file::taken;
+use vellum_sys::file::{self, taken};
 use vellum_sys::mmap::{freezable_memfd, memfd};
 use vellum_sys::poll::Poll;
 use vellum_sys::program::detached_with;
@@ -120,34 +120,37 @@ struct Inherited {
     log: Option<PathBuf>,
     /// Devices that the command line does not name.
     devices: Vec<ChildDevice>,
+    /// The time after which the machine ends.
+    limit: Option<Duration>,
 }
 
 /// Runs the command: as the client, or as one of the new machines.
 pub fn run(args: ForkArgs) -> Result<Exit, Failure> {
     match args.child {
-        Some(file) => be(args, file),
+        Some(list) => be(args, list),
         None => fork(&args),
     }
 }
 
 /// Runs one of the new machines.
-fn be(args: ForkArgs, file: RawFd) -> Result<Exit, Failure> {
+fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("what it is forked from: {what}"));
     let own = |fd: RawFd| taken(fd).ok_or_else(|| wrong(&format_args!("descriptor {fd} is not open")));
-    let list = File::from(own(file)?);
+    let list = File::from(own(list)?);
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
     let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, waits, from, log, devices } = inherited;
+    let Inherited { point, files, waits, from, log, devices, limit } = inherited;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
-    let waits = Arc::new(own(waits)?);
+    let own_end = Some(Arc::new(own(waits)?));
     let forked = Box::new(Forked { point, files, base });
     let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
     // The base determines the backing of the memory.
-    let host = args.host.waited_for(waits, from, log).with_devices(devices).map_err(|error| wrong(&error))?;
+    let host = args.host.forked(host::Fork { waits: own_end, from: Some(from), log, limit });
+    let host = host.with_devices(devices).map_err(|error| wrong(&error))?;
     host.run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
 }
 
@@ -171,10 +174,9 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
                 Some(_) => numbered(word, number),
                 None => word,
             });
-            let log = names::own_log(name).map_err(failure)?;
-            let opened = File::options().create(true).write(true).truncate(true).mode(0o600).open(&log);
-            let opened = opened.map_err(|error| Failure::host(format!("{}: {error}", log.display())))?;
-            source.start(name, words, Vec::new(), [Stdio::null(), opened.into()], Some(log))
+            let log = Log::new(name)?;
+            let opened = log.file.try_clone().map_err(Failure::host)?;
+            source.start(name, words, Vec::new(), None, [Stdio::null(), opened.into()], Some(log))
         };
         let started = (first..).zip(batch).map(start);
         let started: Result<Vec<_>, _> = started.collect();
@@ -338,9 +340,14 @@ fn another_ends(machine: &mut Client) -> Result<bool, Failure> {
 }
 
 /// Forks `zygote`, which waits for commands, for one of them. The new machine has its vsock at
-/// `vsock`. It ends when the returned value is dropped, or this process ends. Also returns its
-/// console's output.
-pub(super) fn for_command(zygote: &str, vsock: &Path, sandbox: Mode) -> Result<(ForCommand, File), Failure> {
+/// `vsock`. It ends when the returned value is dropped, or this process ends, or after `limit`. Also
+/// returns its console's output.
+pub(super) fn for_command(
+    zygote: &str,
+    vsock: &Path,
+    sandbox: Mode,
+    limit: Option<Duration>,
+) -> Result<(ForCommand, File), Failure> {
     let path = names::find(zygote).map_err(failure)?;
     let mut machine = listen(&path)?;
     let has = status(&mut machine)?;
@@ -355,7 +362,7 @@ pub(super) fn for_command(zygote: &str, vsock: &Path, sandbox: Mode) -> Result<(
     let name = format!("from-{}", std::process::id());
     let mut words: Vec<OsString> = vec!["fork".into(), path.into(), "--name".into(), (&name).into()];
     words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
-    let started = source.start(&name, words, devices, [Stdio::piped(), Stdio::inherit()], None)?;
+    let started = source.start(&name, words, devices, limit, [Stdio::piped(), Stdio::inherit()], None)?;
     let mut started = ForCommand(started);
     // If it does not run, its process has said why, and the console ends.
     let _ = started.0.runs();
@@ -382,8 +389,41 @@ struct Starting {
     child: Child,
     /// Receives a byte when the machine runs, and sends a byte when that was reported.
     waits: UnixStream,
-    /// The file with its messages.
-    log: Option<PathBuf>,
+    log: Option<Log>,
+}
+
+/// The file with a machine's messages. The machine gives it its name.
+struct Log {
+    file: File,
+    path: PathBuf,
+}
+
+impl Log {
+    /// The file of the machine `name`, which has no name yet.
+    fn new(name: &str) -> Result<Self, Failure> {
+        let (directory, path) =
+            (names::make_directory().map_err(failure)?, names::own_log(name).map_err(failure)?);
+        let file = file::unnamed(&directory);
+        let file = file.map_err(|error| Failure::host(format!("{}: {error}", directory.display())))?;
+        Ok(Self { file, path })
+    }
+
+    /// Its last line.
+    fn last(&self) -> Option<String> {
+        let mut bytes = vec![0; self.file.metadata().ok()?.len() as usize];
+        self.file.read_exact_at(&mut bytes, 0).ok()?;
+        let text = String::from_utf8_lossy(&bytes);
+        text.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned())
+    }
+
+    /// Removes its name, if it has it. A machine with a name in use does not get it.
+    fn remove(&self) {
+        let number = |about: Metadata| (about.dev(), about.ino());
+        let own = self.file.metadata().map(number).ok();
+        if own.is_some() && fs::symlink_metadata(&self.path).map(number).ok() == own {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
 }
 
 impl Source {
@@ -397,48 +437,49 @@ impl Source {
         waits: bool,
     ) -> Result<(Self, u64), Failure> {
         let file = |name| memfd(name, 0, None).map_err(Failure::host);
-        let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
-        // Where memory is huge pages of the pool it is not used.
-        let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
-        let descriptors = files.iter().chain([&next]).map(AsFd::as_fd).collect::<Vec<_>>();
-        let mut unexplained = 0;
-        while let Err(error) = machine.ask_with(&Do::Fork {}, &descriptors) {
-            let is_refusal = matches!(error, Error::Refused(_));
-            if !waits || !is_refusal || unexplained == MAX_UNEXPLAINED {
-                return Err(failure(error));
+        loop {
+            let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
+            // Where memory is huge pages of the pool it is not used.
+            let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
+            let descriptors = files.iter().chain([&next]).map(AsFd::as_fd).collect::<Vec<_>>();
+            let mut unexplained = 0;
+            while let Err(error) = machine.ask_with(&Do::Fork {}, &descriptors) {
+                let is_refusal = matches!(error, Error::Refused(_));
+                if !waits || !is_refusal || unexplained == MAX_UNEXPLAINED {
+                    return Err(failure(error));
+                }
+                // The operation that it was refused for may be over already.
+                unexplained += u32::from(!another_ends(&mut machine)?);
             }
-            // The operation that it was refused for may be over already.
-            unexplained += u32::from(!another_ends(&mut machine)?);
+            drop(next);
+            let (point, us, of) = forked(name, &mut machine)?;
+            let (answer, base) = Client::borrow(path, &Do::ForkBase {}).map_err(failure)?;
+            // Another client may have forked it since, on a new base.
+            if answer["base"] == of {
+                let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
+                return Ok((Self { point, files, base, from: has.pid }, us));
+            }
         }
-        drop(next);
-        let (point, us, of) = forked(name, &mut machine)?;
-        let (answer, base) = Client::borrow(path, &Do::ForkBase {}).map_err(failure)?;
-        if answer["base"] != of {
-            return Err(Failure::host(format!(
-                "{name} was forked again meanwhile, on a new base; fork it once more"
-            )));
-        }
-        let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
-        Ok((Self { point, files, base, from: has.pid }, us))
     }
 
     /// Starts the process of the machine `name`, by the words of a command line, with further
-    /// `devices`. Its standard output and error go to `outputs`, the latter to the file `log`, if
-    /// that is the machine's alone.
+    /// `devices`, and ends it after `limit`. Its standard output and error go to `outputs`, the
+    /// latter to `log`, if that is the machine's alone.
     fn start(
         &self,
         name: &str,
         words: impl IntoIterator<Item = OsString>,
         devices: Vec<ChildDevice>,
+        limit: Option<Duration>,
         outputs: [Stdio; 2],
-        log: Option<PathBuf>,
+        log: Option<Log>,
     ) -> Result<Starting, Failure> {
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
         let (point, waiting) = (self.point.clone(), theirs.as_raw_fd());
-        let inherited =
-            Inherited { point, files, waits: waiting, from: self.from, log: log.clone(), devices };
+        let (from, path) = (self.from, log.as_ref().map(|log| log.path.clone()));
+        let inherited = Inherited { point, files, waits: waiting, from, log: path, devices, limit };
         let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
         list.write_all(&bytes).map_err(Failure::host)?;
@@ -483,10 +524,8 @@ impl Starting {
     /// The error of a machine that does not run.
     fn why(&mut self) -> Failure {
         let ended = self.child.wait();
-        let said = self.log.as_ref().and_then(|log| fs::read_to_string(log).ok()).unwrap_or_default();
         self.remove_log();
-        let why = said.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned());
-        let why = why.unwrap_or_else(|| match ended {
+        let why = self.log.as_ref().and_then(Log::last).unwrap_or_else(|| match ended {
             Ok(status) => format!("it ended by {status}"),
             Err(error) => error.to_string(),
         });
@@ -508,7 +547,7 @@ impl Starting {
     /// Removes the file with its messages: they were told, or the machine is gone.
     fn remove_log(&self) {
         if let Some(log) = &self.log {
-            let _ = fs::remove_file(log);
+            log.remove();
         }
     }
 }

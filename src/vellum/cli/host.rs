@@ -76,13 +76,20 @@ pub(super) struct HostArgs {
     devices: DeviceArgs<false>,
 
     #[arg(skip)]
-    waits: Option<Arc<OwnedFd>>,
+    fork: Fork,
+}
 
-    #[arg(skip)]
-    forked_from: Option<u32>,
-
-    #[arg(skip)]
-    log: Option<PathBuf>,
+/// What a machine that is forked from another gets besides its arguments.
+#[derive(Debug, Default)]
+pub(super) struct Fork {
+    /// The socket to the client, which is told when the machine runs.
+    pub waits: Option<Arc<OwnedFd>>,
+    /// The process of the other machine.
+    pub from: Option<u32>,
+    /// The name for the file with its messages.
+    pub log: Option<PathBuf>,
+    /// The time after which it ends.
+    pub limit: Option<Duration>,
 }
 
 /// The flag of each field.
@@ -105,11 +112,9 @@ pub(super) const MEMORY: &[(Field, &str)] = &[
 ];
 
 impl HostArgs {
-    /// Tells the client at the other end of `waits` when the machine runs, which was forked from that
-    /// of the process `forked_from`, and whose messages go to the file `log`.
-    pub fn waited_for(mut self, waits: Arc<OwnedFd>, forked_from: u32, log: Option<PathBuf>) -> Self {
-        (self.waits, self.forked_from, self.log) = (Some(waits), Some(forked_from), log);
-        self
+    /// The same for a machine that is forked.
+    pub fn forked(self, fork: Fork) -> Self {
+        Self { fork, ..self }
     }
 
     /// The names of the devices, as a machine with them has them.
@@ -140,9 +145,10 @@ impl HostArgs {
             sandbox: self.sandbox,
             user: self.user,
             result: self.result.path(),
-            waits: self.waits,
-            forked_from: self.forked_from,
-            log: self.log,
+            waits: self.fork.waits,
+            forked_from: self.fork.from,
+            log: self.fork.log,
+            limit: self.fork.limit,
             ..session::Config::default()
         };
         let config = machine::Config {

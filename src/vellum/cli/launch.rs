@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use guest_agent::{Access, Argument, Fresh, Launch, Mount, Mounts, Request, Terminal};
 
@@ -307,8 +307,13 @@ impl From<Up> for Failure {
 }
 
 /// Runs a command in a fork of the machine `zygote`, which waits for that. The fork ends with the
-/// command, or with this process.
-pub(super) fn from(zygote: &str, args: &LaunchArgs, sandbox: Mode) -> Result<Exit, Failure> {
+/// command, with this process, or after `limit`.
+pub(super) fn from(
+    zygote: &str,
+    args: &LaunchArgs,
+    sandbox: Mode,
+    limit: Option<Duration>,
+) -> Result<Exit, Failure> {
     guest_agent::check_arguments(&args.command)
         .map_err(|why| Failure::usage(format!("-- COMMAND: {why}")))?;
     let terminal = match args.command.is_empty() {
@@ -321,7 +326,7 @@ pub(super) fn from(zygote: &str, args: &LaunchArgs, sandbox: Mode) -> Result<Exi
     let status_file = args.status_file.as_deref().map(open_status_file).transpose()?;
     let directory = names::make_directory().map_err(|error| Failure::of(&error, FLAGS))?;
     let vsock = directory.join(format!("launch-{}.vsock", std::process::id()));
-    let (mut child, console) = fork::for_command(zygote, &vsock, sandbox)?;
+    let (mut child, console) = fork::for_command(zygote, &vsock, sandbox, limit)?;
     let streams = client::own_streams(&launch).map_err(failure)?;
     let heard = Heard::of(console);
     Sandbox::client(sandbox).map_err(|error| Failure::of(&error, FLAGS))?;

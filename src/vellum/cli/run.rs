@@ -154,7 +154,7 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
         return print(vellum_launch::config::fragment(args.kernel.board())).map(|_| Exit::PowerOff);
     }
     if let Some(name) = args.kernel.launch.from.take() {
-        return launch::from(&name, &args.kernel.launch, args.sandbox);
+        return launch::from(&name, &args.kernel.launch, args.sandbox, args.kernel.timeout);
     }
     if args.kernel.boots() {
         // A guest with a kernel has no figures. --verbose prints more of Vellum's log instead.

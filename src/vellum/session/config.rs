@@ -33,7 +33,8 @@ pub struct Config {
     pub waits: Option<Arc<OwnedFd>>,
     /// Whether the user is told of a guest that prints nothing.
     pub tells_of_silence: bool,
-    /// The file that is this process's standard error, to be removed if it is empty in the end.
+    /// The name for the file that is this process's standard error. The file has no name before
+    /// the control socket has one. The name is removed at the end if the file is empty.
     pub log: Option<PathBuf>,
     /// The process of the machine that this one was forked from.
     pub forked_from: Option<u32>,

@@ -21,9 +21,8 @@ pub mod progress;
 mod requests;
 pub mod supervisor;
 
-use std::ffi::CString;
+use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -43,6 +42,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::gdb;
 use vellum_machine::{EventSources, SessionMachine, Subscriber};
 use vellum_sandbox::{OfGuard, Sandbox, user};
+use vellum_sys::file;
 use vellum_sys::guard::{self, Naming};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::program::{SETTLING, release_start_up_code};
@@ -170,11 +170,13 @@ impl Session {
         let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
         let confined = OfGuard::new(config.sandbox);
         let names = names.filter_map(|path| Name::new(path).ok()).collect();
-        let log = config.log.as_ref().and_then(|path| CString::new(path.as_os_str().as_bytes()).ok());
-        let guard = guard::start(names, log, naming, || confined.enter())
+        let guard = guard::start(names, config.log.as_deref(), naming, || confined.enter())
             .map_err(|error| Error::Host("the guard of its sockets", error))?;
         let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;
+        if let Some(log) = &config.log {
+            name_log(log).map_err(|error| Error::Host("the name of its log", error))?;
+        }
         let gdb = config.gdb.as_ref().map(|gdb| Listener::bind(&gdb.socket)).transpose();
         let gdb = gdb.map_err(gdb::Error::Socket)?;
         let descriptor = SignalFd::new(&[&ENDING[..], &STOPPING, &UNUSED].concat())
@@ -476,6 +478,15 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         terminal::restore();
+    }
+}
+
+/// Gives the file that is standard error this name. The name is this process's, because its control
+/// socket has the same one. The file of an earlier machine loses it.
+fn name_log(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => file::name(&io::stderr(), path),
     }
 }
 

@@ -43,6 +43,7 @@ use vellum_sys::open::{self, Kind};
 #[command(next_help_heading = "A guest with a kernel")]
 #[command(group = ArgGroup::new("guest").args(["kernel", "firmware", "disk"]).multiple(true)
     .conflicts_with_all(["workload", "passes", "duration", "json", "format"]))]
+#[command(group = ArgGroup::new("timed").args(["kernel", "firmware", "disk", "from"]).multiple(true))]
 pub(crate) struct KernelArgs {
     /// The kernel: a bzImage, an ELF vmlinux, a PVH or multiboot image. With a COMMAND it may also
     /// be a kernel tree with a built kernel (O= too), an unpacked linux-image package, or `host`,
@@ -104,9 +105,10 @@ pub(crate) struct KernelArgs {
     )]
     cr3_cache: cr3_cache::Choice,
 
-    /// End the guest after a time, as in 30s, with status 124
-    #[arg(long, value_name = "TIME", requires = "guest", value_parser = keyvalue::duration)]
-    timeout: Option<Duration>,
+    /// End the guest after a time, as in 30s, with status 124; a guest of --from after that time
+    /// from its fork
+    #[arg(long, value_name = "TIME", requires = "timed", value_parser = keyvalue::duration)]
+    pub(super) timeout: Option<Duration>,
 
     /// What to do when the guest panics, before it ends: dump[=FILE], write its memory into FILE as
     /// `vellum dump` does [default: vellum-PID.core]. If the kernel's pvpanic is a module, the
