@@ -12,7 +12,7 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use serde_json::Value;
 use support::env::{Machine, TestEnv, process};
 use support::guests::Code;
-use support::hosts::{huge_pages, kvm, real};
+use support::hosts::{huge_files, huge_pages, kvm, real};
 use support::{Completion, Failed, LIMIT, Random, Tests, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
@@ -158,6 +158,82 @@ fn a_guest_with_dirty_rings_writes_throughout() -> Result<(), Failed> {
     writes_throughout(&format!("--cpus 2 --memory 16m,backing=memfd --dirty-ring {WRITE}"))
 }
 
+/// The first fork copies memory that no file backs, while the guest writes to it.
+#[test(kvm())]
+fn a_guest_on_anonymous_memory_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 2 --memory 32m,slots=3,backing=anonymous {WRITE}"))
+}
+
+#[test(kvm())]
+fn a_guest_on_transparent_huge_pages_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--memory 32m,slots=3,backing=thp {WRITE}"))
+}
+
+/// The same where the copy has huge pages too.
+#[test(kvm(), huge_files())]
+fn a_guest_on_huge_pages_of_a_file_writes_throughout() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --cpus 2 --memory 64m,backing=thp --passes 0 {WRITE}"))?;
+    env.has_written("here", 16_384)?;
+    // Huge pages of files are few on a host, and no other test makes them.
+    let before = huge_pages_of_files()?;
+    let forked = fork_one(&env, "here", "there")?;
+    let made = huge_pages_of_files()?.saturating_sub(before);
+    ensure(made >= 32 << 20, || format!("{made} bytes of the copy are huge pages"))?;
+    let again = fork_one(&env, "there", "again")?;
+    for name in ["here", "there", "again"] {
+        let own = env.done(name)?;
+        env.has_written(name, own + 20_000)?;
+    }
+    again.ends_right()?;
+    forked.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// The bytes of this host's files in memory that are in huge pages.
+fn huge_pages_of_files() -> Result<u64, Failed> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("ShmemHugePages:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    Ok(kib.ok_or("no ShmemHugePages")? << 10)
+}
+
+/// Anonymous memory of a guest with dirty rings, and of one whose log a snapshot has left on.
+#[test(real())]
+fn the_copy_of_memory_uses_the_log_that_there_is() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let flags = format!("--cpus 2 --memory 16m,slots=3 --passes 0 {WRITE}");
+    let rings = env.run("rings", &format!("run --dirty-ring {flags}"))?;
+    let followed = env.run("followed", &format!("run {flags}"))?;
+    let dir = env.path("snap");
+    let save = || {
+        let line = format!("snapshot followed {} --follow --downtime 1s --timeout 3s", dir.display());
+        let output = env.vellum(&line)?;
+        ensure(output.status.success(), || format!("{output:?}"))
+    };
+    env.has_written("followed", 3000)?;
+    save()?;
+    for (name, machine) in [("rings", rings), ("followed", followed)] {
+        env.has_written(name, 6000)?;
+        let first = fork_one(&env, name, "first")?;
+        let second = fork_one(&env, name, "second")?;
+        if name == "followed" {
+            save()?;
+        }
+        first.ends_right()?;
+        second.ends_right()?;
+        stops_right(&env, name, machine)?;
+    }
+    for point in 0..2 {
+        let json = env.path(&format!("{point}.json"));
+        let again =
+            env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+        stops_right(&env, "again", again)?;
+        ensure(is_right(&json)?, || format!("point {point} is wrong"))?;
+    }
+    Ok(())
+}
+
 /// If a guest has written to most of its memory since the last fork, the next fork makes a new
 /// base. All machines are right, whichever base they have.
 #[test(kvm())]
@@ -243,9 +319,18 @@ fn a_log_of_dirty_pages_stays_right() -> Result<(), Failed> {
 /// can both migrate and be saved: their memory is copied page by page, including private pages.
 #[test(kvm())]
 fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
+    move_and_are_saved("memfd")
+}
+
+#[test(kvm())]
+fn machines_whose_memory_was_copied_move_and_are_saved() -> Result<(), Failed> {
+    move_and_are_saved("thp")
+}
+
+fn move_and_are_saved(backing: &str) -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let here =
-        env.run("here", &format!("run --cpus 2 --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+    let memory = format!("--memory 16m,slots=3,backing={backing}");
+    let here = env.run("here", &format!("run --cpus 2 {memory} --passes 0 {WRITE}"))?;
     env.has_written("here", 3000)?;
     let there = fork_one(&env, "here", "there")?;
     for name in ["here", "there"] {
@@ -515,7 +600,6 @@ fn says(output: &Output, status: i32, line: &str) -> Result<(), Failed> {
 fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let here = env.run("here", "run --memory 16m,backing=memfd --passes 0")?;
-    let _private = env.run("private", "run --memory 16m --passes 0")?;
     let _shared = env.run("shared", "run --memory 16m,backing=shmem --passes 0")?;
     let _locked = env.run("locked", "run --memory 4m,backing=memfd,lock --passes 0")?;
     let _waits = env.receive("waits", "")?;
@@ -529,7 +613,6 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
         ("fork here --count 2 --name new", 2, "--name new: with --count it has a %d"),
         ("fork here --count 0 --name new%d", 2, "--count"),
         ("fork here --count 2", 2, "--name"),
-        ("fork private --name new", 2, "the memory of private is anonymous, which others cannot share"),
         ("fork shared --name new", 2, "the memory of shared is shmem, which others cannot share"),
         ("fork locked --name new", 1, "its memory is locked"),
         ("fork waits --name new", 2, "the memory of waits is unknown"),
@@ -539,7 +622,11 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
         ("run --from here -- true", 2, "--from here: this machine does not wait for commands"),
         ("run --from here --memory 1g -- true", 2, "a fork is like the machine that it is made of"),
         ("run --kernel k --zygote z -- true", 2, "its forks run the commands"),
-        ("run --kernel k --memory 64m,backing=thp --zygote z", 2, "memory of backing thp cannot be shared"),
+        (
+            "run --kernel k --memory 64m,backing=shmem --zygote z",
+            2,
+            "memory of backing shmem cannot be forked",
+        ),
     ] {
         says(&env.vellum(line)?, status, line_says)?;
     }
@@ -610,12 +697,12 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
 
 /// Forks a machine with this fault planted. Returns whether all pages of the source and its forks
 /// are right.
-fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
+fn goes_right(mistake: Option<&'static str>, backing: &str) -> Result<bool, Failed> {
     let env = TestEnv::planted(mistake)?;
     // A faster writer takes long to check.
     let write = "--workload write,order=random,rate=50000,write=80";
-    let here =
-        env.run("here", &format!("run --cpus 2 --memory 8m,slots=3,backing=memfd --passes 0 {write}"))?;
+    let memory = format!("--memory 8m,slots=3,backing={backing}");
+    let here = env.run("here", &format!("run --cpus 2 {memory} --passes 0 {write}"))?;
     env.has_written("here", 8000)?;
     let mut right = true;
     for at in 0..3 {
@@ -633,12 +720,17 @@ fn goes_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
 
 /// Adds the tests of planted faults, which must be caught.
 fn add_planted(tests: &mut Tests) {
-    tests.add("without_a_mistake_all_pages_are_right", kvm(), || {
-        ensure(goes_right(None)?, || "a page is wrong".into())
-    });
-    for mistake in ["piece-left-shared", "parted-left-out", "copied-after-resume", "layer-off-by-a-slot"] {
+    for backing in ["memfd", "anonymous"] {
+        tests.add(format!("without_a_mistake_all_pages_of_{backing}_are_right"), kvm(), move || {
+            ensure(goes_right(None, backing)?, || "a page is wrong".into())
+        });
+    }
+    let of_memfd = ["piece-left-shared", "parted-left-out", "copied-after-resume", "layer-off-by-a-slot"];
+    let of_anonymous = ["dropped-bit", "read-before-clear"];
+    let all = of_memfd.map(|mistake| (mistake, "memfd")).into_iter();
+    for (mistake, backing) in all.chain(of_anonymous.map(|mistake| (mistake, "anonymous"))) {
         tests.add(format!("planted_{mistake}_is_caught"), kvm(), move || match POSSIBLE {
-            true => ensure(!goes_right(Some(mistake))?, || "nobody notices".into())
+            true => ensure(!goes_right(Some(mistake), backing)?, || "nobody notices".into())
                 .map(|()| Completion::Completed),
             false => Ok(Completion::ignored_with(IMPOSSIBLE)),
         });

@@ -69,13 +69,12 @@ impl Config {
     fn check(&self) -> Result<(), Error> {
         self.region.check(self.region.backing.best_mapping())?;
         // The machine, three forks of it, and the memory of `remap_at_once`. Huge pages of the pool
-        // are all reserved. With memfd, forks write few pages.
+        // are all reserved. With others, forks write few pages. Private memory is copied once.
         let times = match self.region.backing {
             Backing::SharedHugetlb(_) => 5,
-            Backing::Memfd => 3,
+            Backing::Memfd | Backing::Anonymous | Backing::Thp => 3,
             other => {
-                let why =
-                    format!("{other} memory has no file that others could map: memfd or shared-hugetlb-2m");
+                let why = format!("{other} memory cannot be forked: {}", Backing::FORKED);
                 return Err(Error::Asked(Field::Backing, why));
             }
         };
@@ -244,10 +243,17 @@ fn remap_at_once(config: &Config) -> Result<f64, Error> {
         _ => None,
     };
     let file = freezable_memfd(c"vellum-bench", len, huge).map_err(failed("memfd_create"))?;
-    let mapping = Mapping::new(len, backing.page_size(), Source::Shared(&file)).map_err(failed("mmap"))?;
+    let source = match backing.can_be_handed_over() {
+        true => Source::Shared(&file),
+        false => Source::Anonymous,
+    };
+    let mapping = Mapping::new(len, backing.best_mapping(), source).map_err(failed("mmap"))?;
+    if backing == Backing::Thp {
+        mapping.advise(libc::MADV_HUGEPAGE).map_err(failed("MADV_HUGEPAGE"))?;
+    }
     mapping.populate(0, len).map_err(failed("MADV_POPULATE_WRITE"))?;
     let start = Instant::now();
-    mapping.part(0, len, &file, huge.is_some()).map_err(failed("mremap"))?;
+    mapping.part(0, len, &file, backing.pages()).map_err(failed("mremap"))?;
     Ok(start.elapsed().as_secs_f64())
 }
 

@@ -10,6 +10,9 @@
 //! If more than a quarter of memory differs, the fork makes a new base: it copies the old base
 //! while the guest runs, and adds the pages that differ during the pause.
 //!
+//! Memory without a file is copied into the first base. The dirty log tells what the guest writes
+//! meanwhile. The last pages are copied during the pause, in which all memory is mapped anew.
+//!
 //! Parted memory stays parted, even if the fork fails. The guest does not notice.
 
 use std::fs::File;
@@ -19,13 +22,16 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::events::{Demand, Moving, Said, SenderCommand, SenderEvent, Written};
+use crate::events::{Demand, Done, Moving, Said, SenderCommand, SenderEvent, Written};
+use crate::pending::{At, PendingPages};
 use crate::saving::{End, WrittenDown, failed, write_down};
+use crate::share::Share;
+use crate::since::Since;
 use crate::snapshot::layer::Writer;
 use crate::snapshot::{Files, disk};
 use crate::threads::Mine;
 use vellum_kvm::arch::clocks;
-use vellum_kvm::memory::{Memory, Slot, short_size};
+use vellum_kvm::memory::{Memory, NewBase, Slot, short_size};
 use vellum_machine as machine;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::pagemap::Pagemap;
@@ -48,6 +54,10 @@ pub(crate) struct Forking {
 /// A new base is made if more than one page in this many differs from the base. Each fork copies
 /// these pages, and no two machines share the copies, so beyond this a new base costs less.
 const SHARE: u64 = 4;
+
+/// So few pages of memory without a file are left to the pause: copying them takes about a
+/// millisecond.
+const FEW: u64 = 500;
 
 impl Forking {
     /// A fork of `what` into the empty `files`.
@@ -94,12 +104,19 @@ impl Forking {
         while self.ram.part().map_err(|error| End::Failed(self.why_whole(&error)))? {
             self.machine.is_wanted()?;
         }
-        self.ram.base().map_err(|error| End::Failed(why_writable(&error)))?;
+        let first = self.ram.is_without_file();
+        if !first {
+            self.ram.base().map_err(|error| End::Failed(why_writable(&error)))?;
+        }
         let mut next = None;
-        if self.differ()? * SHARE > self.pages() {
+        if first || self.differ()? * SHARE > self.pages() {
             let file = self.next.try_clone().map_err(failed("another descriptor of a file"))?;
             next = self.ram.new_base(file).map_err(failed("a new base"))?;
         }
+        let log = match &mut next {
+            Some(next) if first => Some(self.copy_ahead(next)?),
+            _ => None,
+        };
         self.machine.is_wanted()?;
         let ram = self.files.ram.try_clone().map_err(failed("another descriptor of a file"))?;
         let mut writer = Writer::new(ram, &self.memory).map_err(failed("the file for pages"))?;
@@ -111,8 +128,15 @@ impl Forking {
             self.machine.demand(Demand::Resume)?;
         }
         // After the state: saving a vCPU makes KVM write to guest memory.
-        if let Some(next) = next {
-            self.ram.rebase(&self.pagemap, next).map_err(failed("a new base"))?;
+        if let Some(mut next) = next {
+            match &log {
+                Some(log) => {
+                    log.owed.collect(&self.ram, Some(&self.pagemap))?;
+                    self.copy_owed(log, &mut next)?;
+                }
+                None => self.ram.copy_parted(&self.pagemap, &mut next).map_err(failed("a new base"))?,
+            }
+            self.ram.show(next).map_err(failed("a new base"))?;
         }
         self.copy(&mut writer)?;
         if !early {
@@ -138,6 +162,41 @@ impl Forking {
             self.ram.parted_pages(&self.pagemap, slot, count).map_err(failed("/proc/self/pagemap"))?;
         }
         Ok(all)
+    }
+
+    /// Copies memory that has no file to `base`, while the guest runs. Returns the log of the pages
+    /// that it wrote to meanwhile, which are owed.
+    fn copy_ahead(&self, base: &mut NewBase) -> Result<Since, End> {
+        let Done::Tracker(tracker) = self.machine.demand(Demand::Track(None))? else {
+            return Err(End::Failed("the machine cannot be followed".into()));
+        };
+        let (method, owed) = (tracker.method(), PendingPages::new(self.memory.clone()));
+        let log = Since { method, owed, chain: String::new(), point: 0 };
+        log.owed.follow(tracker, &self.ram, Some(&self.pagemap))?;
+        let mut left = log.owed.count();
+        loop {
+            self.copy_owed(&log, base)?;
+            log.owed.collect(&self.ram, Some(&self.pagemap))?;
+            let before = std::mem::replace(&mut left, log.owed.count());
+            // Another pass takes time in which the guest writes about as much again.
+            if left <= FEW || left > before / 2 {
+                return Ok(log);
+            }
+        }
+    }
+
+    /// Copies the pages of RAM that `log` owes to `base`.
+    fn copy_owed(&self, log: &Since, base: &mut NewBase) -> Result<(), End> {
+        let (all, mut at) = (Share::new(0, 1), At::default());
+        while let Some((outgoing, run)) = log.owed.next(&mut at, &all)? {
+            self.machine.is_wanted()?;
+            // Settled before they are read: a later write makes them owed again.
+            log.owed.settle(outgoing, run.clone());
+            if self.ram.holds(outgoing.slot()) {
+                self.ram.copy(base, outgoing.slot(), run).map_err(failed("copying pages"))?;
+            }
+        }
+        Ok(())
     }
 
     /// Copies the pages that differ from the base.

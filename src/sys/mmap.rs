@@ -66,9 +66,20 @@ pub enum Source<'a> {
     Private {
         /// The file.
         file: &'a File,
-        /// Whether its pages are the pool's huge ones, all of which are reserved by the call.
-        huge: bool,
+        /// Its pages. Those of the pool are reserved by the call.
+        pages: Pages,
     },
+}
+
+/// The pages of a file in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pages {
+    /// The host's pages.
+    Small,
+    /// The host's pages, and transparent huge pages where the host has them for files in memory.
+    Transparent,
+    /// Huge pages of the pool.
+    Pool,
 }
 
 fn check(result: libc::c_int) -> io::Result<()> {
@@ -77,8 +88,8 @@ fn check(result: libc::c_int) -> io::Result<()> {
 
 /// A private mapping of a file. Huge pages of the pool are reserved, so that a write never finds
 /// none (SIGBUS).
-fn private(huge: bool) -> libc::c_int {
-    libc::MAP_PRIVATE | if huge { 0 } else { libc::MAP_NORESERVE }
+fn private(pages: Pages) -> libc::c_int {
+    libc::MAP_PRIVATE | if pages == Pages::Pool { 0 } else { libc::MAP_NORESERVE }
 }
 
 impl Mapping {
@@ -96,7 +107,7 @@ impl Mapping {
             }
             Source::SharedAnonymous => (libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
             Source::Shared(file) => (libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd()),
-            Source::Private { file, huge } => (private(huge), file.as_raw_fd()),
+            Source::Private { file, pages } => (private(pages), file.as_raw_fd()),
         };
         // The kernel aligns to a page only. So reserve enough address space to contain an aligned
         // range, map over that range, and unmap the rest.
@@ -263,16 +274,16 @@ impl Mapping {
         self.advise_range(offset, len, libc::MADV_DONTDUMP)
     }
 
-    /// Replaces `[offset, offset + len)`, a shared mapping of the same range of `file`, by a
-    /// private one. Its content stays. A write then copies the page. A concurrent access finds the
+    /// Replaces `[offset, offset + len)`, whose content is that of the same range of `file`, by a
+    /// private mapping of this range. A write then copies the page. A concurrent access finds the
     /// old mapping or the new one: the new one is made elsewhere and moved over the old one. If the
-    /// file's pages are `huge` ones of the pool, all of them are reserved. The range is left out of
-    /// core dumps, and has no transparent huge pages. All are multiples of the file's pages.
+    /// file's `pages` are those of the pool, all of them are reserved. The range is left out of core
+    /// dumps. All are multiples of the file's pages.
     ///
     /// # Errors
     /// The range is not inside, the pool lacks huge pages, or the process has too many mappings.
     /// The old mapping stays.
-    pub fn part(&self, offset: u64, len: u64, file: &File, huge: bool) -> io::Result<()> {
+    pub fn part(&self, offset: u64, len: u64, file: &File, pages: Pages) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
         if end.is_none() || !(offset | len).is_multiple_of(host_page()) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -284,7 +295,7 @@ impl Mapping {
                 std::ptr::null_mut(),
                 length,
                 access,
-                private(huge),
+                private(pages),
                 file.as_raw_fd(),
                 offset as libc::off_t,
             )
@@ -295,10 +306,12 @@ impl Mapping {
         // SAFETY: the range is the mapping made above. No advice here drops content.
         let advise = |advice| check(unsafe { libc::madvise(made, length, advice) });
         let advised = advise(libc::MADV_DONTDUMP);
-        if !huge {
-            // Fails on a kernel without huge pages, which needs no advice.
-            let _ = advise(libc::MADV_NOHUGEPAGE);
-        }
+        // These fail on a kernel without huge pages, which needs no advice.
+        let _ = match pages {
+            Pages::Small => advise(libc::MADV_NOHUGEPAGE),
+            Pages::Transparent => advise(libc::MADV_HUGEPAGE),
+            Pages::Pool => Ok(()),
+        };
         // SAFETY: the target is inside this mapping. The new mapping has the same access and the
         // same content, as file and offset are the same.
         let moved = advised.and_then(|()| unsafe {
@@ -528,10 +541,11 @@ mod tests {
         let len = 4 * PAGE_SIZE;
         let file = freezable_memfd(c"vellum-test", len, None).unwrap();
         let map = Mapping::new(len, PAGE_SIZE, Source::Shared(&file)).unwrap();
-        let other = Mapping::new(len, PAGE_SIZE, Source::Private { file: &file, huge: false }).unwrap();
+        let other =
+            Mapping::new(len, PAGE_SIZE, Source::Private { file: &file, pages: Pages::Small }).unwrap();
         let word = |map: &Mapping, page: usize| map.words()[page * 512].load(Ordering::Relaxed);
         (0..4).for_each(|page| map.words()[page * 512].store(page as u64 + 1, Ordering::Relaxed));
-        let part = |offset, len| map.part(offset, len, &file, false);
+        let part = |offset, len| map.part(offset, len, &file, Pages::Small);
         part(0, 2 * PAGE_SIZE).unwrap();
         let busy = freeze(&file).unwrap_err();
         assert_eq!(busy.raw_os_error(), Some(libc::EBUSY));
@@ -556,7 +570,8 @@ mod tests {
     fn a_file_with_a_page_that_is_held_for_a_moment_is_frozen() {
         let file = freezable_memfd(c"vellum-test", PAGE_SIZE, None).unwrap();
         file.write_all_at(&[7; 4096], 0).unwrap();
-        let map = Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Private { file: &file, huge: false }).unwrap();
+        let map =
+            Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Private { file: &file, pages: Pages::Small }).unwrap();
         assert_eq!(map.words()[0].load(Ordering::Relaxed), 0x0707_0707_0707_0707);
         let (mut reader, writer) = io::pipe().unwrap();
         let page = libc::iovec { iov_base: map.words().as_ptr().cast_mut().cast(), iov_len: 4096 };

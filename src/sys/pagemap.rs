@@ -255,7 +255,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
-    use crate::mmap::{self, Source};
+    use crate::mmap::{self, Pages, Source};
 
     const PAGES: u64 = 2000;
 
@@ -304,7 +304,7 @@ mod tests {
         let file = mmap::memfd(c"vellum-test", PAGES * PAGE_SIZE, None).unwrap();
         let shared = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, Source::Shared(&file)).unwrap();
         touch(&shared, [0, 1, 2, 900]);
-        let source = Source::Private { file: &file, huge: false };
+        let source = Source::Private { file: &file, pages: Pages::Small };
         let mapping = Mapping::new(PAGES * PAGE_SIZE, PAGE_SIZE, source).unwrap();
         mapping.advise(libc::MADV_NOHUGEPAGE).unwrap();
         let pagemap = Pagemap::open().unwrap();

@@ -1,6 +1,11 @@
 //! Memory of a forked machine. Its file becomes the base, which is never written again. This
 //! machine and the machines made from it map the base privately, so each keeps its own writes.
 //!
+//! Anonymous memory has no file. It is copied once, into a file that becomes the base
+//! ([`Memory::copy`], [`Memory::show`]). The child of a fork(2) would inherit it without a copy. But
+//! such a child would also have this process's sandbox, which opens no device, and each fork would
+//! copy all page tables while the guest stands still.
+//!
 //! The mapping parts from the file piece by piece, while the guest runs. A write to a piece that
 //! has not parted goes to the file, and all machines share it. A write to a parted piece makes a
 //! private copy of the page. A fork copies these pages ([`Memory::parted_pages`]).
@@ -21,7 +26,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Backing, Error, Memory, MemoryConfig, Slot};
 use crate::memory::plan::Space;
-use vellum_sys::mmap::{self, PAGE_SIZE, Source};
+use vellum_sys::mmap::{self, Mapping, PAGE_SIZE, Pages, Source, host_page};
 use vellum_sys::pagemap::{self, Pagemap};
 use vellum_sys::plant::{self, Mistake};
 
@@ -47,17 +52,84 @@ impl Shared {
     }
 }
 
-/// The future base of a memory that was forked before. It starts as a copy of the old base, and
-/// [`Memory::rebase`] adds the pages that differ.
+/// A future base. It starts as a copy of the old base, if there is one.
 #[derive(Debug)]
 pub struct NewBase {
     file: File,
     buffer: Vec<u8>,
+    /// A mapping by which huge pages are put into the file.
+    huge: Option<Mapping>,
+    /// The piece that was written to last.
+    piece: Option<u64>,
+}
+
+impl NewBase {
+    /// Copies `len` bytes at `at` of `mapping`.
+    fn copy(&mut self, mapping: &Mapping, at: u64, len: u64) -> io::Result<()> {
+        let end = at + len;
+        let mut at = at;
+        while at < end {
+            let piece = at / PIECE * PIECE;
+            if let Some(huge) = self.huge.as_ref().filter(|_| self.piece != Some(piece)) {
+                // One page fault brings a huge page where the host has them for files in memory.
+                huge.populate(piece, host_page())?;
+                self.piece = Some(piece);
+            }
+            let bytes = &mut self.buffer[..(end.min(piece + PIECE) - at) as usize];
+            mapping.copy_to(at, bytes);
+            self.file.write_all_at(bytes, at)?;
+            at += bytes.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// The file, to which nothing is written any more.
+    fn freeze(self) -> io::Result<File> {
+        let Self { file, huge, .. } = self;
+        drop(huge);
+        mmap::freeze(&file)?;
+        Ok(file)
+    }
 }
 
 /// The bytes that part at a time, except with huge pages of the pool. A page fault waits until the
 /// current piece has parted.
 const PIECE: u64 = 2 << 20;
+
+impl Backing {
+    /// The backings whose machines can be forked, for messages.
+    pub const FORKED: &str = "memfd, shared-hugetlb-2m, anonymous and thp can be";
+
+    /// Whether a machine with such memory can be forked.
+    pub fn can_be_forked(self) -> bool {
+        self.can_be_handed_over() || self.is_copied()
+    }
+
+    /// The backing of memory that shows `base`, whose owner has memory of backing `theirs`.
+    ///
+    /// # Errors
+    /// As for [`Backing::of_handed`].
+    pub fn of_base(base: &File, theirs: Self) -> Result<Self, Error> {
+        match Self::of_handed(base)? {
+            Self::Memfd if theirs == Self::Thp => Ok(theirs),
+            handed => Ok(handed),
+        }
+    }
+
+    /// Whether a first fork copies such memory.
+    fn is_copied(self) -> bool {
+        matches!(self, Self::Anonymous | Self::Thp)
+    }
+
+    /// The pages of its file.
+    pub fn pages(self) -> Pages {
+        match self {
+            Self::SharedHugetlb(_) => Pages::Pool,
+            Self::Thp => Pages::Transparent,
+            _ => Pages::Small,
+        }
+    }
+}
 
 impl Memory {
     /// The file that this memory maps shared, if any: for userfaultfd's minor faults, and for
@@ -108,17 +180,12 @@ impl Memory {
                         .into(),
                 );
             }
-            return Err(format!(
-                "its memory is {backing}, which has no descriptor that others could map; start it with backing=memfd or \
-                 shared-hugetlb-2m"
-            ));
+            if !backing.is_copied() {
+                return Err(format!("its memory is {backing}, which cannot be forked: {}", Backing::FORKED));
+            }
+            return self.can_be_parted();
         };
-        if self.config.lock {
-            return Err("its memory is locked, and private copies of it would not be".into());
-        }
-        if self.mapping.is_kept() {
-            return Err("part of its memory has not come yet".into());
-        }
+        self.can_be_parted()?;
         match mmap::can_be_frozen(&file) {
             Ok(true) => Ok(()),
             Ok(false) => {
@@ -129,6 +196,21 @@ impl Memory {
         }
     }
 
+    fn can_be_parted(&self) -> Result<(), String> {
+        if self.config.lock {
+            return Err("its memory is locked, and private copies of it would not be".into());
+        }
+        if self.mapping.is_kept() {
+            return Err("part of its memory has not come yet".into());
+        }
+        Ok(())
+    }
+
+    /// Whether its content is to be copied into a first base: it has no file that could be one.
+    pub fn is_without_file(&self) -> bool {
+        self.file().is_none()
+    }
+
     /// Parts the next piece from the file and returns whether any piece is left. The content stays.
     ///
     /// # Errors
@@ -136,15 +218,15 @@ impl Memory {
     pub fn part(&self) -> io::Result<bool> {
         let (size, at) = (self.config.size, self.parted_bytes());
         let Some(file) = self.file().filter(|_| at < size) else { return Ok(false) };
-        let huge = matches!(self.config.backing, Backing::SharedHugetlb(_));
+        let pages = self.config.backing.pages();
         // With the pool's huge pages everything parts at once: either all private pages can be
         // reserved, or none is.
-        let len = if huge { size } else { PIECE.min(size - at) };
+        let len = if pages == Pages::Pool { size } else { PIECE.min(size - at) };
         if plant::is(Mistake::PieceLeftShared) && at + len == size {
             self.shared.parted.store(size, Ordering::Release);
             return Ok(false);
         }
-        self.mapping.part(at, len, &file, huge)?;
+        self.mapping.part(at, len, &file, pages)?;
         self.shared.parted.store(at + len, Ordering::Release);
         Ok(at + len < size)
     }
@@ -163,72 +245,94 @@ impl Memory {
         Ok((file, self.shared.number.load(Ordering::Acquire)))
     }
 
-    /// Copies the base into `file`, which is empty and as long as memory. The guest may run: the
-    /// base is never written. Returns `None` for huge pages of the pool, which keep their base.
+    /// Makes `file` a future base, which is empty and as long as memory. Copies the base to it, if
+    /// there is one. The guest may run: the base is never written. Returns `None` for huge pages of
+    /// the pool, which keep their base.
     ///
     /// # Errors
     /// `file` cannot be a base, or the host lacks memory.
     pub fn new_base(&self, file: File) -> io::Result<Option<NewBase>> {
-        if self.config.backing != Backing::Memfd {
+        let (size, pages) = (self.config.size, self.config.backing.pages());
+        if pages == Pages::Pool {
             return Ok(None);
         }
         let unfit = |what: &str| io::Error::other(format!("the file for a new base {what}"));
-        if file.metadata()?.len() != self.config.size {
+        if file.metadata()?.len() != size {
             return Err(unfit("is not as long as memory"));
         }
         if !mmap::seals_hold(&file)? || !mmap::can_be_frozen(&file)? || mmap::is_frozen(&file)? {
             return Err(unfit("is not sealed as memory is"));
         }
-        let (base, _) = self.base()?;
-        let mut buffer = vec![0; PIECE as usize];
-        let mut runs = Vec::new();
-        pagemap::data(&base, 0, self.config.size / PAGE_SIZE, |run| runs.push(run))?;
-        for run in runs {
-            let end = run.end * PAGE_SIZE;
-            for at in (run.start * PAGE_SIZE..end).step_by(PIECE as usize) {
-                let bytes = &mut buffer[..PIECE.min(end - at) as usize];
-                base.read_exact_at(bytes, at)?;
-                file.write_all_at(bytes, at)?;
+        let huge = match pages {
+            Pages::Transparent => {
+                let huge = Mapping::new(size, PIECE, Source::Shared(&file))?;
+                huge.advise(libc::MADV_HUGEPAGE)?;
+                Some(huge)
             }
+            _ => None,
+        };
+        let mut new = NewBase { file, buffer: vec![0; PIECE as usize], huge, piece: None };
+        if self.is_without_file() {
+            return Ok(Some(new));
         }
-        Ok(Some(NewBase { file, buffer }))
+        let (base, _) = self.base()?;
+        let old = Mapping::new(size, PAGE_SIZE, Source::Private { file: &base, pages: Pages::Small })?;
+        let mut runs = Vec::new();
+        pagemap::data(&base, 0, size / PAGE_SIZE, |run| runs.push(run))?;
+        for run in runs {
+            new.copy(&old, run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE)?;
+        }
+        Ok(Some(new))
     }
 
-    /// Makes `new` the base: copies the pages that differ from the old base to it, and maps it
-    /// privately in place of the old one. The machine must be paused.
+    /// Copies pages of `slot` into `new`. `slot` is part of this memory.
+    ///
+    /// # Errors
+    /// The host lacks memory.
+    pub fn copy(&self, new: &mut NewBase, slot: &Slot, run: Range<u64>) -> io::Result<()> {
+        let at = slot.offset() + run.start * PAGE_SIZE;
+        new.copy(&self.mapping, at, (run.end - run.start) * PAGE_SIZE)
+    }
+
+    /// Copies the pages that differ from the old base into `new`. The machine must be paused.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn copy_parted(&self, pagemap: &Pagemap, new: &mut NewBase) -> io::Result<()> {
+        for slot in self.slots() {
+            let mut result = Ok(());
+            self.parted_pages(pagemap, slot, |run| {
+                if result.is_ok() {
+                    result = self.copy(new, slot, run);
+                }
+            })?;
+            result?;
+        }
+        Ok(())
+    }
+
+    /// Makes `new` the base, which has all content of memory, and maps it privately. The machine
+    /// must be paused.
     ///
     /// # Errors
     /// The host refuses. The content is unchanged. If only a part of memory maps the new base then,
     /// the machine cannot be forked again.
-    pub fn rebase(&self, pagemap: &Pagemap, new: NewBase) -> io::Result<()> {
-        let NewBase { file, mut buffer } = new;
-        let mut result = Ok(());
-        for slot in self.slots() {
-            self.parted_pages(pagemap, slot, |run| {
-                let (start, end) = (run.start * PAGE_SIZE, run.end * PAGE_SIZE);
-                for at in (start..end).step_by(PIECE as usize) {
-                    let at = slot.offset() + at;
-                    let bytes = &mut buffer[..PIECE.min(slot.offset() + end - at) as usize];
-                    if result.is_ok() {
-                        self.mapping.copy_to(at, bytes);
-                        result = file.write_all_at(bytes, at);
-                    }
-                }
-            })?;
-        }
-        result?;
-        mmap::freeze(&file)?;
-        let size = self.config.size;
+    pub fn show(&self, new: NewBase) -> io::Result<()> {
+        let (file, first) = (new.freeze()?, self.is_without_file());
+        let (size, pages) = (self.config.size, self.config.backing.pages());
         for at in (0..size).step_by(PIECE as usize) {
-            if let Err(error) = self.mapping.part(at, PIECE.min(size - at), &file, false) {
+            if let Err(error) = self.mapping.part(at, PIECE.min(size - at), &file, pages) {
                 if at > 0 {
                     *self.shared.lock() = None;
+                    self.shared.parted.store(at, Ordering::Release);
                 }
                 return Err(error);
             }
         }
         *self.shared.lock() = Some(Arc::new(file));
-        self.shared.number.fetch_add(1, Ordering::AcqRel);
+        self.shared.parted.store(size, Ordering::Release);
+        // The first base of a file is its number 0.
+        self.shared.number.fetch_add(u64::from(!first), Ordering::AcqRel);
         Ok(())
     }
 
@@ -253,7 +357,7 @@ impl Memory {
     }
 
     /// RAM at `space` that maps `base` privately. `base` is another machine's. `config` is as for
-    /// [`Memory::adopt`].
+    /// [`Memory::adopt`], but memory with transparent huge pages keeps them.
     ///
     /// # Errors
     /// As for [`Memory::adopt`]; or `base` is not sealed against writes, or the pool lacks huge
@@ -263,8 +367,9 @@ impl Memory {
         if !frozen && !plant::is(Mistake::PieceLeftShared) {
             return Err(Error::Handed("can be written to by others: it is no base of a fork".into()));
         }
-        let huge = matches!(Backing::of_handed(&base)?, Backing::SharedHugetlb(_));
-        let memory = Self::of_file(space, config, base, |file| Source::Private { file, huge })?;
+        let backing = Backing::of_base(&base, config.backing)?;
+        let pages = backing.pages();
+        let memory = Self::of_file(space, config, backing, base, |file| Source::Private { file, pages })?;
         memory.shared.parted.store(memory.config.size, Ordering::Release);
         Ok(memory)
     }

@@ -40,18 +40,19 @@ impl Memory {
     /// # Errors
     /// The file could shrink or has another size, and as [`Memory::map`].
     pub fn adopt(space: Space, config: MemoryConfig, file: File) -> Result<Self, Error> {
-        Self::of_file(space, config, file, |file| Source::Shared(file))
+        let backing = Backing::of_handed(&file)?;
+        Self::of_file(space, config, backing, file, |file| Source::Shared(file))
     }
 
-    /// The same, mapped as `source` says.
+    /// The same, with this backing, mapped as `source` says.
     pub(super) fn of_file(
         space: Space,
         config: MemoryConfig,
+        backing: Backing,
         file: File,
         source: impl FnOnce(&File) -> Source<'_>,
     ) -> Result<Self, Error> {
         let size = config.size;
-        let backing = Backing::of_handed(&file)?;
         let len = file.metadata().map_err(|error| Error::Handed(error.to_string()))?.len();
         if len != size {
             return Err(Error::Handed(format!("has {len} bytes, and the machine {size}")));

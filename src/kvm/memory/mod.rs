@@ -22,6 +22,7 @@ mod touched;
 pub(crate) mod write_log;
 
 pub use error::Error;
+pub use forked::NewBase;
 use forked::Shared;
 pub use slot::Slot;
 

@@ -41,11 +41,13 @@ impl Memory {
         let mut found = |run: Range<u64>| found(first + run.start..first + run.end);
         match (self.config.backing, pagemap, self.file()) {
             // A page with content is in the file, or it was written after the fork, or both.
-            (Backing::Memfd, Some(pagemap), Some(file)) if self.is_forked() => {
+            (Backing::Memfd | Backing::Anonymous | Backing::Thp, Some(pagemap), Some(file))
+                if self.is_forked() =>
+            {
                 pagemap::data(&file, offset, count, &mut found)?;
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }
-            (Backing::Memfd, _, _) if self.is_forked() => return Ok(false),
+            _ if self.is_forked() => return Ok(false),
             (Backing::Anonymous | Backing::Thp, Some(pagemap), _) => {
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }

@@ -73,8 +73,10 @@ fn fits(theirs: &Parts<'_>, ours: &Parts<'_>, tsc: Tsc) -> Result<(), Refused> {
 /// Assembles a machine like the one that `config` describes.
 pub(super) fn assemble(host: Host, config: Value, there: Option<Ram>) -> Result<Arrived, Refused> {
     let Host { kvm, begun, devices, serial, mut memory, room, pagemap, other_tsc, sandbox, .. } = host;
-    if let Some(Ram::Handed(file) | Ram::Base(file)) = &there {
-        memory.backing = Backing::of_handed(file).map_err(failed)?;
+    match &there {
+        Some(Ram::Handed(file)) => memory.backing = Backing::of_handed(file).map_err(failed)?,
+        Some(Ram::Base(file)) => memory.backing = Backing::of_base(file, memory.backing).map_err(failed)?,
+        None => {}
     }
     let from = Source { room, there };
     if config["kind"] == "built-in" {

@@ -140,8 +140,14 @@ impl<P: SaveState> MigratableMachine<P> {
         let [ram, map, state, next] = four;
         let files = Files { ram: ram.into(), map: map.into(), state: state.into(), clones: Vec::new() };
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
+        let copies = self.machine.ram().is_without_file();
         let forking = Forking::new(self.moving(), files, next.into(), self.machine.disks(), mine)?;
-        self.begin(Kind::Fork, by, SaveOperation::new(thread_end, None), || forking.run())?;
+        // A fork that copies memory follows its writes. It does not ask what this kernel's log loses.
+        let distrust = copies.then_some(UNASKED);
+        self.begin(Kind::Fork, by, SaveOperation::new(thread_end, distrust), || forking.run())?;
+        if copies {
+            self.since = None;
+        }
         Ok(json!({}))
     }
 
@@ -211,6 +217,10 @@ impl<P: SaveState> MigratableMachine<P> {
         }
     }
 }
+
+/// Why a fork does not use INITIALLY_SET.
+const UNASKED: &str =
+    "it is not known whether this kernel loses pages of a dirty log that is all set at first";
 
 fn refused(error: io::Error) -> String {
     format!("the host refuses it: {error}")

@@ -401,15 +401,15 @@ fn tree(lines: Vec<Line>) -> Vec<Line> {
 
 /// The pages of a process that are in memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Resident {
+pub(super) struct Resident {
     shared: u64,
-    private: u64,
+    pub private: u64,
     part: u64,
 }
 
 impl Resident {
     /// Of process `pid`. `None` if it is gone, or another user's.
-    fn of(pid: u64) -> Option<Self> {
+    pub fn of(pid: u64) -> Option<Self> {
         Some(Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?))
     }
 

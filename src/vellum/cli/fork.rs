@@ -20,6 +20,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::client::{failure, heard, listen, may_leave, status};
+use super::control::Resident;
 use super::devices;
 use super::failure::Failure;
 use super::flags::Flags;
@@ -30,7 +31,7 @@ use crate::session::log::{self, Beside};
 use vellum_control::client::{Client, Error};
 use vellum_control::{ChildDevice, Do, Event, Status, names};
 use vellum_host::{hugepages, topology};
-use vellum_kvm::memory::{MemoryConfig, short_size};
+use vellum_kvm::memory::{Backing, MemoryConfig, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_migration::link::LIVENESS;
 use vellum_migration::loading::Forked;
@@ -48,8 +49,8 @@ use vellum_sys::{keyvalue, signal};
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct ForkArgs {
-    /// The machine: its name (--name), or the path of its control socket. Its memory must be a
-    /// file: --memory SIZE,backing=memfd or shared-hugetlb-2m
+    /// The machine: its name (--name), or the path of its control socket. The backing of its memory
+    /// is memfd, shared-hugetlb-2m, anonymous or thp; the first fork copies the latter two
     #[arg(value_name = "MACHINE")]
     machine: String,
 
@@ -122,6 +123,8 @@ struct Inherited {
     devices: Vec<ChildDevice>,
     /// The time after which the machine ends.
     limit: Option<Duration>,
+    /// Whether its memory is to have transparent huge pages.
+    transparent: bool,
 }
 
 /// Runs the command: as the client, or as one of the new machines.
@@ -141,17 +144,19 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
     let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, waits, from, log, devices, limit } = inherited;
+    let Inherited { point, files, waits, from, log, devices, limit, transparent } = inherited;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
     let own_end = Some(Arc::new(own(waits)?));
     let forked = Box::new(Forked { point, files, base });
     let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
-    // The base determines the backing of the memory.
+    // Otherwise the base determines the backing of the memory.
+    let backing = if transparent { Backing::Thp } else { Backing::Anonymous };
+    let memory = MemoryConfig { backing, ..MemoryConfig::new(0) };
     let host = args.host.forked(host::Fork { waits: own_end, from: Some(from), log, limit });
     let host = host.with_devices(devices).map_err(|error| wrong(&error))?;
-    host.run(Listen::Fork(fork), MemoryConfig::new(0), LIVENESS, FLAGS)
+    host.run(Listen::Fork(fork), memory, LIVENESS, FLAGS)
 }
 
 fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
@@ -237,7 +242,7 @@ fn names_of(args: &ForkArgs) -> Result<Vec<String>, Failure> {
 fn check_backing(name: &str, status: &Status) -> Result<(), Failure> {
     let backing = status.backing.as_deref().unwrap_or("unknown");
     let instead = match backing {
-        "memfd" => return Ok(()),
+        "memfd" | "anonymous" | "thp" => return Ok(()),
         shared if shared.starts_with("shared-") => return Ok(()),
         huge if huge.starts_with("hugetlb-") => format!("shared-{huge}"),
         _ => "memfd".into(),
@@ -274,9 +279,21 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
             return lacks(format!("{count} machines take {needs} huge pages of {page}, and {free} are free"));
         }
     }
-    let (needs, available) = (count * OWN_MEMORY, topology::memory().available);
-    if available > 0 && needs > available {
-        let [needs, available] = [needs, available].map(|bytes| bytes >> 20);
+    let available = topology::memory().available;
+    // The first fork copies memory that has no file. The old pages are free only afterwards.
+    let is_copied = !status.forked && matches!(status.backing.as_deref(), Some("anonymous" | "thp"));
+    let copied = match Resident::of(status.pid.into()) {
+        _ if !is_copied => 0,
+        Some(Resident { private, .. }) => private.min(status.memory),
+        None => status.memory,
+    };
+    if available > 0 && copied > available {
+        let [copied, available] = [copied, available].map(|bytes| bytes >> 20);
+        return lacks(format!("its memory is copied, {copied} MiB, and {available} MiB are available"));
+    }
+    let needs = count * OWN_MEMORY;
+    if available > 0 && needs > available - copied {
+        let [needs, available] = [needs, available - copied].map(|bytes| bytes >> 20);
         return lacks(format!(
             "{count} machines take {needs} MiB beside their guests' pages, and {available} MiB are available"
         ));
@@ -325,6 +342,8 @@ struct Source {
     base: OwnedFd,
     /// Its machine's process.
     from: u32,
+    /// Whether its memory has transparent huge pages.
+    transparent: bool,
 }
 
 /// Waits until an operation of `machine` is over that another client asked for. Returns whether
@@ -457,7 +476,8 @@ impl Source {
             // Another client may have forked it since, on a new base.
             if answer["base"] == of {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
-                return Ok((Self { point, files, base, from: has.pid }, us));
+                let transparent = has.backing.as_deref() == Some("thp");
+                return Ok((Self { point, files, base, from: has.pid, transparent }, us));
             }
         }
     }
@@ -478,8 +498,16 @@ impl Source {
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
         let (point, waiting) = (self.point.clone(), theirs.as_raw_fd());
-        let (from, path) = (self.from, log.as_ref().map(|log| log.path.clone()));
-        let inherited = Inherited { point, files, waits: waiting, from, log: path, devices, limit };
+        let inherited = Inherited {
+            point,
+            files,
+            waits: waiting,
+            from: self.from,
+            log: log.as_ref().map(|log| log.path.clone()),
+            devices,
+            limit,
+            transparent: self.transparent,
+        };
         let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
         list.write_all(&bytes).map_err(Failure::host)?;

@@ -141,9 +141,10 @@ fn launch_of(args: &LaunchArgs, terminal: Option<Terminal>) -> Launch {
 pub(super) fn backing(asked: Backing) -> Result<Backing, Failure> {
     match asked {
         Backing::Anonymous => Ok(Backing::Memfd),
-        shared if shared.can_be_handed_over() => Ok(shared),
+        forked if forked.can_be_forked() => Ok(forked),
         other => Err(Failure::usage(format!(
-            "--zygote: memory of backing {other} cannot be shared by forks; memfd or shared-hugetlb-2m can"
+            "--zygote: memory of backing {other} cannot be forked: {}",
+            Backing::FORKED
         ))),
     }
 }

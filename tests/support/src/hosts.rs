@@ -53,6 +53,16 @@ pub fn huge_pages(size: u64, count: u64) -> Need {
         .map_err(|shortage| format!("needs huge pages: {shortage}"))
 }
 
+/// Transparent huge pages in files in memory, for mappings that ask for them.
+pub fn huge_files() -> Need {
+    const FILE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let words = std::fs::read_to_string(FILE).unwrap_or_default();
+    match ["[always]", "[within_size]", "[advise]"].iter().any(|word| words.contains(word)) {
+        true => Ok(()),
+        false => Err(format!("needs transparent huge pages in files in memory: echo advise > {FILE}")),
+    }
+}
+
 /// Fails the test if a premise of a result did not hold. A test of a few mebibytes cannot ensure
 /// that an emulated host rarely idles, so that premise is ignored.
 pub fn premises(report: &vellum_report::Report) -> Result<(), Failed> {

@@ -33,7 +33,7 @@ pub struct ForkArgs {
     #[arg(short, long, alias = "memory", value_name = "SIZE", default_value = "1g", value_parser = |text: &str| keyvalue::size(text, 1))]
     bytes: u64,
 
-    /// Backing: memfd or shared-hugetlb-2m
+    /// Backing: memfd, shared-hugetlb-2m, anonymous or thp
     #[arg(short = 's', long, value_name = "BACKING", default_value = "memfd", value_parser = args::BACKING, hide_possible_values = true)]
     backing: Backing,
 
