@@ -349,8 +349,8 @@ fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
     ensure(later.iter().all(|pages| *pages >= 100.0), || format!("{first:?}, {later:?} pages"))?;
     let further = rounds(&report, "further_machine")?;
     ensure(further.len() == 2 && further.iter().all(|bytes| *bytes > 0.0), || format!("{further:?}"))?;
-    let refused = bench_refused("fork -s anonymous")?;
-    ensure(refused.contains("has no file that others could map"), || refused.clone())
+    let refused = bench_refused("fork -s shmem")?;
+    ensure(refused.contains("shmem memory cannot be forked: memfd"), || refused.clone())
 }
 
 /// The error message of a benchmark that is refused.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output, Stdio};
 
 use serde_json::Value;
-use support::env::{Machine, TestEnv, process};
+use support::env::{Machine, TestEnv, children, process};
 use support::guests::Code;
 use support::hosts::{huge_files, huge_pages, kvm, real};
 use support::{Completion, Failed, LIMIT, Random, Tests, ensure, eventually, test};
@@ -108,11 +108,16 @@ fn stops_right(env: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed
     ensure(output.status.success(), || format!("{name}: {output:?}"))
 }
 
+/// `all` with `VELLUM_FORK=all`, and otherwise `few`.
+fn times(few: usize, all: usize) -> usize {
+    if std::env::var("VELLUM_FORK").is_ok_and(|value| value == "all") { all } else { few }
+}
+
 /// A guest that writes all the time is forked repeatedly, and some of the forks are forked too.
 /// Each fork starts with the memory of the pause, and then writes on its own. With
 /// `VELLUM_FORK=all` there are 200 forks.
 fn writes_throughout(line: &str) -> Result<(), Failed> {
-    let times = if std::env::var("VELLUM_FORK").is_ok_and(|value| value == "all") { 200 } else { 12 };
+    let times = times(12, 200);
     let env = TestEnv::new()?;
     let here = env.run("here", &format!("run {line} --passes 0"))?;
     env.has_written("here", 2000)?;
@@ -437,6 +442,51 @@ fn a_machine_with_a_directory_is_forked_and_listed() -> Result<(), Failed> {
     here.end_with(&["vellum-guard", "vellum-share"]).map(drop)
 }
 
+/// The overlay of a disk is copied. Each new machine has one of its own, and says so if it has none.
+#[test(kvm())]
+fn a_machine_with_an_overlay_is_forked() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (kernel, base, other) = (env.path("kernel"), env.path("base"), env.path("other"));
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    fs::write(&base, vec![7; 1 << 20])?;
+    fs::write(&other, vec![7; 1 << 19])?;
+    let disk = |overlay: &str| format!("--serial null --disk {}{overlay}", base.display());
+    let file = env.path("file");
+    let run = |name, overlay: &str| {
+        env.run(name, &format!("run --kernel {} --memory 16m {}", kernel.display(), disk(overlay)))
+    };
+    let here = run("here", ",overlay=discard")?;
+    let named = format!(",overlay={}", file.display());
+    let made = [
+        fork(&env, "here", &format!("--name first {}", disk(",overlay=discard")))?,
+        fork(&env, "here", &format!("--name second {}", disk(&named)))?,
+        fork(&env, "first", &format!("--name third {}", disk(",overlay=discard")))?,
+    ];
+    ensure(fs::read(&file)?.starts_with(b"VLMOVER\n"), || "the copy is no overlay".into())?;
+    let another = format!("--serial null --disk {},overlay=discard", other.display());
+    for (line, says_that) in [
+        (
+            format!("fork here --name new {}", disk("")),
+            "--disk: disk0 has an overlay: give the new machine one",
+        ),
+        (format!("fork here --name new {}", disk(&named)), "has content already"),
+        (format!("fork here --name new {another}"), "it is of another base"),
+        (
+            format!("fork second --name new {}", disk(",overlay=discard")),
+            "--disk: disk0: only this process has the map of its overlay; a machine with one cannot be forked",
+        ),
+    ] {
+        says(&env.vellum(&line)?, 2, says_that)?;
+    }
+    for machine in made.into_iter().flatten() {
+        env.ctl(&format!("{} stop", machine.name))?;
+        machine.is_over()?;
+    }
+    env.ctl("here stop")?;
+    here.end()?;
+    ensure(fs::read(&base)? == vec![7; 1 << 20], || "the image was written to".into())
+}
+
 /// What is said of a machine after its start is in a file beside its socket, which is gone with the
 /// machine if nothing was said.
 #[test(kvm())]
@@ -589,6 +639,153 @@ fn clients_at_once_are_answered() -> Result<(), Failed> {
     stops_right(&env, "two", two)
 }
 
+/// Many forks of one machine are there at once. Each writes 1,000 pages more, and all pages of all of
+/// them are checked. With `VELLUM_FORK=all` there are 1,000 forks of a guest with 256 MiB, or as many
+/// as half of the available memory is enough for.
+#[test(real())]
+fn many_are_there_at_once_and_write() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (count, memory) = (times(16, 1000), times(16, 256));
+    // On a busy host, a fork writes more than 1,000 pages before it is paused.
+    let most = vellum_host::topology::memory().available / 2 / (16 << 20);
+    let count = count.min(most as usize);
+    println!("{count} forks");
+    let write = "--workload write,order=random,rate=2000";
+    let line = format!("run --memory {memory}m,slots=3,backing=memfd --passes 0 {write}");
+    let here = env.run("here", &line)?;
+    env.has_written("here", memory as u64 * 32)?;
+    env.ctl("here pause")?;
+    let own = env.done("here")?;
+    let json = env.path("m%d.json");
+    let line = format!("--count {count} --name m%d --paused --json {}", json.display());
+    let machines = fork(&env, "here", &line)?;
+    ensure(machines.len() == count, || format!("{} machines", machines.len()))?;
+    // A few run at a time, because a CPU is shared by all that run.
+    for some in machines.chunks(8) {
+        some.iter().try_for_each(|machine| env.ctl(&format!("{} resume", machine.name)).map(drop))?;
+        for machine in some {
+            env.has_written(&machine.name, own + 1000)?;
+            env.ctl(&format!("{} pause", machine.name))?;
+        }
+    }
+    machines.into_iter().try_for_each(Forked::ends_right)?;
+    stops_right(&env, "here", here)
+}
+
+/// What a process has of the kernel: descriptors, threads and mappings.
+fn held(pid: u32) -> Result<[usize; 3], Failed> {
+    let entries = |name: &str| Ok::<_, Failed>(fs::read_dir(format!("/proc/{pid}/{name}"))?.count());
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().count();
+    Ok([entries("fd")?, entries("task")?, maps])
+}
+
+/// A field of `/proc/PID/status`, in KiB.
+fn kib(pid: u32, field: &str) -> Result<u64, Failed> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let value = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());
+    Ok(value.ok_or_else(|| format!("no {field}"))?)
+}
+
+/// Many forks one after another leave nothing in the machine that is forked. With `VELLUM_FORK=all`
+/// there are 10,000.
+#[test(real())]
+fn forks_in_a_row_leave_nothing() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here =
+        env.run("here", "run --memory 16m,slots=3,backing=memfd --passes 0 --workload write,rate=1000")?;
+    env.has_written("here", 2000)?;
+    env.ctl("here pause")?;
+    let pid = here.child.id();
+    let one = |name: &str| fork_one(&env, "here", name)?.ends_right();
+    // What is allocated once is there afterwards.
+    (0..3).try_for_each(|at| one(&format!("first{at}")))?;
+    let (before, resident) = (held(pid)?, kib(pid, "RssAnon")?);
+    for at in 0..times(20, 10_000) {
+        one(&format!("f{at}"))?;
+        fs::remove_file(env.path(&format!("f{at}.json")))?;
+    }
+    // Connections of the last clients are closed soon.
+    eventually(LIMIT, "nothing is left", || Ok((held(pid)? == before).then_some(())))?;
+    let now = kib(pid, "RssAnon")?;
+    ensure(now <= resident + 512, || format!("{now} KiB are resident, and {resident} were"))?;
+    env.ctl("here resume")?;
+    stops_right(&env, "here", here)
+}
+
+/// Machines that are killed leave no socket, no file and no process, and the others go on.
+#[test(real())]
+fn machines_that_are_killed_leave_nothing() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --memory 16m,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let mut random = Random::new();
+    for round in 0..times(3, 100) {
+        let json = env.path(&format!("r{round}_%d.json"));
+        let line = format!("--count 6 --name r{round}_%d --json {}", json.display());
+        let (mut killed, mut left) = (Vec::new(), Vec::new());
+        for machine in fork(&env, "here", &line)? {
+            // A fork of a fork is killed as well.
+            if random.below(2) == 0 {
+                let name = format!("{}f", machine.name);
+                killed.push(fork_one(&env, &machine.name, &name)?);
+            }
+            let which = if random.below(2) == 0 { &mut killed } else { &mut left };
+            which.push(machine);
+        }
+        let mut guards = Vec::new();
+        for machine in &killed {
+            guards.extend(children(machine.pid)?);
+            let status = Command::new("kill").args(["-KILL", &machine.pid.to_string()]).status()?;
+            ensure(status.success(), || format!("{status}"))?;
+        }
+        for machine in killed {
+            machine.is_over()?;
+            let socket = env.socket(&machine.name);
+            let files = [socket.with_extension("log"), socket];
+            eventually(LIMIT, "its files are removed", || {
+                Ok(files.iter().all(|file| !file.exists()).then_some(()))
+            })?;
+        }
+        eventually(LIMIT, "guards end", || {
+            Ok(guards.iter().all(|pid| process(*pid).is_none()).then_some(()))
+        })?;
+        left.into_iter().try_for_each(Forked::ends_right)?;
+    }
+    stops_right(&env, "here", here)
+}
+
+/// `vellum doctor` and `vellum fork` assume what a machine takes. It takes no more than that.
+#[test(real())]
+fn a_machine_takes_no_more_than_is_told() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 256m,backing=memfd --passes 0 --workload write,rate=1000")?;
+    env.has_written("here", 1000)?;
+    let machines = fork(&env, "here", "--count 8 --name m%d --paused")?;
+    for machine in &machines {
+        let (mut tasks, mut files, mut memory) = (0, 0, 0);
+        for pid in children(machine.pid)?.into_iter().chain([machine.pid]) {
+            let [fds, threads, _] = held(pid)?;
+            (files, tasks) = (files + fds as u64, tasks + threads as u64);
+            // Its stacks and page tables belong to it alone.
+            memory += kib(pid, "RssAnon")? + kib(pid, "VmPTE")? + threads as u64 * 16;
+        }
+        for resource in vellum_host::density::resources() {
+            let takes = match resource.name {
+                "threads" => tasks,
+                "open files" => files,
+                _ => memory.div_ceil(1024),
+            };
+            ensure(takes <= resource.each, || format!("{takes} {}, not {}", resource.name, resource.each))?;
+        }
+    }
+    for machine in machines {
+        env.ctl(&format!("{} stop", machine.name))?;
+        machine.is_over()?;
+    }
+    stops_right(&env, "here", here)
+}
+
 /// Checks that the command exits with `status` and prints `line`.
 fn says(output: &Output, status: i32, line: &str) -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&output.stderr);
@@ -664,7 +861,7 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
     let here = env.run("here", &format!("run --cpus 2 --memory 32m,backing=memfd --passes 0 {WRITE}"))?;
     env.has_written("here", 3000)?;
     let mut random = Random::new();
-    for at in 0..20u64 {
+    for at in 0..times(20, 500) {
         let mut command = env.command(&format!("fork here --count 3 --name k{at}_%d"));
         let mut client = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
         std::thread::sleep(std::time::Duration::from_micros(random.below(60_000)));

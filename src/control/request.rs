@@ -79,8 +79,12 @@ pub enum Do {
     /// Fork the machine: freeze its memory as a base, and write what differs from it, and the
     /// machine's state, to the first three files whose descriptors come with this: pages, map,
     /// state. The fourth is a sealed memfd as long as memory, which becomes the base if too much
-    /// differs from the one before.
-    Fork {},
+    /// differs from the one before. Empty files for copies of its overlays follow.
+    Fork {
+        /// The number of these files.
+        #[serde(default)]
+        overlays: u32,
+    },
     /// Get a descriptor of the base that this machine shares with those forked from it. It comes
     /// with the answer `{"base": …}`, the base's number.
     ForkBase {},
@@ -115,7 +119,7 @@ impl Do {
             Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
             // Larger numbers than fit into one message are rejected.
             Self::MigrateRecover {} => 2,
-            Self::Fork {} => 4,
+            Self::Fork { overlays } => 4 + (*overlays).min(MAX_DESCRIPTORS as u32) as usize,
             Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
                 let connections = asked.connections.clamp(1, MAX_DESCRIPTORS as u32) as usize;

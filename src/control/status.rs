@@ -54,9 +54,15 @@ pub struct Status {
     /// The names of the disks.
     #[serde(default)]
     pub disks: Vec<String>,
+    /// The disks whose overlay a fork copies.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overlays: Vec<String>,
     /// The device that blocks snapshots and migration, if any.
     #[serde(default)]
     pub stays: Option<MigrationBlocker>,
+    /// The device that blocks forks, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fork_stays: Option<MigrationBlocker>,
     /// The devices that each child gets anew, if the machine waits to be forked for commands.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub children: Option<Vec<ChildDevice>>,

@@ -17,6 +17,7 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
@@ -34,6 +35,9 @@ pub struct DiskImage {
     pub path: PathBuf,
     /// Whether the guest may only read.
     pub readonly: bool,
+    /// If it is an overlay that does not outlive its machine: whether the file was whole when the
+    /// disk was paused last.
+    pub overlay: Option<AtomicBool>,
 }
 
 /// The target of the guest's requests.
@@ -123,6 +127,17 @@ impl Image {
             Self::Raw(file) => file.sync_data(),
             Self::Qcow2(image) => image.flush(),
             Self::Over(overlay) => overlay.flush(),
+        }
+    }
+
+    /// Makes the file of an overlay whole that does not outlive its machine, so that it can be copied.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn complete(&mut self) -> io::Result<()> {
+        match self {
+            Self::Over(overlay) => overlay.complete(),
+            Self::Raw(_) | Self::Qcow2(_) => Ok(()),
         }
     }
 

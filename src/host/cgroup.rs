@@ -1,5 +1,5 @@
-//! Limits that control groups set on memory and on huge pages, in versions 1 and 2
-//! (`Documentation/admin-guide/cgroup-v2.rst`, "Memory" and "HugeTLB").
+//! Limits that control groups set on memory, huge pages and tasks, in versions 1 and 2
+//! (`Documentation/admin-guide/cgroup-v2.rst`, "Memory", "HugeTLB" and "PID").
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use super::sysfs;
 pub struct Limit {
     /// The file that holds it.
     pub file: PathBuf,
-    /// Bytes allowed.
+    /// Bytes or tasks allowed.
     pub limit: u64,
-    /// Bytes used.
+    /// Bytes or tasks used.
     pub used: u64,
 }
 
 impl Limit {
-    /// Bytes left under it.
+    /// What is left under it.
     pub fn left(&self) -> u64 {
         self.limit.saturating_sub(self.used)
     }
@@ -46,6 +46,17 @@ pub fn memory_limit(root: &Path) -> Option<Limit> {
             |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
         let cache: u64 = files.into_iter().filter_map(field).sum();
         Some(Limit { file, limit, used: used.saturating_sub(cache) })
+    });
+    limits.min_by_key(Limit::left)
+}
+
+/// The limit on tasks that leaves the fewest, as [`memory_limit`].
+pub fn pids_limit(root: &Path) -> Option<Limit> {
+    let (directory, _) = own_group(root, "pids")?;
+    let limits = directory.groups().filter_map(|group| {
+        let file = group.join("pids.max");
+        // Without a limit it has `max`, which is no number.
+        Some(Limit { limit: number(&file)?, used: number(&group.join("pids.current"))?, file })
     });
     limits.min_by_key(Limit::left)
 }

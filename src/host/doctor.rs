@@ -10,6 +10,7 @@ use std::path::Path;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
+use super::density::{self, Resource};
 use super::topology::{self, Size};
 use super::{Facts, Paging, cgroup, hugepages, kvm, root_command, sysfs};
 use vellum_sys as sys;
@@ -75,6 +76,7 @@ pub fn examine() -> Diagnosis {
     checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
     checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));
     checks.push(memory(&topology::memory()));
+    checks.extend(machines());
     let ok = checks.iter().all(|check| check.verdict != CheckVerdict::Fail);
     Diagnosis { ok, host: facts, checks, ready: Vec::new() }
 }
@@ -297,6 +299,19 @@ fn memory(memory: &topology::HostMemory) -> Check {
         ),
         _ => Check::ok("memory", memory),
     }
+}
+
+/// How many machines fit, and what runs out first.
+fn machines() -> Option<Check> {
+    let first = density::resources().into_iter().min_by_key(Resource::machines)?;
+    let Resource { name, limit, left, each } = &first;
+    let fit = first.machines();
+    Some(Check::ok(
+        "machines",
+        format!(
+            "{fit} with one vCPU, beside their guests' pages; the first limit is {limit}: {left} {name} left, {each} a machine"
+        ),
+    ))
 }
 
 /// KVM touches guest memory from the kernel, so a userfaultfd for user-mode faults alone is not

@@ -7,6 +7,7 @@ pub mod block;
 mod cgroup;
 mod cpu;
 pub mod cr3_cache;
+pub mod density;
 pub mod doctor;
 pub mod facts;
 pub mod hugepages;

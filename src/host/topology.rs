@@ -78,7 +78,7 @@ pub fn memory() -> HostMemory {
     memory_under(Path::new("/"))
 }
 
-fn memory_under(root: &Path) -> HostMemory {
+pub(super) fn memory_under(root: &Path) -> HostMemory {
     let total = sys::host::total_memory();
     let [available] = meminfo_under(root, ["MemAvailable"]).unwrap_or_default();
     match cgroup::memory_limit(root) {

@@ -123,7 +123,14 @@ impl Machine for LinuxMachine {
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
             devices: self.virtio.devices.iter().map(|wired| wired.name.clone()).collect(),
             disks: self.virtio.all::<DiskImage>().map(|(name, _)| name.to_owned()).collect(),
+            overlays: self
+                .virtio
+                .all::<DiskImage>()
+                .filter(|(_, image)| image.overlay.is_some())
+                .map(|(name, _)| name.to_owned())
+                .collect(),
             stays: self.virtio.stays(),
+            fork_stays: self.virtio.fork_stays(),
         }
     }
 

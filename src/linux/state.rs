@@ -229,8 +229,8 @@ impl LinuxMachine {
         let (context, cpuid) = (self.context.clone(), self.features.cpuid.clone());
         let (vm, quiesced) = self.quiesced()?;
         let processors = Processors::save(&quiesced, &vm.fd, &context, cpuid)?;
-        // The guest may have mounted a directory since it was asked first.
-        if let Some(MigrationBlocker { name, why, .. }) = self.virtio.stays() {
+        // The guest may have mounted a directory since it was asked first. Overlays were there then.
+        if let Some(MigrationBlocker { name, why, .. }) = self.virtio.fork_stays() {
             return Err(virtio::Error::Stays(name, why).into());
         }
         let state = State {

@@ -155,6 +155,14 @@ pub struct Wired {
     handle: Option<Handle>,
 }
 
+impl Wired {
+    /// It prevents what this key and reason say, if they do.
+    fn blocker(&self, stays: Option<(&str, &str)>) -> Option<MigrationBlocker> {
+        let (key, why) = stays?;
+        Some(MigrationBlocker { key: key.into(), name: self.name.clone(), why: why.into() })
+    }
+}
+
 /// A machine's PCI bus.
 pub struct PciBus {
     /// The host bridge.
@@ -426,10 +434,12 @@ impl Virtio {
 
     /// The first device that prevents migration, if there is one.
     pub fn stays(&self) -> Option<MigrationBlocker> {
-        self.devices.iter().find_map(|Wired { name, device, .. }| {
-            let (key, why) = device.stays()?;
-            Some(MigrationBlocker { key: key.into(), name: name.clone(), why: why.into() })
-        })
+        self.devices.iter().find_map(|wired| wired.blocker(wired.device.stays()))
+    }
+
+    /// The first device that prevents a fork, if there is one.
+    pub fn fork_stays(&self) -> Option<MigrationBlocker> {
+        self.devices.iter().find_map(|wired| wired.blocker(wired.device.fork_stays()))
     }
 
     /// Resumes all devices.

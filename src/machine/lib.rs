@@ -77,8 +77,12 @@ pub struct MachineInfo {
     pub devices: Vec<String>,
     /// The names of its disks.
     pub disks: Vec<String>,
+    /// Those of its disks whose overlay a fork copies.
+    pub overlays: Vec<String>,
     /// What prevents it from being saved and migrated, if anything does.
     pub stays: Option<MigrationBlocker>,
+    /// What prevents it from being forked, if anything does.
+    pub fork_stays: Option<MigrationBlocker>,
 }
 
 /// A disk of a machine.

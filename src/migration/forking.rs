@@ -122,7 +122,7 @@ impl Forking {
         let mut writer = Writer::new(ram, &self.memory).map_err(failed("the file for pages"))?;
         let sections = self.machine.save()?;
         let taken = clocks::now();
-        let disks = disk::saved(&self.disks, &[]).map_err(End::Failed)?;
+        let disks = disk::forked(&self.disks, &self.files.clones).map_err(End::Failed)?;
         let early = plant::is(Mistake::CopiedAfterResume);
         if early {
             self.machine.demand(Demand::Resume)?;

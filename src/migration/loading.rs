@@ -9,7 +9,7 @@ use super::fetching::{Fetching, Work};
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Offer, Place, Ram, ReceiverCommand, Said};
 use super::threads::{Mine, Orphaned};
-use crate::snapshot::layer::{AT_ONCE, Layers, Reader};
+use crate::snapshot::layer::{Layers, Reader};
 use crate::snapshot::manifest::Point;
 use crate::snapshot::source::{Chosen, Source, read_state};
 use crate::snapshot::working_set::WorkingSet;
@@ -201,8 +201,8 @@ impl Loading {
 
     /// Writes the snapshot's pages into new memory.
     fn fill(&self, place: &Place, layers: &Layers) -> Result<(), End> {
-        // Allocated only if pages are read. The other ways seldom read any, and the buffer's 256
-        // page faults would slow down a start.
+        // As long as the longest run. Most ways read few pages. The heap keeps what it had once, and
+        // the pages of a long buffer would be those of each machine.
         let mut buffer = Vec::new();
         let mut first = 0;
         for (slot, fresh) in place.memory.iter().zip(fresh(&place.memory)) {
@@ -212,12 +212,15 @@ impl Loading {
                 first = end;
                 continue;
             }
-            buffer.resize((AT_ONCE * PAGE_SIZE) as usize, 0);
             while let Some((run, from)) = layers.next(at..end) {
                 self.hear()?;
                 at = run.end;
                 let offset = slot.offset() + (run.start - first) * PAGE_SIZE;
-                let bytes = &mut buffer[..((run.end - run.start) * PAGE_SIZE) as usize];
+                let len = ((run.end - run.start) * PAGE_SIZE) as usize;
+                if buffer.len() < len {
+                    buffer.resize(len, 0);
+                }
+                let bytes = &mut buffer[..len];
                 match from {
                     Some(layer) => {
                         layer.read(run, bytes)?;

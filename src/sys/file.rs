@@ -13,6 +13,9 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Advice, AtFlags, CWD, FallocateFlags, FlockOperation, OFlags};
 use rustix::io::{Errno, FdFlags};
 
+use super::mmap::PAGE_SIZE;
+use super::pagemap;
+
 /// The kind of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
@@ -86,6 +89,33 @@ pub fn begin_write_back(file: &File, offset: u64, len: u64) {
 /// The file system does not support it, or the files are on different ones.
 pub fn clone_into(from: &File, to: &File) -> io::Result<()> {
     Ok(rustix::fs::ioctl_ficlone(to, from)?)
+}
+
+/// Copies `from` to the empty file `to`, on the same file system by sharing blocks if that can do it.
+/// Holes stay holes.
+///
+/// # Errors
+/// The host's.
+pub fn copy_into(from: &File, to: &File) -> io::Result<()> {
+    if clone_into(from, to).is_ok() {
+        return Ok(());
+    }
+    let len = from.metadata()?.len();
+    to.set_len(len)?;
+    let mut runs = Vec::new();
+    pagemap::data(from, 0, len.div_ceil(PAGE_SIZE), |run| runs.push(run))?;
+    let mut buffer = vec![0; 1 << 20];
+    for run in runs {
+        let (mut at, end) = (run.start * PAGE_SIZE, len.min(run.end * PAGE_SIZE));
+        while at < end {
+            let most = buffer.len() as u64;
+            let bytes = &mut buffer[..most.min(end - at) as usize];
+            from.read_exact_at(bytes, at)?;
+            to.write_all_at(bytes, at)?;
+            at += bytes.len() as u64;
+        }
+    }
+    Ok(())
 }
 
 /// Whether reads and writes of `file` return instead of blocking.

@@ -1,9 +1,15 @@
 //! Disks.
 
+use std::fs::File;
+use std::sync::atomic::Ordering;
+
 use support::virtio::disk::*;
 use support::virtio::driver::*;
-use vellum_devices::virtio::VirtioDevice;
 use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
+use vellum_devices::virtio::{PAUSE_TIMEOUT, VirtioDevice};
+use vellum_disk::DiskImage;
+use vellum_disk::overlay::Place;
+use vellum_sys::file::copy_into;
 use virtio_bindings::virtio_blk::*;
 
 use super::CODEC;
@@ -67,6 +73,49 @@ fn writes_by_the_device_are_in_the_memory_dirty_bitmap() {
     assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 0, &[writable(DATA + 0x3000, 512)]).0, 0);
     assert!(region(&driver, DATA + 0x3000));
     assert!(!region(&driver, DATA + 0x4000));
+}
+
+/// The overlay of a paused disk is a whole file if it does not outlive the machine. A disk on a copy
+/// has the same content, and each of the two has its own writes from then on.
+#[test]
+fn a_copy_of_a_paused_disk_s_overlay_is_the_same_disk() {
+    let (base, copy) = (Image::new("forked", &sectors(64)), Image::new("forked-copy", &[]));
+    let on = |place| BlkConfig { overlay: Some(place), ..BlkConfig::new(&base.0) };
+    let here = blk(&on(Place::Discard));
+    assert!(here.stays().is_some() && here.is_copied_by_forks());
+    let image = here.handle().unwrap().downcast::<DiskImage>().unwrap();
+    let mut here = Driver::new(CODEC, here);
+    here.start();
+    let write = |driver: &mut Driver, sector, byte| {
+        driver.put(DATA, &[byte; 512]);
+        assert_eq!(request(driver, VIRTIO_BLK_T_OUT, sector, &[readable(DATA, 512)]), (0, 1));
+    };
+    let read = |driver: &mut Driver, sector| {
+        assert_eq!(request(driver, VIRTIO_BLK_T_IN, sector, &[writable(DATA, 512)]), (0, 513));
+        driver.fetch(DATA, 512)
+    };
+    write(&mut here, 5, 1);
+    here.device.quiesce(PAUSE_TIMEOUT).expect("nothing hangs");
+    assert!(image.overlay.as_ref().unwrap().load(Ordering::Acquire));
+    let to = File::options().read(true).write(true).open(&copy.0).unwrap();
+    copy_into(&image.file, &to).unwrap();
+    here.device.resume();
+    let mut there = disk(CODEC, &on(Place::Open(copy.0.clone())));
+    there.start();
+    write(&mut here, 40, 2);
+    write(&mut there, 50, 3);
+    for (driver, of) in [(&mut here, [(5, 1), (40, 2)]), (&mut there, [(5, 1), (50, 3)])] {
+        for sector in [4, 5, 40, 50] {
+            let own = of.iter().find(|(at, _)| *at == sector).map(|(_, byte)| vec![*byte; 512]);
+            let expected = own.unwrap_or_else(|| sectors(64)[sector as usize * 512..][..512].to_vec());
+            assert_eq!(read(driver, sector), expected, "{sector}");
+        }
+    }
+    assert_eq!(std::fs::read(&base.0).unwrap(), sectors(64));
+    // An overlay with a name is to survive a loss of power. Its map waits for the next flush.
+    let named = blk(&on(Place::File(copy.0.with_extension("named"))));
+    assert!(named.stays().is_some() && !named.is_copied_by_forks());
+    std::fs::remove_file(copy.0.with_extension("named")).unwrap();
 }
 
 #[test]

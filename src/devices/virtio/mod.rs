@@ -276,6 +276,11 @@ pub trait VirtioDevice: Send {
         None
     }
 
+    /// Whether a fork copies what the device keeps in this process alone.
+    fn is_copied_by_forks(&self) -> bool {
+        false
+    }
+
     /// The state that a new process needs, beyond the transport's registers. Called while quiesced.
     fn save(&self) -> DeviceState;
 

@@ -210,6 +210,12 @@ impl Transport {
         self.lock().device.stays()
     }
 
+    /// Why the device cannot be forked, if so.
+    pub fn fork_stays(&self) -> Option<(&'static str, &'static str)> {
+        let device = &self.lock().device;
+        device.stays().filter(|_| !device.is_copied_by_forks())
+    }
+
     /// Duplicates all descriptors that the device has open on the host.
     ///
     /// # Errors

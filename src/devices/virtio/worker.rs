@@ -30,6 +30,9 @@ pub trait Work: Send + 'static {
     /// Answers one request. Calls `begins` before it starts. Returns the number of bytes written to
     /// the guest.
     fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Self::Request)) -> u32;
+
+    /// Called before the thread returns its queues.
+    fn rest(&mut self) {}
 }
 
 /// A handle to the thread. Dropping it ends the thread, unless that hangs.
@@ -183,6 +186,7 @@ fn run<W: Work>(shared: &Shared<W>, work: &mut W) {
                 // Wait until the device is reset, or the machine pauses and resumes.
                 drop(shared.changed.wait_while(shared.lock(), |_| !shared.is_asked()));
             }
+            work.rest();
             let mut queues = shared.lock();
             // The caller may have withdrawn its request meanwhile.
             if shared.is_asked() {

@@ -72,6 +72,8 @@ pub enum Place {
     File(PathBuf),
     /// To a file that does not outlive the machine.
     Discard,
+    /// To a file that this process has open, and that does not outlive the machine.
+    Open(PathBuf),
 }
 
 /// Why an overlay cannot be used.
@@ -554,6 +556,27 @@ impl Overlay {
         if self.owed.is_empty() {
             return Ok(());
         }
+        self.write_map()?;
+        self.sync()?;
+        self.owed.clear();
+        Ok(())
+    }
+
+    /// Makes the file whole if the overlay does not outlive the machine, so that it can be copied. The
+    /// map of another must not be on the medium before its blocks are.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn complete(&mut self) -> io::Result<()> {
+        if !self.lasts {
+            self.write_map()?;
+            self.owed.clear();
+        }
+        Ok(())
+    }
+
+    /// Writes the pages of the map that are owed.
+    fn write_map(&mut self) -> io::Result<()> {
         let words = (MAP_PAGE / 8) as usize;
         for &page in &self.owed {
             let part = &self.here[page as usize * words..][..words];
@@ -564,8 +587,6 @@ impl Overlay {
         for page in self.owed.clone() {
             self.note(MAP + page * MAP_PAGE, MAP_PAGE);
         }
-        self.sync()?;
-        self.owed.clear();
         Ok(())
     }
 

@@ -15,7 +15,7 @@
 //! writes.
 //!
 //! If many pages differ from the base, a new base is made ([`Memory::new_base`],
-//! [`Memory::rebase`]). Later machines then share these pages too.
+//! [`Memory::copy_parted`]). Later machines then share these pages too.
 
 use std::fs::File;
 use std::io;

@@ -79,11 +79,19 @@ impl<P: Machine> MigratableMachine<P> {
     /// What prevents it from being saved and from moving: its debugger, or the inner machine's
     /// reason.
     pub(super) fn stays(&self) -> Option<MigrationBlocker> {
-        let debugger = self.debugger.as_ref().map(|_| MigrationBlocker {
+        self.held_by_debugger().or_else(|| self.machine.info().stays)
+    }
+
+    /// What prevents it from being forked: the same, unless a fork copies it.
+    pub(super) fn fork_stays(&self) -> Option<MigrationBlocker> {
+        self.held_by_debugger().or_else(|| self.machine.info().fork_stays)
+    }
+
+    fn held_by_debugger(&self) -> Option<MigrationBlocker> {
+        self.debugger.as_ref().map(|_| MigrationBlocker {
             key: KEY.into(),
             name: "debugger".into(),
             why: "what a debugger plants in its memory is known to this process alone".into(),
-        });
-        debugger.or_else(|| self.machine.info().stays)
+        })
     }
 }

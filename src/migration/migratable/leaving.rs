@@ -135,13 +135,19 @@ impl<P: SaveState> MigratableMachine<P> {
     }
 
     pub(super) fn fork(&mut self, by: Asker, files: Vec<OwnedFd>) -> Result<Value, String> {
-        self.may_leave()?;
-        let four = <[OwnedFd; 4]>::try_from(files).map_err(|_| "it takes four descriptors")?;
-        let [ram, map, state, next] = four;
-        let files = Files { ram: ram.into(), map: map.into(), state: state.into(), clones: Vec::new() };
+        may_leave(self.fork_stays())?;
+        self.is_idle()?;
+        let mut files = files.into_iter().map(File::from);
+        let mut next = || files.next().ok_or("it takes four descriptors");
+        let (ram, map, state, next) = (next()?, next()?, next()?, next()?);
+        let files = Files { ram, map, state, clones: files.collect() };
+        let overlays = self.machine.info().overlays.len();
+        if files.clones.len() != overlays {
+            return Err(format!("files for {} overlays, and it has {overlays}", files.clones.len()));
+        }
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
         let copies = self.machine.ram().is_without_file();
-        let forking = Forking::new(self.moving(), files, next.into(), self.machine.disks(), mine)?;
+        let forking = Forking::new(self.moving(), files, next, self.machine.disks(), mine)?;
         // A fork that copies memory follows its writes. It does not ask what this kernel's log loses.
         let distrust = copies.then_some(UNASKED);
         self.begin(Kind::Fork, by, SaveOperation::new(thread_end, distrust), || forking.run())?;
@@ -163,9 +169,7 @@ impl<P: SaveState> MigratableMachine<P> {
     /// Checks that it may begin to leave. Some machines cannot, and only one operation is possible
     /// at a time.
     pub(super) fn may_leave(&self) -> Result<(), String> {
-        if let Some(MigrationBlocker { name, why, .. }) = self.stays() {
-            return Err(format!("{name}: {why}"));
-        }
+        may_leave(self.stays())?;
         self.is_idle()
     }
 
@@ -216,6 +220,10 @@ impl<P: SaveState> MigratableMachine<P> {
             ),
         }
     }
+}
+
+fn may_leave(stays: Option<MigrationBlocker>) -> Result<(), String> {
+    stays.map_or(Ok(()), |MigrationBlocker { name, why, .. }| Err(format!("{name}: {why}")))
 }
 
 /// Why a fork does not use INITIALLY_SET.

@@ -109,7 +109,7 @@ where
     }
 
     fn info(&self) -> MachineInfo {
-        MachineInfo { stays: self.stays(), ..self.machine.info() }
+        MachineInfo { stays: self.stays(), fork_stays: self.fork_stays(), ..self.machine.info() }
     }
 
     fn progress(&self) -> Option<Progress> {
@@ -125,7 +125,7 @@ where
         let kind = self.operation.kind();
         match what {
             Do::Snapshot(asked) => return self.snapshot(by, asked, descriptors),
-            Do::Fork {} => return self.fork(by, descriptors),
+            Do::Fork { .. } => return self.fork(by, descriptors),
             Do::SnapshotEnd {} => {
                 self.since = None;
                 if let Some(leaving) = self.operation.leaving_mut() {

@@ -8,13 +8,14 @@
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
 use vellum_control::Disk;
 use vellum_machine as machine;
 use vellum_sys::clock;
-use vellum_sys::file::clone_into;
+use vellum_sys::file::{clone_into, copy_into};
 
 /// The longest tick of the clock that file systems use for timestamps (CONFIG_HZ=100).
 const TICK: Duration = Duration::from_millis(10);
@@ -102,6 +103,25 @@ pub fn saved(disks: &[machine::Disk], clones: &[File]) -> Result<Vec<Disk>, Stri
     Ok(all)
 }
 
+/// The same for a fork: `copies` has an empty file for each disk with an overlay that a fork copies.
+///
+/// # Errors
+/// A disk fails. The error names it.
+pub fn forked(disks: &[machine::Disk], copies: &[File]) -> Result<Vec<Disk>, String> {
+    let mut all = saved(disks, &[])?;
+    let overlays = disks.iter().zip(&mut all).filter_map(|(disk, saved)| {
+        disk.image.overlay.as_ref().map(|is_whole| (disk, is_whole.load(Ordering::Acquire), saved))
+    });
+    for ((disk, is_whole, saved), copy) in overlays.zip(copies) {
+        if !is_whole {
+            return Err(said(disk, "its overlay")(io::Error::other("its map cannot be written")));
+        }
+        let mark = copy_into(&disk.image.file, copy).and_then(|()| Mark::of(copy));
+        saved.clone_changed = mark.map_err(said(disk, "copying its overlay"))?.changed;
+    }
+    Ok(all)
+}
+
 /// How the disks in `here`, of a machine that is to continue, differ from their saved description.
 /// One line for all of them, or None.
 ///
@@ -139,7 +159,8 @@ mod tests {
         let file = options.read(true).write(true).create(true).truncate(true).open(&path).unwrap();
         file.set_len(4096).unwrap();
         std::fs::remove_file(&path).unwrap();
-        machine::Disk { name: "disk0".into(), image: Arc::new(DiskImage { file, path, readonly: false }) }
+        let image = DiskImage { file, path, readonly: false, overlay: None };
+        machine::Disk { name: "disk0".into(), image: Arc::new(image) }
     }
 
     #[test]

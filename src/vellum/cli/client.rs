@@ -49,13 +49,19 @@ pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
 
 /// Checks that the machine with this `status` can be saved and migrated.
 pub(super) fn may_leave(status: &Status) -> Result<(), Failure> {
-    match &status.stays {
-        None => Ok(()),
-        Some(MigrationBlocker { key, name, why }) => Err(Failure::usage(format!(
-            "{} {name}: {why}; a machine with one can be neither saved nor moved",
-            devices::flag(key)
-        ))),
-    }
+    blocked(status.stays.as_ref(), "can be neither saved nor moved")
+}
+
+/// Checks that the machine with this `status` can be forked.
+pub(super) fn may_fork(status: &Status) -> Result<(), Failure> {
+    blocked(status.fork_stays.as_ref(), "cannot be forked")
+}
+
+fn blocked(by: Option<&MigrationBlocker>, what: &str) -> Result<(), Failure> {
+    by.map_or(Ok(()), |MigrationBlocker { key, name, why }| {
+        let flag = devices::flag(key);
+        Err(Failure::usage(format!("{flag} {name}: {why}; a machine with one {what}")))
+    })
 }
 
 /// Checks that dirty pages of the machine with this `status` can be collected by `method`.

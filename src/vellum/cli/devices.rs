@@ -1,6 +1,8 @@
 //! The arguments for devices: a flag for each of [`KINDS`], `--forward`, and kvmtool's `--network`.
 
 use std::any::Any;
+use std::fs::File;
+use std::io;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
@@ -13,8 +15,10 @@ use vellum_devices::virtio::fs::FsConfig;
 use vellum_devices::virtio::net::user::Forward;
 use vellum_devices::virtio::net::{self, NetConfig};
 use vellum_devices::virtio::{DeviceConfig, KINDS, Kind, handoff};
+use vellum_disk::overlay::{self, Place};
 use vellum_linux::virtio::Config;
 use vellum_sandbox::Mode;
+use vellum_sys::file;
 use vellum_sys::keyvalue::{self, KeyValues};
 
 /// The devices of a guest. With `FOR_KERNEL` all except disks require the group `guest`.
@@ -81,6 +85,52 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
         false
     }
 
+    /// The disks, by their names.
+    fn disks(&mut self) -> impl Iterator<Item = (String, &mut Arc<dyn DeviceConfig>)> {
+        let disks = self.0.iter_mut().filter(|config| config.kind().key == blk::KIND.key);
+        disks.enumerate().map(|(at, config)| (format!("{}{at}", blk::KIND.key), config))
+    }
+
+    /// The names of the disks with an overlay.
+    pub fn overlays(&mut self) -> Vec<String> {
+        let has = |config: &Arc<dyn DeviceConfig>| of_disk(config).is_some_and(|disk| disk.overlay.is_some());
+        self.disks().filter(|(_, config)| has(config)).map(|(name, _)| name).collect()
+    }
+
+    /// Gives disks overlays that begin as copies of these files, by the names of the disks. Returns
+    /// the files that have no name. They are to be open until the disks are.
+    ///
+    /// # Errors
+    /// A disk has no overlay, or the file for it has content.
+    pub fn copy_overlays(&mut self, overlays: &[(String, File)]) -> Result<Vec<File>, String> {
+        let mut unnamed = Vec::new();
+        for (name, config) in self.disks() {
+            let Some((_, from)) = overlays.iter().find(|(of, _)| *of == name) else { continue };
+            let mut disk = of_disk(config).cloned().ok_or("a disk is none")?;
+            let failed = |error: io::Error| format!("{} the overlay of {name}: {error}", flag(blk::KIND.key));
+            match &disk.overlay {
+                None => return Err(lacks_overlay(&name)),
+                Some(Place::File(path)) => overlay::with_file(path, failed, |file| {
+                    if file.metadata().map_err(failed)?.len() > 0 {
+                        return Err(failed(io::Error::other(format!(
+                            "{} has content already; it begins as a copy: name a new file",
+                            path.display()
+                        ))));
+                    }
+                    copy(from, &file).map_err(failed)
+                })?,
+                Some(Place::Discard | Place::Open(_)) => {
+                    let file = overlay::unnamed().map_err(failed)?;
+                    copy(from, &file).map_err(failed)?;
+                    disk.overlay = Some(Place::Open(file::path_of(&file)));
+                    unnamed.push(file);
+                }
+            }
+            *config = Arc::new(disk);
+        }
+        Ok(unnamed)
+    }
+
     /// The shared directories.
     pub fn shares(&self) -> impl Iterator<Item = &FsConfig> {
         self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref())
@@ -101,6 +151,26 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
             }
         }
     }
+}
+
+fn of_disk(config: &Arc<dyn DeviceConfig>) -> Option<&BlkConfig> {
+    (&**config as &dyn Any).downcast_ref()
+}
+
+/// Copies `from`, which other processes copy too, to the empty `to`, with its time.
+fn copy(from: &File, to: &File) -> io::Result<()> {
+    // Opened anew: the position in a file belongs to the open file.
+    let from = File::open(file::path_of(from))?;
+    file::copy_into(&from, to)?;
+    to.set_modified(from.metadata()?.modified()?)
+}
+
+/// The message for a disk of a new machine that has no overlay, where the other machine's has one.
+pub fn lacks_overlay(name: &str) -> String {
+    format!(
+        "{} {name} has an overlay: give the new machine one too: PATH,overlay=discard or overlay=FILE",
+        flag(blk::KIND.key)
+    )
 }
 
 /// The flag of a kind of device, as messages begin with it.

@@ -19,7 +19,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::client::{failure, heard, listen, may_leave, status};
+use super::client::{failure, heard, listen, may_fork, status};
 use super::control::Resident;
 use super::devices;
 use super::failure::Failure;
@@ -30,6 +30,8 @@ use crate::session::incoming::{Fork, Listen};
 use crate::session::log::{self, Beside};
 use vellum_control::client::{Client, Error};
 use vellum_control::{ChildDevice, Do, Event, Status, names};
+use vellum_disk::overlay;
+use vellum_host::density::{self, Resource};
 use vellum_host::{hugepages, topology};
 use vellum_kvm::memory::{Backing, MemoryConfig, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
@@ -91,12 +93,6 @@ const MAX_COUNT: i64 = 10_000;
 /// How many machines start at the same time. More would share the same CPUs.
 const AT_ONCE: usize = 8;
 
-/// The bytes that a machine needs in addition to its guest's pages, for the process and for KVM.
-const OWN_MEMORY: u64 = 4 << 20;
-
-/// How many descriptors a machine has open.
-const OWN_DESCRIPTORS: u64 = 64;
-
 /// How often a machine is asked again that refuses a fork, and has no operation under way.
 const MAX_UNEXPLAINED: u32 = 16;
 
@@ -113,6 +109,8 @@ struct Inherited {
     point: Point,
     /// Pages, map, state and base.
     files: [RawFd; 4],
+    /// The copies of overlays, by the names of their disks.
+    overlays: Vec<(String, RawFd)>,
     /// The socket to the client, which waits for the machine to run.
     waits: RawFd,
     /// The process of the machine that it is forked from.
@@ -144,19 +142,22 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
     let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, waits, from, log, devices, limit, transparent } = inherited;
+    let Inherited { point, files, overlays, waits, from, log, devices, limit, transparent } = inherited;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
     let own_end = Some(Arc::new(own(waits)?));
     let forked = Box::new(Forked { point, files, base });
-    let fork = Fork { forked, paused: args.paused, disk_changed: args.disk_changed };
+    let listen = Listen::Fork(Fork { forked, paused: args.paused, disk_changed: args.disk_changed });
     // Otherwise the base determines the backing of the memory.
     let backing = if transparent { Backing::Thp } else { Backing::Anonymous };
     let memory = MemoryConfig { backing, ..MemoryConfig::new(0) };
-    let host = args.host.forked(host::Fork { waits: own_end, from: Some(from), log, limit });
-    let host = host.with_devices(devices).map_err(|error| wrong(&error))?;
-    host.run(Listen::Fork(fork), memory, LIVENESS, FLAGS)
+    let overlays = overlays.into_iter().map(|(name, fd)| Ok((name, own(fd)?.into())));
+    let overlays = overlays.collect::<Result<Vec<(String, File)>, Failure>>()?;
+    let fork = host::Fork { waits: own_end, from: Some(from), log, limit, ..host::Fork::default() };
+    let host = args.host.forked(fork).with_devices(devices, &overlays).map_err(Failure::usage)?;
+    drop(overlays);
+    host.run(listen, memory, LIVENESS, FLAGS)
 }
 
 fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
@@ -164,11 +165,15 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
     let mut machine = listen(&path)?;
     let has = status(&mut machine)?;
-    may_leave(&has)?;
+    may_fork(&has)?;
     let names = names_of(args)?;
     check_backing(&args.machine, &has)?;
     check_room(names.len() as u64, &has)?;
     check_devices(&args.machine, &has.devices, &args.host.device_names())?;
+    let own = args.host.overlays();
+    if let Some(lacks) = has.overlays.iter().find(|name| !own.contains(name)) {
+        return Err(Failure::usage(devices::lacks_overlay(lacks)));
+    }
     let (source, us) = Source::of(&args.machine, &path, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
     let mut running = 0;
@@ -291,28 +296,13 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
         let [copied, available] = [copied, available].map(|bytes| bytes >> 20);
         return lacks(format!("its memory is copied, {copied} MiB, and {available} MiB are available"));
     }
-    let needs = count * OWN_MEMORY;
-    if available > 0 && needs > available - copied {
-        let [needs, available] = [needs, available - copied].map(|bytes| bytes >> 20);
-        return lacks(format!(
-            "{count} machines take {needs} MiB beside their guests' pages, and {available} MiB are available"
-        ));
-    }
-    let (needs, free) = (count * OWN_DESCRIPTORS, free_descriptors());
-    match free {
-        Some(free) if needs > free => lacks(format!(
-            "{count} machines open about {needs} descriptors, and this host has {free} more (fs.file-max)"
+    match density::resources().iter().find(|resource| resource.machines() < count) {
+        Some(Resource { name, limit, left, each }) => lacks(format!(
+            "{count} machines take about {} {name} beside their guests' pages, and {left} are left ({limit})",
+            count * each
         )),
-        _ => Ok(()),
+        None => Ok(()),
     }
-}
-
-/// How many descriptors this host's processes can still open, as the kernel counts them.
-fn free_descriptors() -> Option<u64> {
-    let text = fs::read_to_string("/proc/sys/fs/file-nr").ok()?;
-    let mut numbers = text.split_whitespace().map(|number| number.parse::<u64>().ok());
-    let (open, _, most) = (numbers.next()??, numbers.next()?, numbers.next()??);
-    Some(most.saturating_sub(open))
 }
 
 /// Waits until the machine is forked. Returns the contents of the files, the downtime in
@@ -339,6 +329,8 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64, u64), Failure
 struct Source {
     point: Point,
     files: [File; 3],
+    /// The copies of overlays, by the names of their disks.
+    overlays: Vec<(String, File)>,
     base: OwnedFd,
     /// Its machine's process.
     from: u32,
@@ -375,7 +367,7 @@ pub(super) fn for_command(
             "--from {zygote}: this machine does not wait for commands; start one by vellum run --zygote NAME"
         )));
     };
-    may_leave(&has)?;
+    may_fork(&has)?;
     check_room(1, &has)?;
     let (source, _) = Source::of(zygote, &path, machine, &has, true)?;
     let name = format!("from-{}", std::process::id());
@@ -460,9 +452,13 @@ impl Source {
             let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
             // Where memory is huge pages of the pool it is not used.
             let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
-            let descriptors = files.iter().chain([&next]).map(AsFd::as_fd).collect::<Vec<_>>();
+            let copy = |name: &String| Ok((name.clone(), overlay::unnamed().map_err(Failure::host)?));
+            let overlays = has.overlays.iter().map(copy).collect::<Result<Vec<_>, Failure>>()?;
+            let copies = overlays.iter().map(|(_, file)| file);
+            let descriptors = files.iter().chain([&next]).chain(copies).map(AsFd::as_fd).collect::<Vec<_>>();
             let mut unexplained = 0;
-            while let Err(error) = machine.ask_with(&Do::Fork {}, &descriptors) {
+            let fork = Do::Fork { overlays: overlays.len() as u32 };
+            while let Err(error) = machine.ask_with(&fork, &descriptors) {
                 let is_refusal = matches!(error, Error::Refused(_));
                 if !waits || !is_refusal || unexplained == MAX_UNEXPLAINED {
                     return Err(failure(error));
@@ -477,7 +473,7 @@ impl Source {
             if answer["base"] == of {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
                 let transparent = has.backing.as_deref() == Some("thp");
-                return Ok((Self { point, files, base, from: has.pid, transparent }, us));
+                return Ok((Self { point, files, overlays, base, from: has.pid, transparent }, us));
             }
         }
     }
@@ -498,9 +494,13 @@ impl Source {
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
         let (point, waiting) = (self.point.clone(), theirs.as_raw_fd());
+        let overlays = self.overlays.iter().map(|(name, file)| (name.clone(), file.as_raw_fd()));
+        let overlays: Vec<_> = overlays.collect();
+        let copies: Vec<_> = overlays.iter().map(|(_, fd)| *fd).collect();
         let inherited = Inherited {
             point,
             files,
+            overlays,
             waits: waiting,
             from: self.from,
             log: log.as_ref().map(|log| log.path.clone()),
@@ -515,7 +515,7 @@ impl Source {
         command.args(words).arg(format!("--child={}", list.as_raw_fd()));
         let [stdout, stderr] = outputs;
         command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
-        let numbers = files.into_iter().chain([theirs.as_raw_fd(), list.as_raw_fd()]);
+        let numbers = files.into_iter().chain(copies).chain([theirs.as_raw_fd(), list.as_raw_fd()]);
         detached_with(&mut command, numbers.collect());
         let child = command.spawn().map_err(|error| Failure::host(format!("{name}: {error}")))?;
         Ok(Starting { name: name.to_owned(), child, waits, log })

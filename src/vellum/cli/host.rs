@@ -1,6 +1,7 @@
 //! The host's side of a machine that comes from elsewhere: the arguments that `vellum receive` and
 //! `vellum restore` share, and how both run it.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -90,6 +91,8 @@ pub(super) struct Fork {
     pub log: Option<PathBuf>,
     /// The time after which it ends.
     pub limit: Option<Duration>,
+    /// The overlays of its disks that have no name.
+    pub unnamed: Vec<File>,
 }
 
 /// The flag of each field.
@@ -122,10 +125,20 @@ impl HostArgs {
         self.devices.clone().config().names()
     }
 
-    /// Gives the machine devices that another process wrote.
-    pub fn with_devices(mut self, devices: Vec<ChildDevice>) -> Result<Self, String> {
+    /// The names of the disks with an overlay.
+    pub fn overlays(&self) -> Vec<String> {
+        self.devices.clone().overlays()
+    }
+
+    /// Gives the machine devices that another process wrote, and its disks copies of `overlays`.
+    pub fn with_devices(
+        mut self,
+        devices: Vec<ChildDevice>,
+        overlays: &[(String, File)],
+    ) -> Result<Self, String> {
         self.devices.add_written(devices)?;
         self.devices.confine(self.sandbox);
+        self.fork.unnamed = self.devices.copy_overlays(overlays)?;
         Ok(self)
     }
 

@@ -128,7 +128,9 @@ impl Session {
             tracker: machine.tracker().map(str::to_owned),
             devices: outline.devices,
             disks: outline.disks,
+            overlays: outline.overlays,
             stays: outline.stays,
+            fork_stays: outline.fork_stays,
             children: self.config.children.clone(),
             limit_ms: self.left(),
         }

@@ -280,7 +280,8 @@ pub fn process(pid: u32) -> Option<String> {
     (!line("State:")?.starts_with('Z')).then(|| line("Name:"))?
 }
 
-fn children(of: u32) -> Result<Vec<u32>, Failed> {
+/// The processes that the process `of` has started and that have not been waited for.
+pub fn children(of: u32) -> Result<Vec<u32>, Failed> {
     let mut children = Vec::new();
     for entry in fs::read_dir("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {

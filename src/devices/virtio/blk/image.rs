@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
 
@@ -273,11 +274,13 @@ impl Files {
                 file: self.file.try_clone()?,
                 path: absolute(&self.config.path)?,
                 readonly: self.config.readonly,
+                overlay: None,
             },
             Some(Over { path, file, lasts }) => DiskImage {
                 file: file.try_clone()?,
                 path: absolute(if *lasts { path } else { &self.config.path })?,
                 readonly: false,
+                overlay: (!lasts).then(|| AtomicBool::new(true)),
             },
         })
     }
@@ -378,6 +381,7 @@ fn over(config: &BlkConfig, base: &File, size: u64, place: &Place) -> Result<(Ov
     let (path, lasts) = match place {
         Place::File(path) => (path.clone(), true),
         Place::Discard => ("discard".into(), false),
+        Place::Open(path) => (path.clone(), false),
     };
     let failed = |source| BlkError::Overlay { path: disk.clone(), over: path.clone(), source };
     let io = |source: io::Error| failed(source.into());
@@ -393,7 +397,10 @@ fn over(config: &BlkConfig, base: &File, size: u64, place: &Place) -> Result<(Ov
         let bytes = overlay::size(base, size, config.size, &file).map_err(failed)?;
         Ok((Over { path: path.clone(), file, lasts }, bytes))
     };
-    if lasts { overlay::with_file(&path, io, work) } else { work(overlay::unnamed().map_err(io)?) }
+    match place {
+        Place::Discard => work(overlay::unnamed().map_err(io)?),
+        Place::File(_) | Place::Open(_) => overlay::with_file(&path, io, work),
+    }
 }
 
 /// Opens the image of a disk. With `exclusive`, a block device that the guest writes to is opened

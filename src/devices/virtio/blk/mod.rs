@@ -232,7 +232,7 @@ impl Blk {
     }
 
     fn lock(&self) -> Result<(), BlkError> {
-        let DiskImage { file, path, readonly } = &*self.image;
+        let DiskImage { file, path, readonly, .. } = &*self.image;
         let readonly = *readonly;
         let kind = if readonly { Lock::Shared } else { Lock::Exclusive };
         match lock(file, kind) {
@@ -249,7 +249,7 @@ impl Blk {
     /// No descriptor is left.
     pub(crate) fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
         let config = BlkConfig { readonly: true, ..BlkConfig::new(name) };
-        let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true };
+        let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true, overlay: None };
         let state = State { sectors: bytes / SECTOR, readonly: true, serial: String::new() };
         Ok(Self { own: true, ..Self::new(Files::raw(config, file), image, state, 1) })
     }
@@ -344,10 +344,10 @@ impl VirtioDevice for Blk {
     fn start(&mut self, enter: Enter) -> Result<(), StartError> {
         let Some(files) = self.files.take() else { return Ok(()) };
         let target = files.path().display().to_string();
-        let State { sectors, readonly, .. } = self.state;
+        let (State { sectors, readonly, .. }, own) = (self.state.clone(), self.image.clone());
         let begin = move || {
             enter(ThreadKind::Disk)?;
-            Ok(Disk::open(files, sectors, readonly)?)
+            Ok(Disk::open(files, own, sectors, readonly)?)
         };
         self.worker = Some(Worker::start("disk", target, begin)?);
         Ok(())
@@ -374,6 +374,10 @@ impl VirtioDevice for Blk {
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
         self.stays.map(|why| (KIND.key, why))
+    }
+
+    fn is_copied_by_forks(&self) -> bool {
+        self.image.overlay.is_some()
     }
 
     fn lend(&mut self) -> io::Result<Vec<OwnedFd>> {

@@ -3,8 +3,10 @@
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use vellum_disk::Image;
+use vellum_disk::{DiskImage, Image};
 use virtio_bindings::virtio_blk::*;
 
 use super::{BlkError, Files, MAX_ZERO_SECTORS, MAX_ZERO_SEGMENTS, SECTOR};
@@ -27,6 +29,8 @@ pub struct Disk {
     pub write_through: bool,
     /// The serial number that the guest reads.
     pub id: Id,
+    /// The file that the guest writes to.
+    pub own: Arc<DiskImage>,
 }
 
 /// A serial number as the guest reads it, with a zero after it if it is shorter.
@@ -90,20 +94,29 @@ impl Work for Disk {
         status.copy_from(&[code as u8]);
         chain.writable.consumed() as u32 + 1
     }
+
+    fn rest(&mut self) {
+        let Some(is_whole) = &self.own.overlay else { return };
+        let completed = self.image.complete();
+        if let Err(error) = &completed {
+            tracing::warn!("disk {}: the map of its overlay: {error}", self.path.display());
+        }
+        is_whole.store(completed.is_ok(), Ordering::Release);
+    }
 }
 
 impl Disk {
-    /// Reads the tables of `files`. The disk has `sectors`, or fewer if the image has changed since
+    /// Reads the tables of `files`, of which the guest writes to `own`. The disk has `sectors`, or fewer if the image has changed since
     /// its size was read.
     ///
     /// # Errors
     /// The image or its overlay cannot be used.
-    pub fn open(files: Files, sectors: u64, readonly: bool) -> Result<Self, BlkError> {
+    pub fn open(files: Files, own: Arc<DiskImage>, sectors: u64, readonly: bool) -> Result<Self, BlkError> {
         let path = files.path().to_owned();
         let image = files.image()?;
         let size = image.size().map_err(|source| BlkError::Open { readonly, path: path.clone(), source })?;
         let sectors = sectors.min(size / SECTOR);
-        Ok(Self { image, path, sectors, readonly, write_through: false, id: Id::default() })
+        Ok(Self { image, path, sectors, readonly, write_through: false, id: Id::default(), own })
     }
 
     fn execute(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {

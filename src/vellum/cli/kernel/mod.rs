@@ -4,6 +4,7 @@
 mod image_args;
 mod launch_args;
 
+use std::any::Any;
 use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -21,8 +22,10 @@ use super::run_flags::failure;
 use crate::session::{self, kernel::Outcome};
 use vellum_control::ChildDevice;
 use vellum_devices::console::{Opened, Target};
+use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::transport::Codec;
 use vellum_devices::virtio::{DeviceConfig, vsock};
+use vellum_disk::overlay::Place;
 use vellum_kvm::arch::boot::default_cmdline;
 use vellum_kvm::arch::fixed::Uart;
 use vellum_kvm::arch::irqchip::Mode;
@@ -222,6 +225,13 @@ fn of_children(all: &Config) -> Result<Vec<ChildDevice>, Failure> {
     let own = all.0.iter().filter(|device| device.kind().key != vsock::KIND.key);
     let written = own.map(|device| {
         let kind = device.kind().key;
+        let disk = (&**device as &dyn Any).downcast_ref::<BlkConfig>();
+        if let Some(disk) = disk.filter(|disk| !disk.readonly && disk.overlay != Some(Place::Discard)) {
+            let path = disk.path.display();
+            return Err(Failure::usage(format!(
+                "--{kind} {path}: the forks of a machine cannot write to what it writes to: add overlay=discard or readonly"
+            )));
+        }
         let config = device.written().map_err(|error| {
             Failure::usage(format!("--{kind}: the forks of a machine cannot open it too: {error}"))
         })?;
