@@ -97,8 +97,8 @@ impl Diagnosis {
         let linux = match self.host.module.as_deref() {
             Some("kvm_pvm") => Check::warn(
                 "Linux guests",
-                "only kernels with CONFIG_PVM_GUEST; none was tried",
-                "kvm_intel and kvm_amd run any kernel",
+                "not stock kernels: kvm_pvm runs only those with CONFIG_PVM_GUEST; none was tried",
+                "use a host with kvm_intel or kvm_amd, or an emulated one: cargo lab run svm",
             ),
             _ => Check::ok("Linux guests", "yes; none was tried"),
         };

@@ -110,7 +110,7 @@ fn a_built_in_guest_obeys() -> Result<(), Failed> {
     env.ctl("w stop")?;
     let output = machine.end()?;
     let said = String::from_utf8_lossy(&output.stdout);
-    ensure(output.status.code() == Some(0) && said.contains("ended by vellum ctl"), || {
+    ensure(output.status.code() == Some(0) && said.contains("ended by vellum stop"), || {
         format!("{output:?}")
     })?;
     ensure(said.contains(", 0 wrong") && !env.socket("w").exists(), || said.into_owned())

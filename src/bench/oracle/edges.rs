@@ -55,6 +55,9 @@ use vellum_sys::signal;
 /// The pages of the shortest clear.
 const CHUNK: u64 = 64;
 
+/// A result names so many lost pages.
+const NAMED: usize = 16;
+
 /// The entries of a dirty ring: a few times what one chunk adds.
 const RING_ENTRIES: u32 = 4096;
 
@@ -437,7 +440,10 @@ fn report(config: &Config, seen: &Examined) -> Report {
     let name = |page: &u64| {
         format!("page {page} of the memslot, gfn {:#x}, was lost", config.base / PAGE_SIZE + page)
     };
-    report.notes.extend(lost.iter().take(16).map(name));
+    report.notes.extend(lost.iter().take(NAMED).map(name));
+    if lost.len() > NAMED {
+        report.notes.push(format!("{} more pages were lost", lost.len() - NAMED));
+    }
     report.answer(answer(config, seen));
     if !lost.is_empty() {
         let why = format!("{} of {written} written pages are not in the log", lost.len());
@@ -448,8 +454,11 @@ fn report(config: &Config, seen: &Examined) -> Report {
 
 /// The first lines of the result.
 fn answer(config: &Config, seen: &Examined) -> Answer {
-    let (method, lost, written) = (config.method.name(), seen.lost.len(), seen.written);
+    let (lost, written) = (seen.lost.len(), seen.written);
+    let is_mixed = config.method == Method::Ring && config.mind == Mind::Kept;
+    let method = if is_mixed { "ring with initially-set" } else { config.method.name() };
     let place = match config.mind {
+        Mind::Kept if is_mixed => "that were mapped before the log was on",
         Mind::Kept => "at huge-page edges",
         Mind::Revoked => "after initially-set was revoked",
         Mind::Raced => "when initially-set is revoked while the log is switched on",
@@ -466,6 +475,9 @@ fn answer(config: &Config, seen: &Examined) -> Answer {
     match config.method {
         Method::InitiallySet => {
             answer.next("use manual-protect; kernel-patches/README.md has the known cases and their fixes")
+        }
+        _ if is_mixed => {
+            answer.next("use a ring without initially-set, as Vellum does; kernel-patches/README.md has more")
         }
         _ => answer.next("kernel-patches/README.md has the known cases and their fixes"),
     }

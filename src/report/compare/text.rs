@@ -132,7 +132,10 @@ fn write_question(page: &mut Page, question: &Question, extent: Extent) {
         table(page, shown.into_iter());
     }
     if left > 0 {
-        page.text(&format!("  {left} more figures show no difference"));
+        let too_few = question.rows.iter().any(|row| row.verdict == FigureVerdict::TooFew);
+        let says = if too_few { "without a verdict" } else { "without a difference" };
+        let figures = if left == 1 { "figure" } else { "figures" };
+        page.text(&format!("  {left} more {figures} {says}"));
     }
     page.gap();
     for (label, side) in ["A", "B"].into_iter().zip(&question.sides) {
@@ -298,7 +301,7 @@ mod tests {
         let text = comparison.render(Form::Text(100), Extent::Short("More: x"));
         let first = "SLOWER  bench x: 1 slower, 2 faster, 1 higher of 5 figures; time: slower: 3.0 times";
         assert_eq!(text.lines().next(), Some(first), "{text}");
-        assert!(!text.contains("still") && text.contains("1 more figures show no difference"), "{text}");
+        assert!(!text.contains("still") && text.contains("1 more figure without a difference"), "{text}");
         let whole = comparison.render(Form::Text(100), Extent::Whole);
         assert!(whole.contains("still") && whole.contains("method"), "{whole}");
         let markdown = comparison.render(Form::Markdown, Extent::Short("More: x"));
@@ -317,7 +320,14 @@ mod tests {
         };
         assert_eq!(over(5.0), [("time".to_owned(), 201.0)]);
         assert_eq!(over(250.0), []);
-        let few = weigh(vec![figure("t", &[1.0], &[3.0], true)], None, 3, Policy::REAL);
-        assert_eq!(comparison(few).slower_than(5.0), None);
+        let few = |more: Vec<_>| {
+            let figures = [vec![figure("t", &[1.0], &[3.0], true)], more].concat();
+            comparison(weigh(figures, None, 3, Policy::REAL))
+        };
+        assert_eq!(few(Vec::new()).slower_than(5.0), None);
+        let pages = figure("pages", &[65_536.0], &[65_536.0], true);
+        assert_eq!(few(vec![pages.clone()]).slower_than(5.0), None);
+        let same = weigh(vec![pages], None, 3, Policy::REAL);
+        assert_eq!(comparison(same).slower_than(5.0), Some(Vec::new()));
     }
 }

@@ -208,7 +208,7 @@ fn kind(point: &Point, before: Option<u64>) -> String {
     match before {
         None => "whole".into(),
         Some(_) if point.full => {
-            "whole, because nobody has followed who writes since the point before".into()
+            "whole, because no changes were followed since the point before: --follow".into()
         }
         Some(before) => {
             let seconds = point.taken.saturating_sub(before) as f64 / 1e9;

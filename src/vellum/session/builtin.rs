@@ -88,7 +88,7 @@ impl Outcome {
                 "the guest may run on the target of its migration, which checks its pages in the end".into(),
             ),
             Cause::Signal(signal) => Some(format!("ended by signal {signal}: these are the results so far")),
-            Cause::Stop => Some("ended by vellum ctl: these are the results so far".into()),
+            Cause::Stop => Some("ended by vellum stop: these are the results so far".into()),
             Cause::Guest | Cause::Limit => None,
         };
         if let Some(answer) = report.answer.as_mut().filter(|_| elsewhere && end.exit == Exit::Moved) {

@@ -57,11 +57,13 @@ pub struct Comparison {
 
 impl Comparison {
     /// The figures of B that take more than `percent` longer than those of A, with by how many
-    /// percent. `None` if nothing could be compared for lack of results.
+    /// percent. `None` if nothing that varies could be compared for lack of results.
     pub fn slower_than(&self, percent: f64) -> Option<Vec<(String, f64)>> {
         let rows = || self.questions.iter().flat_map(|question| &question.rows);
-        let open = |row: &Weighed| matches!(row.verdict, FigureVerdict::TooFew | FigureVerdict::NoRatio);
-        if rows().all(open) {
+        let open = |row: &&Weighed| matches!(row.verdict, FigureVerdict::TooFew | FigureVerdict::NoRatio);
+        // Counts that are the same on both sides, such as pages, say nothing about the others.
+        let varies = || rows().filter(|row| row.verdict != FigureVerdict::Equal);
+        if rows().next().is_none() || (varies().next().is_some() && varies().all(|row| open(&row))) {
             return None;
         }
         let by = |row: &Weighed| Some((printable(&row.of.label.to_string()).into_owned(), row.slower_by()?));
