@@ -21,7 +21,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::image::{Format, image};
-use crate::read::{Log, read};
+use crate::read::{Log, Verdict, read};
 use crate::sectors;
 pub use command::PLACEHOLDERS;
 use process::{Process, printable};
@@ -213,6 +213,12 @@ pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Result<Ve
         Vmm::Command => command::run(&round, scenario)?,
     }
     Ok(round.logs())
+}
+
+/// Whether the first machine of a round in `dir` came to its end by itself.
+pub fn is_over(setup: &Setup, dir: &Path) -> bool {
+    let log = read(&Round { setup, dir }.console(FIRST));
+    matches!(log.verdict(), Verdict::Whole | Verdict::Lost)
 }
 
 /// The directory with the VMMs' programs that are not in PATH.

@@ -166,7 +166,7 @@ fn copy(from: &File, to: &File) -> io::Result<()> {
 }
 
 /// The message for a disk of a new machine that has no overlay, where the other machine's has one.
-pub fn lacks_overlay(name: &str) -> String {
+pub(super) fn lacks_overlay(name: &str) -> String {
     format!(
         "{} {name} has an overlay: give the new machine one too: PATH,overlay=discard or overlay=FILE",
         flag(blk::KIND.key)
