@@ -265,15 +265,19 @@ void arch_created(void)
 	if (!setup.l2)
 		return;
 	vm->arch.nested_mmus = harness_alloc(PAGE_SIZE);
-	for (id = 0; id < VCPUS; id++) {
-		shadows[id] = harness_alloc(sizeof(*shadows[id]));
-		vm->arch.nested_mmus[id] = shadows[id];
+	/* Each vCPU has two, of which the second is not in use. */
+	for (id = 0; id < 2 * VCPUS; id++) {
+		struct kvm_s2_mmu *mmu = harness_alloc(sizeof(*mmu));
+
+		vm->arch.nested_mmus[id] = mmu;
 		vm->arch.nested_mmus_size++;
-		if (kvm_init_stage2_mmu(vm, shadows[id], IPA_BITS))
+		if (kvm_init_stage2_mmu(vm, mmu, IPA_BITS))
 			fail("a shadow page table is not made");
-		/* It is in use. */
-		shadows[id]->tlb_vttbr = 0;
-		shadows[id]->nested_stage2_enabled = true;
+		if (id & 1)
+			continue;
+		mmu->tlb_vttbr = 0;
+		mmu->nested_stage2_enabled = true;
+		shadows[id / 2] = mmu;
 	}
 #endif
 }
