@@ -180,6 +180,10 @@ const CLOUD: [Offered; 2] =
 /// Newer cloud kernels. Their names are those of the bases that series are for.
 const NEWER: [Offered; 2] =
     [("7.2", "linux-image-cloud", &["sid"]), ("7.3", "linux-image-cloud", &["trixie-backports"])];
+/// The suite of those of [`SERIES`] that are not in [`CLOUD`].
+const BACKPORTS: &[&str] = &["trixie-backports"];
+/// The series of which Debian has cloud kernels, the oldest first.
+const SERIES: [&str; 10] = ["6.1", "6.12", "6.16", "6.17", "6.18", "6.19", "7.0", "7.1", "7.2", "7.3"];
 /// The generic kernel: it has drivers for real machines, so it has a name of its own.
 const GENERIC: Offered = (Kernel::GENERIC, "linux-image", BOOKWORM);
 /// The prefix of a kernel package's name, before its version.
@@ -218,6 +222,23 @@ impl Kernel {
         CLOUD.iter().chain(&NEWER).map(|(version, ..)| *version)
     }
 
+    /// The series of which Debian has cloud kernels, the oldest first.
+    pub fn series() -> impl Iterator<Item = &'static str> {
+        SERIES.into_iter()
+    }
+
+    /// The newest cloud kernel of that series for x86-64, fetched if need be.
+    pub fn newest(cache: &Cache, series: &str) -> Result<Self> {
+        if CLOUD.iter().any(|(version, ..)| *version == series) {
+            return Self::debian(cache, series);
+        }
+        let package = debian::recorded(cache, &format!("linux-newest-{series}"), || {
+            let archive = Archive::open(cache, Architecture::X86, BACKPORTS)?;
+            archive.newest(&format!("{IMAGE}{series}."), "-cloud-amd64")
+        })?;
+        Self::of(cache, Architecture::X86, package, BACKPORTS)
+    }
+
     /// Debian's cloud kernel of that version for x86-64, fetched if need be.
     pub fn debian(cache: &Cache, version: &str) -> Result<Self> {
         Self::debian_for(cache, Architecture::X86, version)
@@ -238,6 +259,16 @@ impl Kernel {
         let package = debian::recorded(cache, &record, || {
             Archive::open(cache, architecture, suites)?.resolve_meta(&meta, IMAGE)
         })?;
+        Self::of(cache, architecture, package, suites)
+    }
+
+    /// The kernel in `package`, fetched if need be.
+    fn of(
+        cache: &Cache,
+        architecture: Architecture,
+        package: Package,
+        suites: &'static [&'static str],
+    ) -> Result<Self> {
         let name = format!("debian/{}_{}", package.name, package.version);
         let tree = cache.entry(&name, |dir| {
             cache.need_mib(800)?;
@@ -268,13 +299,11 @@ impl Kernel {
                 ))
             })
         };
+        // Newer packages have modules below usr, and the newest ones the image beside them.
+        let modules = ["lib/modules", "usr/lib/modules"].map(|path| tree.join(path));
+        let modules = only(modules.iter().find(|dir| dir.is_dir()).unwrap_or(&modules[0]), "")?;
         let boot = tree.join("boot");
-        let (image, modules) = if boot.is_dir() {
-            (only(&boot, "vmlinuz-")?, only(&tree.join("lib/modules"), "")?)
-        } else {
-            let modules = only(&tree.join("usr/lib/modules"), "")?;
-            (only(&modules, "vmlinuz")?, modules)
-        };
+        let image = only(if boot.is_dir() { &boot } else { &modules }, "vmlinuz")?;
         let package = format!("{} {}", package.name, package.version);
         Ok(Self { package, image, modules, dir: tree, suites })
     }

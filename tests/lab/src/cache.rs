@@ -10,6 +10,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use crate::{Error, Result};
 
 /// The cache's root.
@@ -114,6 +117,21 @@ impl Cache {
     }
 }
 
+/// The value that `file` keeps. Without one, `make` makes it, and `file` keeps it from now on. A
+/// partial file does not parse, so it counts as missing.
+pub(crate) fn recorded<T: Serialize + DeserializeOwned>(
+    file: &Path,
+    make: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    if let Some(value) = fs::read(file).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
+        return Ok(value);
+    }
+    let value = make()?;
+    let json = serde_json::to_vec(&value).expect("what is recorded is plain data");
+    fs::write(file, json).map_err(Error::file("write", file))?;
+    Ok(value)
+}
+
 /// A short name for content: FNV-1a, 64 bits. Only an adversary could cause a collision, and the
 /// cache is private.
 pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
@@ -160,6 +178,18 @@ mod tests {
         cache.need_mib(0).unwrap();
         let error = cache.need_mib(u64::MAX).unwrap_err().to_string();
         assert!(error.contains("MiB free") && error.contains("XDG_CACHE_HOME"), "{error}");
+        fs::remove_dir_all(cache.path("")).unwrap();
+    }
+
+    #[test]
+    fn a_value_is_made_once_and_again_after_half_a_write() {
+        let cache = temporary("recorded");
+        let file = cache.path("value");
+        assert!(recorded(&file, || Err::<u32, _>(Error::Usage("planted".into()))).is_err());
+        assert_eq!(recorded(&file, || Ok(vec![1, 2])).unwrap(), [1, 2]);
+        assert_eq!(recorded(&file, || -> Result<Vec<i32>> { panic!("made twice") }).unwrap(), [1, 2]);
+        fs::write(&file, "[1,").unwrap();
+        assert_eq!(recorded(&file, || Ok(vec![3])).unwrap(), [3]);
         fs::remove_dir_all(cache.path("")).unwrap();
     }
 

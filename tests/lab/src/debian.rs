@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 
 use crate::architecture::Architecture;
-use crate::cache::Cache;
+use crate::cache::{self, Cache};
 use crate::{Error, Result, tool};
 
 /// Lists older than this are fetched again before use. Without a network the old lists are used.
@@ -77,6 +77,16 @@ impl Archive {
             .find(|dependency| dependency.starts_with(prefix))
             .ok_or_else(|| Error::Package(format!("{name} depends on no {prefix}…: it says {depends:?}")))?;
         self.resolve(target)
+    }
+
+    /// The package of those called `prefix`, a number, and something that ends with `suffix`, with
+    /// the largest number.
+    pub fn newest(&self, prefix: &str, suffix: &str) -> Result<Package> {
+        let names = tool::text(self.apt("apt-cache").args(["pkgnames", prefix]))?;
+        let name = newest_of(&names, prefix, suffix).ok_or_else(|| {
+            Error::Package(format!("{} of Debian has no {prefix}N…{suffix}", self.suites.join(", ")))
+        })?;
+        self.resolve(name)
     }
 
     /// Downloads `package` into `dir`.
@@ -244,14 +254,7 @@ pub fn unpack_only(deb: &Path, at: &str, prefix: &str, to: &Path) -> Result<Path
 
 /// The recorded package of `name`. If there is no record, `resolve` finds it and it is recorded.
 pub fn recorded(cache: &Cache, name: &str, resolve: impl FnOnce() -> Result<Package>) -> Result<Package> {
-    let record = cache.dir("resolved")?.join(format!("{name}.json"));
-    if let Some(package) = fs::read(&record).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
-        return Ok(package);
-    }
-    let package = resolve()?;
-    let json = serde_json::to_vec(&package).expect("a package is plain data");
-    fs::write(&record, json).map_err(Error::file("write", &record))?;
-    Ok(package)
+    cache::recorded(&cache.dir("resolved")?.join(format!("{name}.json")), resolve)
 }
 
 /// Removes the records and marks the lists as old. The next use asks Debian again. The lists stay,
@@ -344,6 +347,16 @@ fn sources(mirror: &Mirror, suites: &[&str]) -> String {
     suites.iter().map(line).collect()
 }
 
+/// The line with the largest number between `prefix` and a rest that ends with `suffix`.
+fn newest_of<'a>(names: &'a str, prefix: &str, suffix: &str) -> Option<&'a str> {
+    let number = |name: &str| -> Option<u32> {
+        let rest = name.strip_prefix(prefix)?.strip_suffix(suffix)?;
+        let end = rest.find(|digit: char| !digit.is_ascii_digit()).unwrap_or(rest.len());
+        rest[..end].parse().ok()
+    };
+    names.lines().filter_map(|name| Some((number(name)?, name))).max().map(|(_, name)| name)
+}
+
 fn field<'a>(stanza: &'a str, name: &str) -> Option<&'a str> {
     stanza.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
 }
@@ -367,6 +380,16 @@ mod tests {
         let list = sources(&mirror, &["sid", "bookworm-security"]);
         assert!(list.contains("] http://m.example/deb sid main\n"), "{list}");
         assert!(list.contains("] http://s.example/sec bookworm-security main\n"), "{list}");
+    }
+
+    #[test]
+    fn the_newest_is_the_largest_number_and_not_the_last_name() {
+        let names = "linux-image-7.0.9+deb13-cloud-amd64\nlinux-image-7.0.13+deb13-cloud-amd64\n\
+                     linux-image-7.0.14+deb13-cloud-amd64-dbg\nlinux-image-7.0.15+deb13-amd64\n";
+        let newest = |prefix| newest_of(names, prefix, "-cloud-amd64");
+        assert_eq!(newest("linux-image-7.0."), Some("linux-image-7.0.13+deb13-cloud-amd64"));
+        assert_eq!(newest("linux-image-7."), Some("linux-image-7.0.9+deb13-cloud-amd64"));
+        assert_eq!(newest("linux-image-7.1."), None);
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Vellum's laboratory: everything that needs more than this host and a Rust toolchain.
 //!
-//! It is five programs behind one command line (`main.rs`), each in its own directory: [`hosts`]
+//! It is six programs behind one command line (`main.rs`), each in its own directory: [`hosts`]
 //! boots emulated hosts, [`mod@test`] runs tests on this machine and on hosts, [`kernel`] builds
-//! host kernels and checks the series of kernel-patches, [`compare`] measures two kernels, and
-//! [`release`] makes the package. They share the modules beside them: [`debian`] fetches packages
+//! host kernels and checks the series of kernel-patches, [`compare`] measures two kernels,
+//! [`history`] runs the same commands on every kernel of Debian's, and [`release`] makes the
+//! package. They share the modules beside them: [`debian`] fetches packages
 //! without installing them, [`artifacts`] builds with cargo, [`cache`] keeps fetched and built
 //! files, [`tool`] runs other programs. `README.md` says where a change belongs.
 //!
@@ -19,6 +20,7 @@ pub mod debian;
 pub mod docs;
 pub mod error;
 pub mod form;
+pub mod history;
 pub mod hosts;
 pub mod kernel;
 pub mod lanes;

@@ -28,7 +28,7 @@ use lab::kernel::tree::Tree;
 use lab::kernel::{Base, build, check, explore, series};
 use lab::test::fresh::{self, Until};
 use lab::test::kvm_unit_tests;
-use lab::{Error, Result, artifacts, compare, debian, docs, release, test};
+use lab::{Error, Result, artifacts, compare, debian, docs, history, release, test};
 use vellum::cli::{Form, origin};
 
 use host_args::{Host, has_pml, switch};
@@ -133,6 +133,25 @@ enum LabCommand {
         #[arg(long, value_name = "BASE")]
         on: Option<String>,
         /// Where the table and the results go [default: the cache, for `cargo lab list`]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+        #[command(flatten)]
+        form: Formed,
+    },
+    /// Run the oracle, the judge and benchmarks on a kernel of each series that Debian packages, and
+    /// write one table and one picture: what each kernel lost, and how many instructions it took. A
+    /// stopped run continues
+    History {
+        /// The oldest series
+        #[arg(long, value_name = "SERIES", default_value = "6.1")]
+        from: String,
+        /// The newest series
+        #[arg(long, value_name = "SERIES", default_value = "7.3")]
+        to: String,
+        /// The emulated hosts: svm or vmx
+        #[arg(long, default_value = "svm")]
+        bed: Emulated,
+        /// Where the table and the picture go [default: the cache]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
         #[command(flatten)]
@@ -400,6 +419,12 @@ fn perform(what: LabCommand) -> Result<u8> {
                 None => (compare_own(kernel, &run, bed, pml, out)?, "lab compare".into()),
             };
             done(output.map_or(Ok(()), |output| output.deliver(&compare::as_report(&kept, &name))))
+        }
+        LabCommand::History { from, to, bed, out, form } => {
+            let (output, cache) = (form.output()?, Cache::open()?);
+            let out = out.unwrap_or_else(|| cache.path("history"));
+            let report = history::run(&cache, &history::Options { from, to, bed, out })?;
+            done(output.map_or(Ok(()), |output| output.deliver(&report)))
         }
         LabCommand::Speed => done(speed::of_commands(&Cache::open()?, pass_on)),
         LabCommand::Check { series, only, form } => done(check_series(&series, &only, form.output()?)),

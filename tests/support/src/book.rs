@@ -397,6 +397,7 @@ pub const PAGES: &[Page] = &[
     page!("explanation/benchmarks", Nowhere, &[], &[("vellum…", Nothing(HOURS))]),
     page!("explanation/cr3-cache", Nowhere, &[], &[("vellum run -k…", Nothing("needs a patched kernel"))]),
     page!("explanation/explore", Nowhere, &[], &[("cargo lab explore…", Nothing(LAB))]),
+    page!("explanation/history", Nowhere, &[], &[("cargo lab history…", Nothing(LAB))]),
 ];
 
 /// The Markdown files below `dir`.

@@ -11,7 +11,7 @@ use vellum_report::{Figure, Report, json};
 use super::calls::{self, Call};
 use super::{Processor, ROUNDS, locks};
 use crate::artifacts::{self, Programs};
-use crate::cache::{Cache, digest};
+use crate::cache::{Cache, digest, recorded};
 use crate::hosts::guest;
 use crate::hosts::{self, Outcome};
 use crate::kernel::bench::{self, Bench};
@@ -20,7 +20,7 @@ use crate::kernel::series::{self, Series};
 use crate::{Error, Result};
 
 /// The host may be idle for at most this share of a run.
-const IDLE_LIMIT: f64 = 0.01;
+pub(crate) const IDLE_LIMIT: f64 = 0.01;
 
 /// The path in a host of the program that runs workloads in a Linux guest.
 pub const GUEST_TASKS: &str = "/bin/guest-tasks";
@@ -97,19 +97,19 @@ impl Hosts<'_> {
         let label = format!("{}, boot {round} of {ROUNDS}", image.label);
         let host = self.processor.label(group[0].npt);
         let file = self.kept.join(format!("{}.json", self.key(image, group, round)?));
-        if let Some(boot) = fs::read(&file).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
-            eprintln!("lab: {label}, on {host}: done before the last comparison stopped");
-            return Ok(boot);
-        }
-        eprintln!("lab: {label}, on {host}: {} benchmarks", group.len());
-        let outcome = self.measure(image, group)?;
-        let instruction = self.processor.bed.nanoseconds_per_instruction();
-        let gave = |(index, bench): (usize, &&Bench)| gave(index, bench, &outcome, &label, instruction);
-        let boot = Boot { benches: group.iter().enumerate().map(gave).collect::<Result<_>>()? };
         fs::create_dir_all(&self.kept).map_err(Error::file("create", &self.kept))?;
-        let text = serde_json::to_vec(&boot).expect("figures are plain data");
-        // A partial file does not parse, so it counts as missing.
-        fs::write(&file, text).map_err(Error::file("write", &file))?;
+        let mut done_before = true;
+        let boot = recorded(&file, || {
+            done_before = false;
+            eprintln!("lab: {label}, on {host}: {} benchmarks", group.len());
+            let outcome = self.measure(image, group)?;
+            let instruction = self.processor.bed.nanoseconds_per_instruction();
+            let gave = |(index, bench): (usize, &&Bench)| gave(index, bench, &outcome, &label, instruction);
+            Ok(Boot { benches: group.iter().enumerate().map(gave).collect::<Result<_>>()? })
+        })?;
+        if done_before {
+            eprintln!("lab: {label}, on {host}: done before the last comparison stopped");
+        }
         Ok(boot)
     }
 
@@ -265,7 +265,7 @@ fn valid(bytes: &[u8], bench: &Bench) -> Result<Vec<Report>> {
 }
 
 /// A figure of an emulated host, with times converted to instructions.
-fn in_instructions(mut figure: Figure, nanoseconds: f64) -> Figure {
+pub(crate) fn in_instructions(mut figure: Figure, nanoseconds: f64) -> Figure {
     let each = match figure.unit.as_str() {
         "s" => 1e9 / nanoseconds,
         "ns" => 1.0 / nanoseconds,
