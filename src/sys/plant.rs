@@ -1,6 +1,6 @@
 //! Planted faults: mistakes that tests make on purpose, to check that other tests find them. Each
-//! is a mistake that a migration, a snapshot or a device could make. This module has their names and the one that is
-//! planted. Code that makes a mistake calls [`is`] with its name.
+//! is a mistake that a migration, a snapshot or a device could make. This module has their names and
+//! the one that is planted. Code that makes a mistake calls [`is`] with its name.
 //!
 //! A release makes none: without debug assertions [`is`] is the constant `false`, and the code that
 //! depends on it is not compiled.

@@ -87,6 +87,8 @@ pub fn under_load(image: &Image, irqchip: &str, ways: &[Way]) -> Result<(), Fail
     let mut guest = Guest::start(image, "", &flags.iter().map(String::as_str).collect::<Vec<_>>())?;
     step("boots");
     guest.ready()?;
+    // On a busy host the guest's kernel reports stalls, in the middle of a line of the agent's.
+    guest.shell("dmesg -n 1")?;
     wires.up(&guest)?;
     work::begin(&guest, DATA_MIB)?;
     let mut told = Reported::begin(&guest)?;

@@ -106,8 +106,8 @@ impl Work for Disk {
 }
 
 impl Disk {
-    /// Reads the tables of `files`, of which the guest writes to `own`. The disk has `sectors`, or fewer if the image has changed since
-    /// its size was read.
+    /// Reads the tables of `files`, of which the guest writes to `own`. The disk has `sectors`, or
+    /// fewer if the image has changed since its size was read.
     ///
     /// # Errors
     /// The image or its overlay cannot be used.

@@ -80,8 +80,10 @@ impl History {
                 drawing.text(self.x(NAMES, at), drawing.y, "middle", more, &words);
             }
         }
-        drawing.heading("Instructions, as a ratio to the oldest kernel");
-        self.legend(&mut drawing);
+        if self.rows.iter().any(|row| row.takes == Takes::Headline) {
+            drawing.heading("Instructions, as a ratio to the oldest kernel");
+            self.legend(&mut drawing);
+        }
         for (name, ..) in COMMANDS.iter().filter(|(.., takes)| *takes == Takes::Headline) {
             self.plot(&mut drawing, name);
         }
