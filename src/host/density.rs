@@ -16,7 +16,7 @@ struct Need {
     files: u64,
 }
 
-/// Measured by `tests/fork.rs` (`a_machine_takes_no_more_than_is_told`), rounded up.
+/// Measured by `tests/fork/many.rs` (`a_machine_takes_no_more_than_is_told`), rounded up.
 const NEED: Need = Need { memory: 4 << 20, tasks: 6, files: 40 };
 
 /// Something that machines use up.

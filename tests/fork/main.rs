@@ -1,0 +1,191 @@
+//! `vellum fork`: machines that share a running machine's memory until they write to it. At their
+//! end, built-in guests report whether each page has what they wrote, both the forks and the
+//! machine that was forked.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Output};
+
+use serde_json::Value;
+use support::env::{Machine, TestEnv, process};
+use support::hosts::kvm;
+use support::{Completion, Failed, LIMIT, Tests, ensure, eventually};
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
+
+mod devices;
+mod many;
+mod memory;
+mod refused;
+
+support::vellum!();
+
+fn main() -> ExitCode {
+    let mut tests = Tests::from_args();
+    add_planted(&mut tests);
+    tests.run()
+}
+
+/// A fork. It does not outlive its test.
+struct Forked<'a> {
+    env: &'a TestEnv,
+    name: String,
+    pid: u32,
+}
+
+impl Drop for Forked<'_> {
+    fn drop(&mut self) {
+        if process(self.pid).is_some() {
+            let _ = Command::new("kill").args(["-KILL", &self.pid.to_string()]).status();
+        }
+    }
+}
+
+impl Forked<'_> {
+    fn json(&self) -> PathBuf {
+        self.env.path(&format!("{}.json", self.name))
+    }
+
+    fn is_over(&self) -> Result<(), Failed> {
+        eventually(LIMIT, "its process ends", || Ok(process(self.pid).is_none().then_some(())))
+    }
+
+    /// Ends the fork. Returns whether all of its pages were right.
+    fn end(self) -> Result<bool, Failed> {
+        self.env.ctl(&format!("{} stop", self.name))?;
+        self.is_over()?;
+        is_right(&self.json())
+    }
+
+    /// Ends the fork, whose pages must all be right.
+    fn ends_right(self) -> Result<(), Failed> {
+        let name = self.name.clone();
+        ensure(self.end()?, || format!("{name} has a page that is wrong"))
+    }
+}
+
+/// Forks `from` into `names`. The arguments `more` name them.
+fn fork<'a>(env: &'a TestEnv, from: &str, more: &str) -> Result<Vec<Forked<'a>>, Failed> {
+    let output = env.vellum(&format!("fork {from} {more}"))?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let runs = said.lines().filter_map(|line| line.split_once(" runs, process "));
+    let machine = |(name, pid): (&str, &str)| {
+        Ok(Forked { env, name: name.to_owned(), pid: pid.parse().map_err(|_| said.clone())? })
+    };
+    let machines = runs.map(machine).collect::<Result<Vec<_>, Failed>>()?;
+    ensure(output.status.success() && !machines.is_empty(), || format!("{output:?}"))?;
+    Ok(machines)
+}
+
+/// Forks one machine. Its result goes to [`Forked::json`].
+fn fork_one<'a>(env: &'a TestEnv, from: &str, name: &str) -> Result<Forked<'a>, Failed> {
+    let json = env.path(&format!("{name}.json"));
+    let more = format!("--name {name} --json {}", json.display());
+    fork(env, from, &more)?.pop().ok_or_else(|| "no machine was forked".into())
+}
+
+/// Reads the result of a built-in guest that has ended. Returns whether all of its pages are right.
+fn is_right(path: &PathBuf) -> Result<bool, Failed> {
+    let text = fs::read_to_string(path)?;
+    let result: Value = serde_json::from_str(&text)?;
+    let figure = |name: &str| {
+        let figures = result["figures"].as_array()?;
+        figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
+    };
+    ensure(figure("pages_checked") > Some(0.0), || text.clone())?;
+    Ok(figure("wrong_stamps") == Some(0.0))
+}
+
+fn stop(env: &TestEnv, name: &str, machine: Machine) -> Result<Output, Failed> {
+    env.ctl(&format!("{name} stop"))?;
+    machine.end()
+}
+
+/// Ends the machine `name`. All of its pages must be right.
+fn stops_right(env: &TestEnv, name: &str, machine: Machine) -> Result<(), Failed> {
+    let output = stop(env, name, machine)?;
+    ensure(output.status.success(), || format!("{name}: {output:?}"))
+}
+
+/// `all` with `VELLUM_FORK=all`, and otherwise `few`.
+fn times(few: usize, all: usize) -> usize {
+    if std::env::var("VELLUM_FORK").is_ok_and(|value| value == "all") { all } else { few }
+}
+
+/// A guest that writes all the time is forked repeatedly, and some of the forks are forked too.
+/// Each fork starts with the memory of the pause, and then writes on its own. With
+/// `VELLUM_FORK=all` there are 200 forks.
+fn writes_throughout(line: &str) -> Result<(), Failed> {
+    let times = times(12, 200);
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run {line} --passes 0"))?;
+    env.has_written("here", 2000)?;
+    let mut before: Option<Forked> = None;
+    for at in 0..times {
+        let name = format!("f{at}");
+        let from = before.as_ref().filter(|_| at % 3 == 2).map_or("here", |forked| forked.name.as_str());
+        let forked = fork_one(&env, from, &name)?;
+        if let Some(before) = before.take() {
+            before.ends_right()?;
+        }
+        // Both machines run on.
+        let [own, other] = [env.done(&name)?, env.done("here")?];
+        env.has_written(&name, own)?;
+        env.has_written("here", other)?;
+        before = Some(forked);
+    }
+    if let Some(before) = before {
+        before.ends_right()?;
+    }
+    stops_right(&env, "here", here)
+}
+
+const WRITE: &str = "--workload write,order=random,rate=20000,write=80";
+
+/// Checks that the command exits with `status` and prints `line`.
+fn says(output: &Output, status: i32, line: &str) -> Result<(), Failed> {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let right = output.status.code() == Some(status) && said.contains(line) && said.lines().count() == 1;
+    ensure(right, || format!("not {status}, `{line}`: {output:?}"))
+}
+
+/// Forks a machine with this fault planted. Returns whether all pages of the source and its forks
+/// are right.
+fn goes_right(mistake: Option<&'static str>, backing: &str) -> Result<bool, Failed> {
+    let env = TestEnv::planted(mistake)?;
+    // A faster writer takes long to check.
+    let write = "--workload write,order=random,rate=50000,write=80";
+    let memory = format!("--memory 8m,slots=3,backing={backing}");
+    let here = env.run("here", &format!("run --cpus 2 {memory} --passes 0 {write}"))?;
+    env.has_written("here", 8000)?;
+    let mut right = true;
+    for at in 0..3 {
+        // The fork waits while the source writes the same sequence. If both were equally far, each
+        // would have the content that the other expects.
+        let json = env.path(&format!("f{at}.json"));
+        let more = format!("--name f{at} --paused --json {}", json.display());
+        let forked = fork(&env, "here", &more)?.pop().ok_or("no machine was forked")?;
+        let now = env.done("here")?;
+        env.has_written("here", now + 8000)?;
+        right &= forked.end()?;
+    }
+    Ok(stop(&env, "here", here)?.status.success() && right)
+}
+
+/// Adds the tests of planted faults, which must be caught.
+fn add_planted(tests: &mut Tests) {
+    for backing in ["memfd", "anonymous"] {
+        tests.add(format!("without_a_mistake_all_pages_of_{backing}_are_right"), kvm(), move || {
+            ensure(goes_right(None, backing)?, || "a page is wrong".into())
+        });
+    }
+    let of_memfd = ["piece-left-shared", "parted-left-out", "copied-after-resume", "layer-off-by-a-slot"];
+    let of_anonymous = ["dropped-bit", "read-before-clear"];
+    let all = of_memfd.map(|mistake| (mistake, "memfd")).into_iter();
+    for (mistake, backing) in all.chain(of_anonymous.map(|mistake| (mistake, "anonymous"))) {
+        tests.add(format!("planted_{mistake}_is_caught"), kvm(), move || match POSSIBLE {
+            true => ensure(!goes_right(Some(mistake), backing)?, || "nobody notices".into())
+                .map(|()| Completion::Completed),
+            false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+        });
+    }
+}

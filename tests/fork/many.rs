@@ -1,0 +1,278 @@
+//! Many forks: at once, in a row, by several clients, and killed. `VELLUM_FORK=all` makes more.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use support::env::{TestEnv, children, process};
+use support::hosts::{kvm, real};
+use support::{Failed, LIMIT, Random, ensure, eventually, test};
+
+use crate::{Forked, WRITE, fork, fork_one, is_right, stops_right, times};
+
+/// Many forks at once: each is a machine of its own, and is listed.
+#[test(real())]
+fn many_are_made_at_once() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0 --workload write,rate=1000")?;
+    env.has_written("here", 1000)?;
+    let json = env.path("w%d.json");
+    let machines = fork(&env, "here", &format!("--count 20 --name w%d --paused --json {}", json.display()))?;
+    ensure(machines.len() == 20, || format!("{} machines", machines.len()))?;
+    let list = String::from_utf8(env.vellum("list")?.stdout)?;
+    for (number, machine) in machines.into_iter().enumerate() {
+        ensure(machine.name == format!("w{number}"), || machine.name.clone())?;
+        ensure(env.standing(&machine.name).as_deref() == Some("paused"), || machine.name.clone())?;
+        ensure(list.contains(&format!("{} ", machine.name)), || list.clone())?;
+        env.ctl(&format!("{} resume", machine.name))?;
+        machine.ends_right()?;
+    }
+    stops_right(&env, "here", here)
+}
+
+/// Clients that fork one machine, or want one name, at the same time. One of each two wins, and the
+/// other is answered in one line. The machines that run have their own files, and nothing is left of
+/// the others.
+#[test(kvm())]
+fn clients_at_once_are_answered() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let run = |name| env.run(name, "run --memory 4m,backing=memfd --passes 0 --workload write,rate=1000");
+    let (one, two) = (run("one")?, run("two")?);
+    let files = || {
+        let entries = fs::read_dir(env.path("vellum"))?;
+        let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+        let mut names = names.collect::<Result<Vec<_>, Failed>>()?;
+        names.sort();
+        Ok::<_, Failed>(names)
+    };
+    let refusals = ["is in use: another process listens there", "a machine of this name runs already"];
+    for _ in 0..10 {
+        let start = |(from, name): (&str, &'static str)| {
+            let json = env.path(&format!("{from}-{name}.json"));
+            let line = format!("fork {from} --name {name} --json {}", json.display());
+            let client = env.command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+            Ok::<_, Failed>((client, name, json))
+        };
+        let clients = [("one", "same"), ("two", "same"), ("one", "own")].map(start);
+        let (mut won, mut expected) = (Vec::new(), vec!["one.sock".to_owned(), "two.sock".to_owned()]);
+        for client in clients {
+            let (client, name, json) = client?;
+            let output = client.wait_with_output()?;
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            if let Some(pid) = said.split("runs, process ").nth(1).and_then(|rest| rest.lines().next()) {
+                let pid = pid.parse().map_err(|_| said.clone())?;
+                won.push((Forked { env: &env, name: name.to_owned(), pid }, json));
+                expected.extend([format!("{name}.log"), format!("{name}.sock")]);
+                continue;
+            }
+            let said = String::from_utf8_lossy(&output.stderr);
+            let busy = said.contains("another operation is under way (fork for process ");
+            let answered = busy || (name == "same" && refusals.iter().any(|line| said.contains(line)));
+            ensure(answered && said.lines().count() == 1, || format!("{output:?}"))?;
+        }
+        let names: Vec<&str> = won.iter().map(|(forked, _)| forked.name.as_str()).collect();
+        // The second machine is forked for one name only.
+        ensure(matches!(names[..], ["same"] | ["same", "own"]), || format!("{names:?}"))?;
+        expected.sort();
+        eventually(LIMIT, "only the machines' files are there", || Ok((files()? == expected).then_some(())))?;
+        for (forked, json) in won {
+            let number = |path: PathBuf| fs::metadata(path).map(|about| (about.dev(), about.ino()));
+            let log = number(env.socket(&forked.name).with_extension("log"))?;
+            let own = number(format!("/proc/{}/fd/2", forked.pid).into())?;
+            ensure(own == log, || format!("{} writes to another file", forked.name))?;
+            env.ctl(&format!("{} stop", forked.name))?;
+            forked.is_over()?;
+            ensure(is_right(&json)?, || format!("{} has a page that is wrong", forked.name))?;
+        }
+        eventually(LIMIT, "nothing is left", || Ok((files()? == ["one.sock", "two.sock"]).then_some(())))?;
+    }
+    stops_right(&env, "one", one)?;
+    stops_right(&env, "two", two)
+}
+
+/// Many forks of one machine are there at once. Each writes 1,000 pages more, and all pages of all of
+/// them are checked. With `VELLUM_FORK=all` there are 1,000 forks of a guest with 256 MiB, or as many
+/// as half of the available memory is enough for.
+#[test(real())]
+fn many_are_there_at_once_and_write() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (count, memory) = (times(16, 1000), times(16, 256));
+    // On a busy host, a fork writes more than 1,000 pages before it is paused.
+    let most = vellum_host::topology::memory().available / 2 / (16 << 20);
+    let count = count.min(most as usize);
+    println!("{count} forks");
+    let write = "--workload write,order=random,rate=2000";
+    let line = format!("run --memory {memory}m,slots=3,backing=memfd --passes 0 {write}");
+    let here = env.run("here", &line)?;
+    env.has_written("here", memory as u64 * 32)?;
+    env.ctl("here pause")?;
+    let own = env.done("here")?;
+    let json = env.path("m%d.json");
+    let line = format!("--count {count} --name m%d --paused --json {}", json.display());
+    let machines = fork(&env, "here", &line)?;
+    ensure(machines.len() == count, || format!("{} machines", machines.len()))?;
+    // A few run at a time, because a CPU is shared by all that run.
+    for some in machines.chunks(8) {
+        some.iter().try_for_each(|machine| env.ctl(&format!("{} resume", machine.name)).map(drop))?;
+        for machine in some {
+            env.has_written(&machine.name, own + 1000)?;
+            env.ctl(&format!("{} pause", machine.name))?;
+        }
+    }
+    machines.into_iter().try_for_each(Forked::ends_right)?;
+    stops_right(&env, "here", here)
+}
+
+/// What a process has of the kernel: descriptors, threads and mappings.
+fn held(pid: u32) -> Result<[usize; 3], Failed> {
+    let entries = |name: &str| Ok::<_, Failed>(fs::read_dir(format!("/proc/{pid}/{name}"))?.count());
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().count();
+    Ok([entries("fd")?, entries("task")?, maps])
+}
+
+/// A field of `/proc/PID/status`, in KiB.
+fn kib(pid: u32, field: &str) -> Result<u64, Failed> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let value = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());
+    Ok(value.ok_or_else(|| format!("no {field}"))?)
+}
+
+/// Many forks one after another leave nothing in the machine that is forked. With `VELLUM_FORK=all`
+/// there are 10,000.
+#[test(real())]
+fn forks_in_a_row_leave_nothing() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here =
+        env.run("here", "run --memory 16m,slots=3,backing=memfd --passes 0 --workload write,rate=1000")?;
+    env.has_written("here", 2000)?;
+    env.ctl("here pause")?;
+    let pid = here.child.id();
+    let one = |name: &str| fork_one(&env, "here", name)?.ends_right();
+    // What is allocated once is there afterwards.
+    (0..3).try_for_each(|at| one(&format!("first{at}")))?;
+    let (before, resident) = (held(pid)?, kib(pid, "RssAnon")?);
+    for at in 0..times(20, 10_000) {
+        one(&format!("f{at}"))?;
+        fs::remove_file(env.path(&format!("f{at}.json")))?;
+    }
+    // Connections of the last clients are closed soon.
+    eventually(LIMIT, "nothing is left", || Ok((held(pid)? == before).then_some(())))?;
+    let now = kib(pid, "RssAnon")?;
+    ensure(now <= resident + 512, || format!("{now} KiB are resident, and {resident} were"))?;
+    env.ctl("here resume")?;
+    stops_right(&env, "here", here)
+}
+
+/// Machines that are killed leave no socket, no file and no process, and the others go on.
+#[test(real())]
+fn machines_that_are_killed_leave_nothing() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --memory 16m,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let mut random = Random::new();
+    for round in 0..times(3, 100) {
+        let json = env.path(&format!("r{round}_%d.json"));
+        let line = format!("--count 6 --name r{round}_%d --json {}", json.display());
+        let (mut killed, mut left) = (Vec::new(), Vec::new());
+        for machine in fork(&env, "here", &line)? {
+            // A fork of a fork is killed as well.
+            if random.below(2) == 0 {
+                let name = format!("{}f", machine.name);
+                killed.push(fork_one(&env, &machine.name, &name)?);
+            }
+            let which = if random.below(2) == 0 { &mut killed } else { &mut left };
+            which.push(machine);
+        }
+        let mut guards = Vec::new();
+        for machine in &killed {
+            guards.extend(children(machine.pid)?);
+            let status = Command::new("kill").args(["-KILL", &machine.pid.to_string()]).status()?;
+            ensure(status.success(), || format!("{status}"))?;
+        }
+        for machine in killed {
+            machine.is_over()?;
+            let socket = env.socket(&machine.name);
+            let files = [socket.with_extension("log"), socket];
+            eventually(LIMIT, "its files are removed", || {
+                Ok(files.iter().all(|file| !file.exists()).then_some(()))
+            })?;
+        }
+        eventually(LIMIT, "guards end", || {
+            Ok(guards.iter().all(|pid| process(*pid).is_none()).then_some(()))
+        })?;
+        left.into_iter().try_for_each(Forked::ends_right)?;
+    }
+    stops_right(&env, "here", here)
+}
+
+/// `vellum doctor` and `vellum fork` assume what a machine takes. It takes no more than that.
+#[test(real())]
+fn a_machine_takes_no_more_than_is_told() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 256m,backing=memfd --passes 0 --workload write,rate=1000")?;
+    env.has_written("here", 1000)?;
+    let machines = fork(&env, "here", "--count 8 --name m%d --paused")?;
+    for machine in &machines {
+        let (mut tasks, mut files, mut memory) = (0, 0, 0);
+        for pid in children(machine.pid)?.into_iter().chain([machine.pid]) {
+            let [fds, threads, _] = held(pid)?;
+            (files, tasks) = (files + fds as u64, tasks + threads as u64);
+            // Its stacks and page tables belong to it alone.
+            memory += kib(pid, "RssAnon")? + kib(pid, "VmPTE")? + threads as u64 * 16;
+        }
+        for resource in vellum_host::density::resources() {
+            let takes = match resource.name {
+                "threads" => tasks,
+                "open files" => files,
+                _ => memory.div_ceil(1024),
+            };
+            ensure(takes <= resource.each, || format!("{takes} {}, not {}", resource.name, resource.each))?;
+        }
+    }
+    for machine in machines {
+        env.ctl(&format!("{} stop", machine.name))?;
+        machine.is_over()?;
+    }
+    stops_right(&env, "here", here)
+}
+
+/// If the client is killed during a fork, no unreported machine stays, and the source runs on.
+#[test(real())]
+fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --cpus 2 --memory 32m,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let mut random = Random::new();
+    for at in 0..times(20, 500) {
+        let mut command = env.command(&format!("fork here --count 3 --name k{at}_%d"));
+        let mut client = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+        std::thread::sleep(std::time::Duration::from_micros(random.below(60_000)));
+        client.kill()?;
+        client.wait()?;
+        let mut said = String::new();
+        if let Some(stdout) = &mut client.stdout {
+            stdout.read_to_string(&mut said)?;
+        }
+        // The forks that the client has reported run on. The others end.
+        eventually(LIMIT, "it forks no more", || {
+            Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
+        })?;
+        for number in 0..3 {
+            let name = format!("k{at}_{number}");
+            if said.contains(&format!("{name} runs, ")) {
+                // The client may have been killed between reporting a machine and the note of that
+                // here.
+                env.vellum(&format!("ctl {name} stop"))?;
+            }
+        }
+        let sockets = |name: &str| env.socket(name).exists();
+        eventually(LIMIT, "nothing is left", || {
+            Ok((0..3).all(|number| !sockets(&format!("k{at}_{number}"))).then_some(()))
+        })?;
+    }
+    fork_one(&env, "here", "last")?.ends_right()?;
+    stops_right(&env, "here", here)
+}

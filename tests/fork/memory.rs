@@ -1,0 +1,266 @@
+//! Memory of each backing, above 4 GiB, with a dirty log, and of machines that were forked before.
+
+use std::fs;
+
+use support::env::TestEnv;
+use support::hosts::{huge_files, huge_pages, kvm, real};
+use support::{Failed, ensure, test};
+use vellum_control::Do;
+use vellum_control::client::Client;
+
+use crate::{VELLUM, WRITE, fork_one, is_right, says, stops_right, writes_throughout};
+
+#[test(kvm())]
+fn one_vcpu_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--memory 32m,slots=3,backing=memfd {WRITE}"))
+}
+
+#[test(real())]
+fn four_vcpus_write_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 4 --memory 16m,slots=3,backing=memfd {WRITE}"))
+}
+
+#[test(kvm(), huge_pages(2 << 20, 80))]
+fn a_guest_on_huge_pages_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 2 --memory 32m,slots=3,backing=shared-hugetlb-2m {WRITE}"))
+}
+
+#[test(real())]
+fn a_guest_with_dirty_rings_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 2 --memory 16m,backing=memfd --dirty-ring {WRITE}"))
+}
+
+/// The first fork copies memory that no file backs, while the guest writes to it.
+#[test(kvm())]
+fn a_guest_on_anonymous_memory_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--cpus 2 --memory 32m,slots=3,backing=anonymous {WRITE}"))
+}
+
+#[test(kvm())]
+fn a_guest_on_transparent_huge_pages_writes_throughout() -> Result<(), Failed> {
+    writes_throughout(&format!("--memory 32m,slots=3,backing=thp {WRITE}"))
+}
+
+/// The same where the copy has huge pages too.
+#[test(kvm(), huge_files())]
+fn a_guest_on_huge_pages_of_a_file_writes_throughout() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --cpus 2 --memory 64m,backing=thp --passes 0 {WRITE}"))?;
+    env.has_written("here", 16_384)?;
+    // Huge pages of files are few on a host, and no other test makes them.
+    let before = huge_pages_of_files()?;
+    let forked = fork_one(&env, "here", "there")?;
+    let made = huge_pages_of_files()?.saturating_sub(before);
+    ensure(made >= 32 << 20, || format!("{made} bytes of the copy are huge pages"))?;
+    let again = fork_one(&env, "there", "again")?;
+    for name in ["here", "there", "again"] {
+        let own = env.done(name)?;
+        env.has_written(name, own + 20_000)?;
+    }
+    again.ends_right()?;
+    forked.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// The bytes of this host's files in memory that are in huge pages.
+fn huge_pages_of_files() -> Result<u64, Failed> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("ShmemHugePages:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    Ok(kib.ok_or("no ShmemHugePages")? << 10)
+}
+
+/// Anonymous memory of a guest with dirty rings, and of one whose log a snapshot has left on.
+#[test(real())]
+fn the_copy_of_memory_uses_the_log_that_there_is() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let flags = format!("--cpus 2 --memory 16m,slots=3 --passes 0 {WRITE}");
+    let rings = env.run("rings", &format!("run --dirty-ring {flags}"))?;
+    let followed = env.run("followed", &format!("run {flags}"))?;
+    let dir = env.path("snap");
+    let save = || {
+        let line = format!("snapshot followed {} --follow --downtime 1s --timeout 3s", dir.display());
+        let output = env.vellum(&line)?;
+        ensure(output.status.success(), || format!("{output:?}"))
+    };
+    env.has_written("followed", 3000)?;
+    save()?;
+    for (name, machine) in [("rings", rings), ("followed", followed)] {
+        env.has_written(name, 6000)?;
+        let first = fork_one(&env, name, "first")?;
+        let second = fork_one(&env, name, "second")?;
+        if name == "followed" {
+            save()?;
+        }
+        first.ends_right()?;
+        second.ends_right()?;
+        stops_right(&env, name, machine)?;
+    }
+    for point in 0..2 {
+        let json = env.path(&format!("{point}.json"));
+        let again =
+            env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+        stops_right(&env, "again", again)?;
+        ensure(is_right(&json)?, || format!("point {point} is wrong"))?;
+    }
+    Ok(())
+}
+
+/// If a guest has written to most of its memory since the last fork, the next fork makes a new
+/// base. All machines are right, whichever base they have.
+#[test(kvm())]
+fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here =
+        env.run("here", &format!("run --cpus 2 --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+    let mut machines = Vec::new();
+    for base in 0..4 {
+        let before = env.done("here")?;
+        env.has_written("here", before + 6000)?;
+        machines.push(fork_one(&env, "here", &format!("f{base}"))?);
+        let (answer, _) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
+        ensure(answer["base"] == base, || format!("not base {base}: {answer}"))?;
+    }
+    // Directly after a fork, little differs.
+    env.ctl("here pause")?;
+    machines.push(fork_one(&env, "here", "last")?);
+    machines.push(fork_one(&env, "here", "again")?);
+    let (answer, _) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
+    ensure(answer["base"].as_u64() <= Some(4), || format!("a new base for nothing: {answer}"))?;
+    env.ctl("here resume")?;
+    for machine in machines {
+        machine.ends_right()?;
+    }
+    stops_right(&env, "here", here)
+}
+
+/// Memory below and above the gap.
+#[test(real())]
+fn memory_above_4_gib_is_forked() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let write = "--workload write,order=random,rate=5000";
+    let here =
+        env.run("here", &format!("run --cpus 2 --memory 5g,slots=3,backing=memfd --passes 0 {write}"))?;
+    env.has_written("here", 3000)?;
+    let first = fork_one(&env, "here", "first")?;
+    env.has_written("first", 6000)?;
+    let second = fork_one(&env, "first", "second")?;
+    env.has_written("second", 9000)?;
+    first.ends_right()?;
+    second.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// A machine is forked while its dirty pages are tracked. The log stays right from then on.
+#[test(real())]
+fn a_log_of_dirty_pages_stays_right() -> Result<(), Failed> {
+    for tracker in ["bitmap", "manual-protect", "initially-set"] {
+        let env = TestEnv::new()?;
+        let here = env.run("here", &format!("run --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+        let dir = env.path("snap");
+        let save = |name: &str| {
+            let more = format!("--follow --tracker {tracker} --downtime 1s --timeout 3s");
+            let output = env.vellum(&format!("snapshot {name} {} {more}", dir.display()))?;
+            ensure(output.status.success(), || format!("{output:?}")).map(|()| output)
+        };
+        env.has_written("here", 3000)?;
+        save("here")?;
+        let mut forked = Vec::new();
+        for at in 1..4 {
+            forked.push(fork_one(&env, "here", &format!("f{at}"))?);
+            env.has_written("here", 3000 * (at + 1))?;
+            let said = String::from_utf8(save("here")?.stdout)?;
+            ensure(!said.contains("whole"), || said.clone())?;
+        }
+        for machine in forked {
+            machine.ends_right()?;
+        }
+        stops_right(&env, "here", here)?;
+        for point in 0..4 {
+            let json = env.path(&format!("{point}.json"));
+            let again =
+                env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
+            stops_right(&env, "again", again)?;
+            ensure(is_right(&json)?, || format!("point {point} is wrong"))?;
+        }
+    }
+    Ok(())
+}
+
+/// After a fork, no file has all of a machine's memory. The machine that was forked and the fork
+/// can both migrate and be saved: their memory is copied page by page, including private pages.
+#[test(kvm())]
+fn machines_that_were_forked_move_and_are_saved() -> Result<(), Failed> {
+    move_and_are_saved("memfd")
+}
+
+#[test(kvm())]
+fn machines_whose_memory_was_copied_move_and_are_saved() -> Result<(), Failed> {
+    move_and_are_saved("thp")
+}
+
+fn move_and_are_saved(backing: &str) -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let memory = format!("--memory 16m,slots=3,backing={backing}");
+    let here = env.run("here", &format!("run --cpus 2 {memory} --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let there = fork_one(&env, "here", "there")?;
+    for name in ["here", "there"] {
+        let own = env.done(name)?;
+        env.has_written(name, own + 2000)?;
+    }
+    let moves = "--verify --downtime 1s --timeout 3s,then=force";
+    // Operations that would hand over the memory's file are refused with the reason, and the
+    // machine runs on.
+    let there_in = env.receive("nobody", "")?;
+    let refused = env.migrate("here", "nobody", "--link memfd")?;
+    says(&refused, 2, "the memory of here was forked, and no descriptor has all of it")?;
+    drop(there_in);
+    let upgrade = env.vellum(&format!("ctl here upgrade {VELLUM}"))?;
+    says(&upgrade, 2, "the memory of here was forked, and no descriptor has all of it")?;
+    for (name, machine) in [("here", Some(here)), ("there", None)] {
+        let dir = env.path(&format!("{name}.snap"));
+        let output = env.vellum(&format!("snapshot {name} {} --downtime 1s --timeout 3s", dir.display()))?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let json = env.path(&format!("{name}.restored.json"));
+        for how in ["eager", "map"] {
+            let host = format!("{} --memory {how} --json {}", dir.display(), json.display());
+            let again = env.restore("again", &host)?;
+            stops_right(&env, "again", again)?;
+            ensure(is_right(&json)?, || format!("{name}, restored {how}, is wrong"))?;
+            fs::remove_file(&json)?;
+        }
+        let last = format!("{name}2");
+        let target = env.receive(&last, &format!("--json {}", env.path("moved.json").display()))?;
+        let output = env.migrate(name, &last, moves)?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        if let Some(machine) = machine {
+            machine.end()?;
+        }
+        stops_right(&env, &last, target)?;
+        ensure(is_right(&env.path("moved.json"))?, || format!("{name}, moved, is wrong"))?;
+    }
+    there.is_over()
+}
+
+/// A dump has the pages that the guest has written since the fork, which are not in the base.
+#[test(real())]
+fn a_dump_of_a_machine_that_was_forked_has_its_own_pages() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0 --workload write,rate=2000")?;
+    env.has_written("here", 300)?;
+    let _forked = fork_one(&env, "here", "forked")?;
+    // Sequential writes go to untouched memory.
+    let first = env.done("here")?;
+    env.has_written("here", first + 1000)?;
+    env.ctl("here pause")?;
+    let core = env.path("core");
+    let output = env.vellum(&format!("dump here {}", core.display()))?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    let dump = fs::read(&core)?;
+    let pages = |bytes: &[u8]| bytes.chunks(4096).filter(|page| page.iter().any(|byte| *byte != 0)).count();
+    let written = env.done("here")?;
+    ensure(pages(&dump) as u64 >= written.min(4096), || format!("{} pages of {written}", pages(&dump)))?;
+    env.ctl("here resume")?;
+    stops_right(&env, "here", here)
+}

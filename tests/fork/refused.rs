@@ -1,0 +1,73 @@
+//! What cannot be forked.
+
+use std::os::fd::AsFd;
+
+use support::env::TestEnv;
+use support::hosts::{huge_pages, kvm};
+use support::{Failed, LIMIT, ensure, eventually, test};
+use vellum_control::Do;
+use vellum_control::client::Client;
+use vellum_sys::mmap::memfd;
+
+use crate::{fork_one, says, stops_right};
+
+#[test(kvm())]
+fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0")?;
+    let _shared = env.run("shared", "run --memory 16m,backing=shmem --passes 0")?;
+    let _locked = env.run("locked", "run --memory 4m,backing=memfd,lock --passes 0")?;
+    let _waits = env.receive("waits", "")?;
+    let refused = Client::borrow(&env.socket("here"), &Do::ForkBase {});
+    ensure(refused.is_err(), || "a base that nobody has made".into())?;
+    for (line, status, line_says) in [
+        ("fork nobody --name new", 2, "no machine named `nobody` listens"),
+        ("fork here", 2, "--name NEW"),
+        ("fork here --name here", 2, "--name here: a machine of this name runs already"),
+        ("fork here --name .new", 2, "`.new` is not a valid machine name"),
+        ("fork here --count 2 --name new", 2, "--name new: with --count it has a %d"),
+        ("fork here --count 0 --name new%d", 2, "--count"),
+        ("fork here --count 2", 2, "--name"),
+        ("fork shared --name new", 2, "the memory of shared is shmem, which others cannot share"),
+        ("fork locked --name new", 1, "its memory is locked"),
+        ("fork waits --name new", 2, "the memory of waits is unknown"),
+        ("fork here --name new --rng", 2, "--rng: here has no rng: leave it out"),
+        ("fork here --name new --disk nothing.img", 2, "--disk: here has no disk"),
+        ("run --from nobody -- true", 2, "no machine named `nobody` listens"),
+        ("run --from here -- true", 2, "--from here: this machine does not wait for commands"),
+        ("run --from here --memory 1g -- true", 2, "a fork is like the machine that it is made of"),
+        ("run --kernel k --zygote z -- true", 2, "its forks run the commands"),
+        (
+            "run --kernel k --memory 64m,backing=shmem --zygote z",
+            2,
+            "memory of backing shmem cannot be forked",
+        ),
+    ] {
+        says(&env.vellum(line)?, status, line_says)?;
+    }
+    // Any other operation is refused meanwhile.
+    let mut client = Client::connect(&env.socket("here"))?;
+    let files = [memfd(c"pages", 0, None)?, memfd(c"map", 0, None)?, memfd(c"state", 0, None)?];
+    let snapshot: Do = serde_json::from_value(serde_json::json!({
+        "do": "snapshot", "downtime_ms": 1000, "timeout_ms": 1000, "chain": "none", "number": 0
+    }))?;
+    client.ask_with(&snapshot, &files.each_ref().map(AsFd::as_fd))?;
+    says(&env.vellum("fork here --name new")?, 1, "another operation is under way (snapshot for process ")?;
+    drop(client);
+    eventually(LIMIT, "the snapshot is given up", || {
+        Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
+    })?;
+    fork_one(&env, "here", "new")?.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// If the pool lacks huge pages for all forks, the error comes before the first fork.
+#[test(kvm(), huge_pages(2 << 20, 16))]
+fn too_few_huge_pages_are_said_before_the_first() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 32m,backing=shared-hugetlb-2m --passes 0")?;
+    let refused = env.vellum("fork here --count 9999 --name w%d")?;
+    says(&refused, 1, "9999 machines take 160000 huge pages of 2m, and ")?;
+    ensure(env.standing("w0").is_none(), || "the first is there".into())?;
+    stops_right(&env, "here", here)
+}
