@@ -73,7 +73,7 @@ fn notes(page: &mut Page, notes: &[String], most: usize) {
     }
     let more = notes.len().saturating_sub(most);
     if more > 0 {
-        page.line("note", &words(&format!("and {more} more notes: -v")), " ");
+        page.line("note", &words(&format!("and {more} more notes, in verbose output")), " ");
     }
 }
 

@@ -355,18 +355,43 @@ fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
     ensure(wanted == found, || format!("{found:x?}"))
 }
 
+/// A QMP connection of the test's own, which is ready for commands.
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    fn of(socket: &Path) -> Result<Self, Failed> {
+        let stream = eventually(LIMIT, "a monitor", || Ok(UnixStream::connect(socket).ok()))?;
+        let mut monitor = Self(BufReader::new(stream));
+        monitor.ask("qmp_capabilities")?;
+        Ok(monitor)
+    }
+
+    fn ask(&mut self, command: &str) -> Result<String, Failed> {
+        writeln!(self.0.get_mut(), "{{\"execute\":\"{command}\"}}")?;
+        loop {
+            let mut line = String::new();
+            ensure(self.0.read_line(&mut line)? > 0, || "the monitor is closed".into())?;
+            if line.contains("\"return\"") || line.contains("\"error\"") {
+                return Ok(line);
+            }
+        }
+    }
+}
+
 /// The source is resumed after its machine has moved. The driver must report that, whatever the
 /// image says.
 #[test(emulator())]
 fn a_source_of_qemu_that_goes_on_is_named() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let real = tools::find("qemu-system-x86_64").ok_or("no qemu")?;
-    let (bin, socket) = (env.path("bin"), env.path("second-monitor"));
+    let (bin, first, second) = (env.path("bin"), env.path("first-monitor"), env.path("second-monitor"));
     fs::create_dir(&bin)?;
-    // The source has a second monitor.
+    // Each has a second monitor. The target does not run before it is told to (-S), so that the
+    // driver cannot see its end before the source is resumed.
     let script = format!(
-        "#!/bin/sh\ncase \"$*\" in *first.qmp*) set -- \"$@\" -qmp unix:{},server=on,wait=off ;; esac\nexec {} \"$@\"\n",
-        socket.display(),
+        "#!/bin/sh\ncase \"$*\" in\n*first.qmp*) set -- \"$@\" -qmp unix:{},server=on,wait=off ;;\n*second.qmp*) set -- \"$@\" -S -qmp unix:{},server=on,wait=off ;;\nesac\nexec {} \"$@\"\n",
+        first.display(),
+        second.display(),
         real.display()
     );
     fs::write(bin.join("qemu-system-x86_64"), script)?;
@@ -374,21 +399,12 @@ fn a_source_of_qemu_that_goes_on_is_named() -> Result<(), Failed> {
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let mut command = env.command("judge run --vmm qemu --memory 16m --scenario migrate --format ktap");
     let driver = Process::spawn(command.env("PATH", path).stdout(Stdio::piped()).stderr(Stdio::piped()))?;
-    let monitor = eventually(LIMIT, "the source's monitor", || Ok(UnixStream::connect(&socket).ok()))?;
-    let mut lines = BufReader::new(monitor.try_clone()?);
-    let mut ask = |command: &str| -> Result<String, Failed> {
-        writeln!(&monitor, "{{\"execute\":\"{command}\"}}")?;
-        loop {
-            let mut line = String::new();
-            ensure(lines.read_line(&mut line)? > 0, || "the monitor is closed".into())?;
-            if line.contains("\"return\"") || line.contains("\"error\"") {
-                return Ok(line);
-            }
-        }
-    };
-    ask("qmp_capabilities")?;
-    eventually(LIMIT, "it has moved", || Ok(ask("query-status")?.contains("postmigrate").then_some(())))?;
-    ask("cont")?;
+    let mut source = Monitor::of(&first)?;
+    eventually(LIMIT, "it has moved", || {
+        Ok(source.ask("query-status")?.contains("postmigrate").then_some(()))
+    })?;
+    source.ask("cont")?;
+    Monitor::of(&second)?.ask("cont")?;
     let output = driver.output()?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let right = output.status.code() == Some(1) && said.contains("the first copy goes on");

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::process::{Process, wait};
 use super::stream::Stream;
-use super::{DISK, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
+use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// Where a machine moves to.
@@ -103,6 +103,15 @@ impl Qemu {
         }
     }
 
+    /// A machine that has moved keeps its state until it is told to go on.
+    fn stands_where_it_moved(&mut self) -> Result<(), Trouble> {
+        match self.ask("query-status", &json!({})) {
+            Ok(state) if state["status"] == "postmigrate" => Ok(()),
+            // A guest that went on may be over, and its QEMU with it.
+            _ => Err(Trouble::failed(GOES_ON)),
+        }
+    }
+
     fn wants_postcopy(&mut self) -> Result<(), Trouble> {
         let on = json!({ "capabilities": [{ "capability": "postcopy-ram", "state": true }] });
         self.ask("migrate-set-capabilities", &on).map(drop).map_err(|trouble| match trouble {
@@ -170,6 +179,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             let moved = round.first_length();
             second.process.ended(limit)?;
             // From its move to the other one's end: both must not have run.
+            first.stands_where_it_moved()?;
             round.has_not_grown(moved)?;
         }
     }
