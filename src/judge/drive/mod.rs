@@ -13,6 +13,7 @@ mod qemu;
 mod stream;
 mod vellum;
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{BufWriter, Read, Write};
 use std::path::{self, Path, PathBuf};
@@ -165,6 +166,18 @@ pub enum Trouble {
     Missing(String, String),
     /// A step failed.
     Failed(String),
+    /// The first copy ran on after it was stopped or migrated.
+    GoesOn,
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing(what, remedy) => write!(f, "{what}: {remedy}"),
+            Self::Failed(why) => f.write_str(why),
+            Self::GoesOn => f.write_str("the first copy goes on after it was stopped or migrated"),
+        }
+    }
 }
 
 impl Trouble {
@@ -255,15 +268,13 @@ fn cannot<T>(what: &str, remedy: &str) -> Result<T, Trouble> {
     Err(Trouble::Missing(what.into(), remedy.into()))
 }
 
-const GOES_ON: &str = "the first copy goes on after it was stopped or migrated";
-
 /// The first machine stands still: its console does not grow while it could report ten times.
 fn is_silent(round: &Round) -> Result<(), Trouble> {
     let before = round.first_length();
     thread::sleep(Duration::from_millis(500));
     match round.first_length() == before {
         true => Ok(()),
-        false => Err(Trouble::failed(GOES_ON)),
+        false => Err(Trouble::GoesOn),
     }
 }
 
@@ -366,7 +377,7 @@ impl Round<'_> {
     fn has_not_grown(&self, length: u64) -> Result<(), Trouble> {
         match self.first_length() == length {
             true => is_silent(self),
-            false => Err(Trouble::failed(GOES_ON)),
+            false => Err(Trouble::GoesOn),
         }
     }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::process::{Process, wait};
 use super::stream::Stream;
-use super::{DISK, GOES_ON, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
+use super::{DISK, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// Where a machine moves to.
@@ -108,7 +108,7 @@ impl Qemu {
         match self.ask("query-status", &json!({})) {
             Ok(state) if state["status"] == "postmigrate" => Ok(()),
             // A guest that went on may be over, and its QEMU with it.
-            _ => Err(Trouble::failed(GOES_ON)),
+            _ => Err(Trouble::GoesOn),
         }
     }
 
@@ -118,7 +118,7 @@ impl Qemu {
             Trouble::Failed(why) => {
                 Trouble::Missing(why, "allow userfaultfd: sysctl vm.unprivileged_userfaultfd=1".into())
             }
-            missing => missing,
+            other => other,
         })
     }
 }

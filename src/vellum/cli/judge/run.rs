@@ -104,7 +104,7 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
             Err(Trouble::Missing(what, remedy)) => {
                 return Err(Failure { lacking: true, ..Failure::usage(format!("{what}: {remedy}")) });
             }
-            Err(Trouble::Failed(why)) => return Err(stopped().unwrap_or_else(|| Failure::host(why))),
+            Err(trouble) => return Err(stopped().unwrap_or_else(|| Failure::host(trouble.to_string()))),
         };
         report.ask("vmm", version);
         report.ask("times", args.times);
@@ -235,8 +235,8 @@ fn judge(
                 return Ok((case.because(what).mended_by(remedy), done));
             }
             // The round was broken off, and shows nothing.
-            Err(Trouble::Failed(_)) if signal::last().is_some() => break,
-            Err(Trouble::Failed(why)) => Some((Status::Crash, why)),
+            Err(_) if signal::last().is_some() => break,
+            Err(trouble) => Some((Status::Crash, trouble.to_string())),
             Ok(logs) => {
                 let left_out = logs.iter().filter_map(|log| setup.disk_left_out(log));
                 left_out
