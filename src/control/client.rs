@@ -40,7 +40,9 @@ pub enum Error {
         uid: u32,
     },
     /// The machine disconnected.
-    #[error("{path}: the machine closed the connection")]
+    #[error(
+        "{path}: the machine closed the connection: it has ended, or another process has it now; `vellum list` shows the running machines"
+    )]
     Closed {
         /// The socket.
         path: PathBuf,

@@ -160,7 +160,7 @@ impl Report {
         let answer = self.answer.clone().unwrap_or_else(|| self.fallback());
         let wrong = |failed: &&super::Failed| matches!(failed.premise, Premise::WrongContents { .. });
         // The only case of an invalid result may say no more than that it is invalid.
-        let invalid = |case: &Case| self.is_one_case() && case.why() == self.as_case().why();
+        let invalid = |case: &Case| self.cases.len() == 1 && case.why() == self.as_case().why();
         let bad = self.cases.iter().find(|case| {
             matches!(case.status, Status::Fail | Status::Crash) && (self.invalid.is_empty() || !invalid(case))
         });

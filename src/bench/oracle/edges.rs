@@ -445,11 +445,25 @@ fn report(config: &Config, seen: &Examined) -> Report {
         report.notes.push(format!("{} more pages were lost", lost.len() - NAMED));
     }
     report.answer(answer(config, seen));
-    if !lost.is_empty() {
-        let why = format!("{} of {written} written pages are not in the log", lost.len());
-        report.cases.push(Case::new(&report.name, Status::Fail).because(why));
-    }
+    let name = case_name(config);
+    report.cases.push(match lost.len() {
+        0 => Case { name, ..report.as_case() },
+        lost => Case::new(name, Status::Fail)
+            .because(format!("{lost} of {written} written pages are not in the log")),
+    });
     report
+}
+
+/// Each variant is a case of its own, as in `initially-set/revoke/thp`, for readers that follow a
+/// case by its name from kernel to kernel.
+fn case_name(config: &Config) -> String {
+    let variant = match config.mind {
+        Mind::Kept => "",
+        Mind::Revoked => "/revoke",
+        Mind::Raced => "/race",
+        Mind::Interrupted => "/interrupt",
+    };
+    format!("{}{variant}/{}", config.method.name(), config.backing)
 }
 
 /// The first lines of the result.

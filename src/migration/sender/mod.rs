@@ -325,6 +325,7 @@ impl Sending {
                         )));
                     }
                     self.compared = Some(pages);
+                    self.left.compared = micros(clock::monotonic());
                 }
                 if let Message::Complete { waited } = &message {
                     self.waited = Some(waited.clone());

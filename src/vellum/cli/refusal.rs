@@ -65,15 +65,17 @@ pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error)
             let meant = meant.replace("'", "").replace("mean ", "mean --");
             return format!("unexpected argument '{typed}'{meant}; {path} --help lists all");
         }
-        if path == "vellum run" && !typed.starts_with('-') {
+        if typed.starts_with('-') {
+            return format!("unexpected argument '{typed}'; {path} --help lists all");
+        }
+        if path == "vellum run" {
             return format!(
                 "unexpected argument '{typed}': a kernel stands behind -k, and a command for the guest behind --, as in \
                  vellum run -k KERNEL -- {typed}"
             );
         }
         // Behind an argument, as in `ctl NAME stpo`, clap does not look for subcommands.
-        if !typed.starts_with('-')
-            && let Some(first) = first
+        if let Some(first) = first
             && (line.definition)().find_subcommand(first).is_some_and(clap::Command::has_subcommands)
         {
             return unknown(line, typed, Some(first));
@@ -289,6 +291,7 @@ mod tests {
             (&["vellum", "run", "--workload", "wirte"], "did you mean 'write'"),
             (&["vellum", "rnu"], "did you mean 'run'"),
             (&["vellum", "run", "--memroy", "1g"], "--memory"),
+            (&["vellum", "migrate", "m", "-v", "--to", "unix:x"], "'-v'; vellum migrate --help lists all"),
             (&["vellum", "run", "--timeout", "-5s"], "no value here is negative"),
             (&["vellum", "bench", "demand-paging", "-d", "-1"], "from 0 to"),
             (&["vellum", "run", "-k", "x", "--passes", "3"], "--timeout ends it"),

@@ -340,7 +340,10 @@ impl Session {
                 && let Some(lacks) = machine.silence().filter(|_| ending.is_none())
             {
                 let seconds = SILENCE.as_secs();
-                tracing::warn!("the guest has printed nothing for {seconds} s; its kernel may lack {lacks}");
+                tracing::warn!(
+                    "the guest has printed nothing for {seconds} s; its kernel may lack {lacks}; vellum doctor says whether \
+                     this host's KVM runs Linux guests"
+                );
             }
             let mut cause = None;
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {

@@ -406,11 +406,13 @@ fn outlook(args: &MigrateArgs, written: u64, carried: u64, expected_ms: Option<u
 
 /// The summary after a migration.
 fn moved(args: &MigrateArgs, us: u64, compared: Option<u64>, waited: Option<&Waited>, left: &Left) -> String {
-    let took = left.sent.max(left.saved).saturating_sub(left.began);
+    let copied = left.sent.max(left.saved);
+    let took = copied.max(left.compared).saturating_sub(left.began);
     let (took, still, limit) = (took as f64 / 1e6, us as f64 / 1e3, args.downtime.as_millis());
     let total = if took < 10.0 { format!("{:.0} ms", took * 1e3) } else { format!("{took:.1} s") };
     let passes = if left.passes == 1 { "1 pass".into() } else { format!("{} passes", left.passes) };
-    let (sent, rate) = (mib(left.bytes), mib(left.bytes) / took.max(1e-6));
+    let copying = copied.saturating_sub(left.began) as f64 / 1e6;
+    let (sent, rate) = (mib(left.bytes), mib(left.bytes) / copying.max(1e-6));
     let mut text = format!(
         "MIGRATED  {total}, still for {still:.1} ms (limit {limit}), {passes}, {sent:.0} MiB at {rate:.0} MiB/s\n"
     );
@@ -424,7 +426,10 @@ fn moved(args: &MigrateArgs, us: u64, compared: Option<u64>, waited: Option<&Wai
         text += &format!("  saved by compression     {:.1} of {all:.1} MiB\n", mib(left.spared));
     }
     if let Some(pages) = compared {
-        text += &format!("  compared                 {pages} pages, all alike\n");
+        let ms = left.compared.saturating_sub(copied) as f64 / 1e3;
+        text += &format!(
+            "  compared                 {pages} pages, all alike, in {ms:.0} ms of standing still\n"
+        );
     }
     text
 }
@@ -521,9 +526,13 @@ mod tests {
     fn the_last_line_begins_with_the_verdict() {
         let left =
             Left { began: 0, saved: 649_000, sent: 656_000, passes: 4, bytes: 540 << 20, ..Left::default() };
-        let text = moved(&args("--verify"), 6_800, Some(131_072), None, &left);
-        let first = "MIGRATED  656 ms, still for 6.8 ms (limit 300), 4 passes, 540 MiB at 823 MiB/s";
+        let text = moved(&args(""), 6_800, None, None, &left);
+        assert_eq!(text, "MIGRATED  656 ms, still for 6.8 ms (limit 300), 4 passes, 540 MiB at 823 MiB/s\n");
+        // The comparison is in the total, and no part of the rate.
+        let left = Left { compared: 1_256_000, ..left };
+        let text = moved(&args("--verify"), 606_800, Some(131_072), None, &left);
+        let first = "MIGRATED  1256 ms, still for 606.8 ms (limit 300), 4 passes, 540 MiB at 823 MiB/s";
         assert_eq!(text.lines().next(), Some(first));
-        assert!(text.contains("131072 pages, all alike"), "{text}");
+        assert!(text.contains("131072 pages, all alike, in 600 ms"), "{text}");
     }
 }
