@@ -34,10 +34,22 @@
 /* It has VHE, no optional feature of memory, and caches that KVM must clean. */
 __used bool ex_has_cap(unsigned long cap)
 {
-	return cap == ARM64_HAS_VIRT_HOST_EXTN || cap == ARM64_ALWAYS_SYSTEM || cap == ARM64_ALWAYS_BOOT;
+#ifdef ARM64_ALWAYS_SYSTEM
+	if (cap == ARM64_ALWAYS_SYSTEM || cap == ARM64_ALWAYS_BOOT)
+		return true;
+#endif
+	return cap == ARM64_HAS_VIRT_HOST_EXTN;
 }
+/* 5.10 has a static key for each. */
+struct static_key_false ex_cap_keys[ARM64_NCAPS] = { [ARM64_HAS_VIRT_HOST_EXTN].key.enabled = { 1 } };
+struct static_key_false ex_caps_ready = { .key.enabled = { 1 } };
+STANDS_FOR(cpu_hwcap_keys, ex_cap_keys);
+STANDS_FOR(arm64_const_caps_ready, ex_caps_ready);
 unsigned long ex_cpucaps[BITS_TO_LONGS(ARM64_NCAPS)];
 STANDS_FOR(system_cpucaps, ex_cpucaps);
+STANDS_FOR(cpu_hwcaps, ex_cpucaps);
+u64 ex_va_bits = 48;
+STANDS_FOR(vabits_actual, ex_va_bits);
 s64 ex_memstart;
 STANDS_FOR(memstart_addr, ex_memstart);
 unsigned long ex_icache_flags;
@@ -120,6 +132,7 @@ __used static int x_true(void)
 	return 1;
 }
 STANDS_FOR(pfn_is_map_memory, x_true);
+STANDS_FOR(pfn_valid, x_true);
 
 const char *lacking_operation(unsigned long address)
 {
@@ -191,6 +204,7 @@ __used static void x_nothing(void)
 }
 STANDS_FOR(dcache_clean_inval_poc, x_nothing);
 STANDS_FOR(__flush_dcache_area, x_nothing);
+STANDS_FOR(invalidate_icache_range, x_nothing);
 
 /* ---- What arm.c does for the VM and its vCPUs, as far as memory is concerned ---- */
 
@@ -198,7 +212,13 @@ static struct kvm_s2_mmu *shadows[VCPUS];
 
 __used static int x_init_vm(struct kvm *kvm, unsigned long type)
 {
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 0, 0)
+	/* kvm_arm_setup_stage2() */
+	kvm->arch.vtcr = VTCR_EL2_T0SZ(IPA_BITS) | VTCR_EL2_LVLS_TO_SL0(stage2_pgtable_levels(IPA_BITS));
+	return kvm_init_stage2_mmu(kvm, &kvm->arch.mmu);
+#else
 	return kvm_init_stage2_mmu(kvm, &kvm->arch.mmu, IPA_BITS);
+#endif
 }
 STANDS_FOR(kvm_arch_init_vm, x_init_vm);
 
@@ -229,12 +249,24 @@ __used static int x_zero(void)
 {
 	return 0;
 }
+STANDS_FOR(kvm_arch_init, x_zero);
+/* kvm_init() has each processor call kvm_arch_check_processor_compat(), the first VM hardware_enable(). */
+STANDS_FOR(smp_call_function_single, x_zero);
+STANDS_FOR(on_each_cpu, x_zero);
 STANDS_FOR(kvm_arch_vcpu_precreate, x_zero);
 STANDS_FOR(kvm_arch_enable_virtualization_cpu, x_zero);
 STANDS_FOR(kvm_arch_hardware_enable, x_zero);
 STANDS_FOR(kvm_arch_hardware_setup, x_zero);
 STANDS_FOR(kvm_vm_ioctl_check_extension, x_zero);
 STANDS_FOR(kvm_arch_vcpu_runnable, x_zero);
+
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 6, 0)
+__used static void x_flush_memslot(struct kvm *kvm)
+{
+	kvm_flush_remote_tlbs(kvm);
+}
+STANDS_FOR(kvm_arch_flush_remote_tlbs_memslot, x_flush_memslot);
+#endif
 
 __used static int x_should_kick(struct kvm_vcpu *vcpu)
 {
@@ -248,6 +280,19 @@ __used static void x_send_reschedule(int id)
 }
 STANDS_FOR(arch_smp_send_reschedule, x_send_reschedule);
 STANDS_FOR(smp_send_reschedule, x_send_reschedule);
+
+const char *arch_lacks(const struct setup *of)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)
+	if (of->eager)
+		return "split of blocks when the log is switched on";
+#endif
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 11, 0)
+	if (of->l2)
+		return "shadow stage-2 page tables";
+#endif
+	return NULL;
+}
 
 void arch_init(void)
 {
@@ -429,11 +474,24 @@ enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u64 *esr
 
 int handle_fault(struct kvm_vcpu *vcpu, gfn_t gfn, u64 esr)
 {
+	bool moving = going[slot_of(gfn)];
+	unsigned int before = moves;
+	int ret;
+
 	vcpu->arch.fault.esr_el2 = esr;
 	vcpu->arch.fault.far_el2 = 0;
 	/* From 6.16 on, bit 63 says that the address is valid. */
 	vcpu->arch.fault.hpfar_el2 = BIT(63) | gfn << 4;
-	return kvm_handle_guest_abort(vcpu);
+	ret = kvm_handle_guest_abort(vcpu);
+
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 0, 0)
+	/* It looks for the memslot twice. KVM_RUN fails if that has gone in between. */
+	if (ret == -EFAULT && (moving || moves != before)) {
+		cpu_of(vcpu)->emulated = true;
+		return 1;
+	}
+#endif
+	return ret;
 }
 
 /* A guest's access to an address without a memslot, i.e. to a device */

@@ -88,6 +88,8 @@ void kernel_check_access(const void *address, const void *pc);
 
 /* vm.c */
 const char *lacking_operation(unsigned long address);
+/* What a setup needs and KVM of the base lacks, or NULL */
+const char *lacks(const struct setup *of);
 void vm_create(void);
 void vm_before(void);
 void vm_task(int id);

@@ -102,6 +102,12 @@ __used static struct vm_area_struct *x_find_vma(struct mm_struct *mm, unsigned l
 asm(".globl find_vma\n.set find_vma, x_find_vma");
 asm(".globl find_vma_intersection\n.set find_vma_intersection, x_find_vma");
 
+__used static unsigned long x_vma_kernel_pagesize(struct vm_area_struct *vma)
+{
+	return BLOCK;
+}
+asm(".globl vma_kernel_pagesize\n.set vma_kernel_pagesize, x_vma_kernel_pagesize");
+
 /* vma_lookup() */
 __used static struct vm_area_struct *x_mtree_load(void *tree, unsigned long address)
 {

@@ -222,6 +222,7 @@ STANDS_FOR(__kmalloc_node_noprof, x_kvmalloc);
 STANDS_FOR(kvmalloc_node, x_kvmalloc);
 STANDS_FOR(__kvmalloc_node_noprof, x_kvmalloc);
 STANDS_FOR(__vcalloc_noprof, x_kvcalloc);
+STANDS_FOR(__vcalloc, x_kvcalloc);
 STANDS_FOR(vzalloc, x_vzalloc);
 STANDS_FOR(__vmalloc, x_vzalloc);
 STANDS_FOR(__vmalloc_noprof, x_vzalloc);
@@ -285,9 +286,13 @@ static struct mm_struct mm;
 #define PERCPU(type, name) type ex_##name __section(".data..percpu"); STANDS_FOR(name, ex_##name)
 PERCPU(struct task_struct *, current_task);
 STANDS_FOR(const_current_task, ex_current_task);
-#ifdef CONFIG_X86
+/* arm64 has it in thread_info from 5.16 on. */
+#if defined(CONFIG_X86) || LINUX_VERSION_CODE < KERNEL_VERSION(5, 16, 0)
+#define CPU_NUMBER
 PERCPU(int, cpu_number);
 STANDS_FOR(const_cpu_number, ex_cpu_number);
+#endif
+#ifdef CONFIG_X86
 /* As long as the longest in any base */
 PERCPU(unsigned long, __preempt_count);
 PERCPU(unsigned long, this_cpu_off);
@@ -310,14 +315,23 @@ STANDS_FOR(__cpu_online_mask, ex_cpu_mask);
 STANDS_FOR(__cpu_possible_mask, ex_cpu_mask);
 STANDS_FOR(__cpu_present_mask, ex_cpu_mask);
 
+__used static unsigned int x_cpumask_next(int id, const struct cpumask *mask)
+{
+	return find_next_bit(mask->bits, TASKS, id + 1);
+}
+STANDS_FOR(cpumask_next, x_cpumask_next);
+
 static void set_processor(int id)
 {
 	ex_current_task = &task_of[id];
-#ifdef CONFIG_X86
+#ifdef CPU_NUMBER
 	ex_cpu_number = id;
-	ex___preempt_count = PREEMPT_ENABLED;
 #else
 	task_thread_info(&task_of[id])->cpu = id;
+#endif
+#ifdef CONFIG_X86
+	ex___preempt_count = PREEMPT_ENABLED;
+#else
 	task_thread_info(&task_of[id])->preempt_count = PREEMPT_ENABLED;
 #endif
 #if defined(CONFIG_X86) && LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0) && LINUX_VERSION_CODE < KERNEL_VERSION(6, 15, 0)
@@ -735,6 +749,10 @@ asm(".globl __get_user_8, __get_user_nocheck_8\n"
 asm(".globl rep_movs_alternative\nrep_movs_alternative: rep movsb\nret");
 STANDS_FOR(_copy_from_user, x_copy);
 STANDS_FOR(_copy_to_user, x_copy);
+
+/* Before 5.14 KVM has a list of its statistics' files, which ends with a nameless one. */
+struct { const char *name; unsigned long more[3]; } ex_no_debugfs_entries;
+STANDS_FOR(debugfs_entries, ex_no_debugfs_entries);
 
 /* ---- Files: what an ioctl makes is kept by the order in which it was made. ---- */
 

@@ -26,6 +26,7 @@ struct processor cpus[VCPUS];
 static bool logging, written[PAGES];
 /* Whether a memslot is being deleted, and whether it is deleted */
 bool going[2];
+unsigned int moves;
 static bool absent[2];
 /* What user space has got of the log and has not cleared */
 static unsigned long got[LAST_GFN / 64 + 1], got_of_tables[TABLE_GFNS / 64];
@@ -88,10 +89,21 @@ static long enable(u32 capability, u64 argument)
 	return vm_ioctl(KVM_ENABLE_CAP, &cap);
 }
 
+#ifdef KVM_CAP_DIRTY_LOG_RING
 /* The smallest ring has 256 entries, with a soft limit of 192. */
 static u32 ring_entries(void)
 {
 	return setup.prefault ? 256 : 1024;
+}
+#endif
+
+const char *lacks(const struct setup *of)
+{
+#ifndef KVM_CAP_DIRTY_LOG_RING
+	if (of->ring)
+		return "dirty ring";
+#endif
+	return arch_lacks(of);
 }
 
 void vm_create(void)
@@ -101,15 +113,21 @@ void vm_create(void)
 
 	kernel_init();
 	arch_init();
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)
+	ret = kvm_init(NULL, sizeof(struct kvm_vcpu), __alignof__(struct kvm_vcpu), NULL);
+#else
 	ret = kvm_init(sizeof(struct kvm_vcpu), __alignof__(struct kvm_vcpu), NULL);
+#endif
 	if (ret)
 		fail("kvm_init() gives %ld", ret);
 	vm_fd = kvm_device->unlocked_ioctl(NULL, KVM_CREATE_VM, 0);
 	if (vm_fd < 0)
 		fail("KVM_CREATE_VM gives %d", vm_fd);
 	vm = kernel_file(vm_fd)->file->private_data;
+#ifdef KVM_CAP_DIRTY_LOG_RING
 	if (setup.ring && (ret = enable(KVM_CAP_DIRTY_LOG_RING_ACQ_REL, ring_entries() * sizeof(struct kvm_dirty_gfn))))
 		fail("a dirty ring gives %ld", ret);
+#endif
 	if (setup.manual && (ret = enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 1 + 2 * setup.init_set)))
 		fail("KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 gives %ld", ret);
 	for (id = 0; id < VCPUS; id++) {
@@ -318,6 +336,7 @@ static void clear(int page)
 			written[other] = false;
 }
 
+#ifdef KVM_CAP_DIRTY_LOG_RING
 static u32 ring_next[VCPUS];
 
 /* The pages of entries that user space has not seen. With `reset` the entries are returned. */
@@ -372,6 +391,16 @@ static void reset_rings(void)
 		if (pages >> page & 1)
 			written[page] = false;
 }
+#else
+static unsigned long harvest(bool reset)
+{
+	return 0;
+}
+
+static void reset_rings(void)
+{
+}
+#endif
 
 static void reset_full_ring(struct kvm_vcpu *vcpu, struct op op)
 {
@@ -435,6 +464,7 @@ static void move_slot(struct op op)
 {
 	bool was = logging;
 
+	moves++;
 	/* L1 may lose L2's tables. A guest on shadow paging could not go on without its own. */
 	if (setup.nested && !setup.tables_logged && op.page & 1) {
 		going[TABLES_SLOT_ID] = true;
@@ -599,10 +629,14 @@ void vm_final_check(void)
 
 	if (!logging)
 		return;
-	/* With L2, its writes alone: a page that L1 writes as well is in the log. */
+	/*
+	 * With L2, its writes alone, and each page by one vCPU: a page that L1 or L2 on the other vCPU, which has its own
+	 * table, writes as well is in the log.
+	 */
 	for (id = 0; id < VCPUS; id++)
 		for (page = 0; page < PAGES; page++)
-			alone(id, (struct op){ setup.l2 ? DO_L2_WRITE : DO_WRITE, page });
+			if (!setup.l2 || page % VCPUS == id)
+				alone(id, (struct op){ setup.l2 ? DO_L2_WRITE : DO_WRITE, page });
 	if (setup.ring) {
 		pages = harvest(false);
 	} else {

@@ -47,6 +47,8 @@ extern struct kvm_vcpu *vcpus[VCPUS];
 extern struct processor cpus[VCPUS];
 /* Whether a memslot is being deleted */
 extern bool going[2];
+/* How often a memslot has been deleted */
+extern unsigned int moves;
 
 static inline struct processor *cpu_of(struct kvm_vcpu *vcpu)
 {
@@ -75,6 +77,8 @@ void alone(int id, struct op op);
 
 /* ---- What an architecture provides ---- */
 
+/* What a setup needs and KVM of the base lacks, or NULL */
+const char *arch_lacks(const struct setup *of);
 /* Before KVM is initialized, and after the VM has its vCPUs and its memslot */
 void arch_init(void);
 void arch_created(void);

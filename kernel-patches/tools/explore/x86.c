@@ -154,6 +154,11 @@ int __wrap_x86_emulate_instruction(struct kvm_vcpu *vcpu, gpa_t gpa, int type, v
 
 extern bool tdp_mmu_enabled;
 
+const char *arch_lacks(const struct setup *of)
+{
+	return NULL;
+}
+
 void arch_init(void)
 {
 	/* The module's parameter, which kvm_mmu_x86_module_init() reads */

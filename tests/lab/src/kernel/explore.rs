@@ -38,9 +38,10 @@ pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options)
         Some(architecture) => architecture,
         None => series::architecture(series)?,
     };
-    if base.name == "5.10" {
+    if base.name == "5.10" && architecture == Architecture::X86 {
         return Err(Error::Usage(
-            "5.10: the harness knows KVM from 6.12 on; explore 6.12, 7.2 or 7.3".into(),
+            "5.10: the harness knows KVM for x86 from 6.12 on; explore 6.12, 7.2 or 7.3, or --arch arm64"
+                .into(),
         ));
     }
     let mut command = Command::new(program(cache, architecture, base, series)?);
