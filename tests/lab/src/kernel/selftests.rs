@@ -119,16 +119,27 @@ impl Results {
 
 /// The tests that `patches` add for all architectures or for this one.
 pub fn added(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<String>> {
+    named_after(&format!("--- /dev/null\n+++ b/{TESTS}"), patches, architecture)
+}
+
+/// The tests of the base that `patches` change.
+pub fn changed(patches: &[PathBuf], architecture: Architecture) -> Result<Vec<String>> {
+    named_after(&format!("--- a/{TESTS}"), patches, architecture)
+}
+
+const TESTS: &str = "tools/testing/selftests/kvm/";
+
+/// The tests whose paths follow `header` in `patches`.
+fn named_after(header: &str, patches: &[PathBuf], architecture: Architecture) -> Result<Vec<String>> {
     // The directories' names differ between kernel versions.
     let own = match architecture {
         Architecture::X86 => ["x86", "x86_64"],
         Architecture::Arm => ["arm64", "aarch64"],
     };
-    const ADDED: &str = "--- /dev/null\n+++ b/tools/testing/selftests/kvm/";
     let mut names = Vec::new();
     for patch in patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
-        let files = text.split(ADDED).skip(1).filter_map(|rest| rest.lines().next()?.strip_suffix(".c"));
+        let files = text.split(header).skip(1).filter_map(|rest| rest.lines().next()?.strip_suffix(".c"));
         names.extend(files.filter_map(|file| match file.split_once('/') {
             None => Some(file.to_owned()),
             Some((directory, name)) => own.contains(&directory).then(|| name.to_owned()),
@@ -344,18 +355,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_test_that_a_patch_adds_is_known_by_its_file() {
+    fn a_test_that_a_patch_adds_or_changes_is_known_by_its_file() {
         let file = std::env::temp_dir().join(format!("vellum-added-{}.patch", std::process::id()));
         let dir = "tools/testing/selftests/kvm";
         let text = format!(
             "--- a/{dir}/Makefile\n+++ b/{dir}/Makefile\n--- /dev/null\n+++ b/{dir}/x86/one_test.c\n@@\n\
              --- /dev/null\n+++ b/{dir}/two_test.c\n--- /dev/null\n+++ b/arch/x86/kvm/new.c\n\
-             --- /dev/null\n+++ b/{dir}/aarch64/three_test.c\n"
+             --- /dev/null\n+++ b/{dir}/aarch64/three_test.c\n\
+             --- a/{dir}/lib/x86/svm.c\n+++ b/{dir}/lib/x86/svm.c\n\
+             --- a/{dir}/x86/old_test.c\n+++ b/{dir}/x86/old_test.c\n"
         );
         fs::write(&file, text).unwrap();
         let added = |architecture| added(std::slice::from_ref(&file), architecture).unwrap();
         assert_eq!(added(Architecture::X86), ["one_test", "two_test"]);
         assert_eq!(added(Architecture::Arm), ["two_test", "three_test"]);
+        let changed = |architecture| changed(std::slice::from_ref(&file), architecture).unwrap();
+        assert_eq!(changed(Architecture::X86), ["old_test"]);
+        assert_eq!(changed(Architecture::Arm), [""; 0]);
         fs::remove_file(&file).unwrap();
     }
 
