@@ -48,7 +48,7 @@ const ASKING: Duration = Duration::from_millis(100);
 pub struct GuestConfig {
     /// The number of vCPUs.
     pub vcpus: usize,
-    /// The CPU of each vCPU, if pinned.
+    /// The CPU of each vCPU, if pinned. The vCPUs take turns if there are fewer.
     pub pins: Option<Vec<usize>>,
     /// The page size of the guest's own tables.
     pub page: GuestPage,
@@ -238,7 +238,7 @@ impl Guest {
             let (bell, enter) = (guest.bell.clone(), config.enter.clone());
             let thread = vcpu::Thread {
                 index,
-                pin: config.pins.as_ref().and_then(|pins| pins.get(index).copied()),
+                pin: config.pins.as_ref().and_then(|pins| pins.iter().cycle().nth(index).copied()),
                 describe: regs::describe,
                 keep: |_| None,
                 enter: Box::new(move || enter(index)),

@@ -63,7 +63,7 @@ use vellum_sandbox::{Sandbox, ThreadKind};
 pub struct Config {
     /// The number of vCPUs.
     pub cpus: usize,
-    /// The CPU of each vCPU, if they are pinned.
+    /// The CPU of each vCPU, if they are pinned. The vCPUs take turns if there are fewer.
     pub pins: Option<Vec<usize>>,
     /// The interrupt controller.
     pub irqchip: Mode,
@@ -204,6 +204,11 @@ impl Opened {
     /// The names of its devices.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.virtio.names()
+    }
+
+    /// The CPUs that vCPUs are pinned to.
+    pub fn pins(&self) -> Option<&[usize]> {
+        self.config.pins.as_deref()
     }
 
     /// The number of entries of each vCPU's dirty ring, if there is to be one.
@@ -432,7 +437,7 @@ fn spawn_vcpus(config: &Config, sandbox: Sandbox, ended: &Arc<EventFd>) -> Resul
         let ended = ended.clone();
         Vcpu::spawn(Thread {
             index,
-            pin: config.pins.as_ref().map(|pins| pins[index]),
+            pin: config.pins.as_ref().and_then(|pins| pins.iter().cycle().nth(index).copied()),
             describe: regs::describe,
             keep: |fd| Some(Box::new(Core::read(fd).ok()?)),
             enter: Box::new(move || {

@@ -7,6 +7,8 @@ use support::env::TestEnv;
 use support::guests::Code;
 use support::hosts::{kvm, real};
 use support::{Failed, LIMIT, ensure, eventually, test};
+use vellum_sys::host::allowed_cpus;
+use vellum_sys::keyvalue;
 
 use crate::{fork, says, stop};
 
@@ -169,4 +171,50 @@ fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
     let counted = fs::read(env.path("here.out"))?;
     let wrong = counted.iter().enumerate().find(|(at, byte)| **byte != *at as u8);
     ensure(wrong.is_none(), || format!("{wrong:?} of {}", counted.len()))
+}
+
+/// vCPUs of machines that are pinned take turns at the CPUs. Those of the machine that is forked
+/// stay where they are.
+#[test(kvm())]
+fn forks_take_turns_at_the_cpus_that_they_are_pinned_to() -> Result<(), Failed> {
+    let allowed = allowed_cpus()?;
+    let list = allowed.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+    let env = TestEnv::new()?;
+    let here = env.run(
+        "here",
+        "run --memory 16m,backing=memfd --cpus 3,pin=off --passes 0 --workload write,rate=1000",
+    )?;
+    let made = fork(&env, "here", &format!("--count 3 --name f%d --pin {list}"))?;
+    for (number, machine) in made.iter().enumerate() {
+        for vcpu in 0..3 {
+            let wanted = allowed[(3 * number + vcpu) % allowed.len()];
+            let found = cpus_of(machine.pid, &format!("vcpu{vcpu}"))?;
+            ensure(found == wanted.to_string(), || format!("vCPU {vcpu} of machine {number}: {found}"))?;
+        }
+    }
+    let free = cpus_of(here.child.id(), "vcpu0")?;
+    ensure(keyvalue::list(&free)? == allowed, || format!("the first machine: {free}"))?;
+    let beyond = allowed.iter().max().unwrap_or(&0) + 1;
+    let says_that = format!("{beyond}: not a CPU that this process may use; those are ");
+    says(&env.vellum(&format!("fork here --name new --pin {beyond}"))?, 2, &says_that)?;
+    for machine in made {
+        env.ctl(&format!("{} stop", machine.name))?;
+        machine.is_over()?;
+    }
+    env.ctl("here stop")?;
+    here.end().map(drop)
+}
+
+/// The CPUs that the thread of this name may use.
+fn cpus_of(pid: u32, name: &str) -> Result<String, Failed> {
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?.path();
+        // A thread may end meanwhile.
+        if fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.trim() == name) {
+            let status = fs::read_to_string(task.join("status"))?;
+            let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+            return Ok(list.ok_or("no list of CPUs")?.trim().to_owned());
+        }
+    }
+    Err(format!("process {pid} has no thread {name}").into())
 }

@@ -133,6 +133,16 @@ fn an_interface_keeps_its_address_and_loses_no_packet_in_a_new_process() {
 }
 
 #[test]
+fn an_interface_gets_the_address_that_its_new_process_is_asked_for() {
+    let new = [2, 0, 0, 0, 0, 9];
+    let (driver, _wire) = network();
+    let (_other, theirs) = UnixDatagram::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let another = Net::on(Tap::from_fd("another", theirs.into()), new).named(Some(new));
+    assert_eq!(driver.move_to(another, |_| ()).config(0, 6), new);
+}
+
+#[test]
 fn a_tap_that_is_not_there_is_named_with_the_remedy() {
     let open = |tap: &str| {
         let config = NetConfig { tap: tap.into(), create: false, host: None, mac: None, user: None };

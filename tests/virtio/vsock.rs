@@ -47,7 +47,8 @@ struct Guest {
 impl Guest {
     fn new(name: &str) -> Self {
         let path = own_path(&format!("vsock-{name}"));
-        let device = Vsock::open(&VsockConfig { path: path.clone(), cid: CID as u32 }).unwrap();
+        let device =
+            Vsock::open(&VsockConfig { path: path.clone(), cid: CID as u32, is_named: false }).unwrap();
         let mut driver = Driver::new(CODEC, device);
         driver.start();
         Guest { driver, path, forwarded: 0 }
@@ -396,7 +397,7 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
     guest.driver.run();
     assert_eq!(guest.driver.used_now(EVENT), None);
     let Guest { driver, path, .. } = guest;
-    let config = VsockConfig { path: path.with_extension("new"), cid: CID as u32 + 1 };
+    let config = VsockConfig { path: path.with_extension("new"), cid: CID as u32 + 1, is_named: false };
     let mut driver = driver.move_to(Vsock::open(&config).unwrap(), |_| ());
     assert_eq!(driver.config(0, 8), CID.to_le_bytes(), "it keeps its address");
     assert_eq!(driver.wait_used(EVENT).1, 4);
@@ -417,13 +418,21 @@ fn a_restored_guest_hears_that_its_connections_are_gone() {
 }
 
 #[test]
+fn a_restored_guest_gets_the_address_that_is_asked_for() {
+    let Guest { driver, path, .. } = Guest::new("renamed");
+    let config = VsockConfig { path: path.with_extension("new"), cid: CID as u32 + 1, is_named: true };
+    let driver = driver.move_to(Vsock::open(&config).unwrap(), |_| ());
+    assert_eq!(driver.config(0, 8), (CID + 1).to_le_bytes());
+}
+
+#[test]
 fn the_socket_is_private_replaces_a_stale_one_and_refuses_a_live_one() {
     let guest = Guest::new("socket");
     let path = guest.path.clone();
     let metadata = std::fs::metadata(&path).unwrap();
     assert!(metadata.file_type().is_socket());
     assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
-    let open = || Vsock::open(&VsockConfig { path: path.clone(), cid: 3 }).map(|_| ());
+    let open = || Vsock::open(&VsockConfig { path: path.clone(), cid: 3, is_named: false }).map(|_| ());
     let Err(VsockError::Socket(error)) = open() else { panic!("in use") };
     assert!(error.to_string().contains("in use"), "{error}");
     drop(guest);
@@ -436,6 +445,9 @@ fn the_socket_is_private_replaces_a_stale_one_and_refuses_a_live_one() {
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
     std::fs::remove_file(&path).unwrap();
     for cid in [0, 1, 2, u32::MAX] {
-        assert!(matches!(Vsock::open(&VsockConfig { path: path.clone(), cid }), Err(VsockError::Cid(_))));
+        assert!(matches!(
+            Vsock::open(&VsockConfig { path: path.clone(), cid, is_named: false }),
+            Err(VsockError::Cid(_))
+        ));
     }
 }

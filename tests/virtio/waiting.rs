@@ -186,7 +186,8 @@ const CID: u32 = 7;
 fn vsock() -> Vsock {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    Vsock::open(&VsockConfig { path: own_path(&format!("waiting-{count}")), cid: CID }).unwrap()
+    Vsock::open(&VsockConfig { path: own_path(&format!("waiting-{count}")), cid: CID, is_named: false })
+        .unwrap()
 }
 
 /// A driver has more than one event buffer, and notifies the device only at the index that it was

@@ -90,9 +90,10 @@ pub(super) fn assemble(host: Host, config: Value, there: Option<Ram>) -> Result<
         }
         let described = guest_state::Description::from_json(config).map_err(failed)?;
         let mut config = described.run(memory).map_err(failed)?;
-        // Like the backing, the dirty ring belongs to this host. The source's setting does not
-        // matter.
+        // Like the backing, the dirty ring and the CPUs belong to this host. The source's settings do
+        // not matter.
         config.dirty_ring = devices.dirty_ring();
+        config.pins = devices.pins().map(<[usize]>::to_vec);
         let memory = map(from, memory, described.memory, described.ram())?;
         let enter = move |index: usize| {
             sandbox.enter(ThreadKind::Vcpu, &format!("vcpu{index}")).map_err(io::Error::other)
@@ -101,6 +102,7 @@ pub(super) fn assemble(host: Host, config: Value, there: Option<Ram>) -> Result<
             page: config.page,
             cpuid: config.cpuid.clone(),
             dirty_ring: config.dirty_ring,
+            pins: config.pins.clone(),
             enter: Arc::new(enter),
             begun,
             ..GuestConfig::new(config.vcpus)

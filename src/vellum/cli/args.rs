@@ -12,6 +12,7 @@ use vellum_host::hugepages;
 use vellum_kvm::dirty::Method;
 use vellum_kvm::memory::{Backing, MemoryConfig};
 use vellum_sandbox as sandbox;
+use vellum_sys::host::allowed_cpus;
 use vellum_sys::keyvalue::{self, KeyValues, list, number, one_of, size};
 
 /// A parser with words that shells offer as completions. It may accept other words too.
@@ -293,18 +294,41 @@ impl Cpus {
                 Ok(Some(allowed[allowed.len() - self.count..].to_vec()))
             }
             Pin::Auto => Ok(None),
-            Pin::To(list) => match list.iter().find(|cpu| !allowed.contains(cpu)) {
-                None => Ok(Some(list.clone())),
-                Some(cpu) => {
-                    let usable: Vec<_> = allowed.iter().map(usize::to_string).collect();
-                    Err(format!(
-                        "--cpus: pin={cpu}: not a CPU that this process may use; those are {}",
-                        usable.join(",")
-                    ))
-                }
-            },
+            Pin::To(list) => {
+                among(list.clone(), allowed).map(Some).map_err(|why| format!("--cpus: pin={why}"))
+            }
         }
     }
+}
+
+/// The CPUs of `list`, which are all `allowed`.
+fn among(list: Vec<usize>, allowed: &[usize]) -> Result<Vec<usize>, String> {
+    match list.iter().find(|cpu| !allowed.contains(cpu)) {
+        None => Ok(list),
+        Some(cpu) => {
+            let allowed: Vec<_> = allowed.iter().map(usize::to_string).collect();
+            Err(format!("{cpu}: not a CPU that this process may use; those are {}", allowed.join(",")))
+        }
+    }
+}
+
+/// The CPUs of `list`, which this process may all use.
+pub fn usable(list: Vec<usize>) -> Result<Vec<usize>, String> {
+    among(list, &allowed_cpus().map_err(|error| error.to_string())?)
+}
+
+/// CPUs of this host, at which vCPUs take turns.
+#[derive(Clone, Debug)]
+pub struct CpuList(pub Vec<usize>);
+
+/// Parses [`CpuList`].
+pub fn cpu_list(text: &str) -> Result<CpuList, String> {
+    keyvalue::list(text).and_then(usable).map(CpuList)
+}
+
+/// Parses a CPU that this process may use.
+pub fn cpu(text: &str) -> Result<usize, String> {
+    usable(vec![keyvalue::number(text, 0..=65_535)?]).map(|cpus| cpus[0])
 }
 
 /// A workload with its parameters.

@@ -336,7 +336,7 @@ mod tests {
             r#"BlkConfig { path: "a,b.img", readonly: true, overlay: None, into_image: false, size: None, serial: Some("s1"), queues: 4, format: None, backing: None, data_file: None, force: false }"#,
             r#"BlkConfig { path: "c", readonly: false, overlay: None, into_image: false, size: None, serial: None, queues: 1, format: None, backing: None, data_file: None, force: false }"#,
             r#"NetConfig { tap: "tap0", create: true, host: Some((10.0.0.1, 24)), mac: None, user: None }"#,
-            r#"VsockConfig { path: "v", cid: 9 }"#,
+            r#"VsockConfig { path: "v", cid: 9, is_named: true }"#,
             "ConsoleConfig(Null)",
             "RngConfig",
             "BalloonConfig",

@@ -123,6 +123,8 @@ struct Inherited {
     limit: Option<Duration>,
     /// Whether its memory is to have transparent huge pages.
     transparent: bool,
+    /// See [`host::Fork::pinned_before`].
+    pinned_before: usize,
 }
 
 /// Runs the command: as the client, or as one of the new machines.
@@ -142,7 +144,9 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
     let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { point, files, overlays, waits, from, log, devices, limit, transparent } = inherited;
+    let inherited: Inherited = inherited;
+    let Inherited { point, files, overlays, waits, from, log, devices, limit, transparent, pinned_before } =
+        inherited;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
@@ -154,7 +158,8 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     let memory = MemoryConfig { backing, ..MemoryConfig::new(0) };
     let overlays = overlays.into_iter().map(|(name, fd)| Ok((name, own(fd)?.into())));
     let overlays = overlays.collect::<Result<Vec<(String, File)>, Failure>>()?;
-    let fork = host::Fork { waits: own_end, from: Some(from), log, limit, ..host::Fork::default() };
+    let from = Some(from);
+    let fork = host::Fork { waits: own_end, from, log, limit, pinned_before, ..host::Fork::default() };
     let host = args.host.forked(fork).with_devices(devices, &overlays).map_err(Failure::usage)?;
     drop(overlays);
     host.run(listen, memory, LIVENESS, FLAGS)
@@ -186,7 +191,9 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
             });
             let log = Log::new(name)?;
             let opened = log.file.try_clone().map_err(Failure::host)?;
-            source.start(name, words, Vec::new(), None, [Stdio::null(), opened.into()], Some(log))
+            let outputs = [Stdio::null(), opened.into()];
+            let new = NewMachine { name, number, devices: Vec::new(), limit: None };
+            source.start(new, words, outputs, Some(log))
         };
         let started = (first..).zip(batch).map(start);
         let started: Result<Vec<_>, _> = started.collect();
@@ -336,6 +343,18 @@ struct Source {
     from: u32,
     /// Whether its memory has transparent huge pages.
     transparent: bool,
+    vcpus: usize,
+}
+
+/// One of the new machines, besides what its command line says.
+struct NewMachine<'a> {
+    name: &'a str,
+    /// From 0.
+    number: usize,
+    /// Devices that the command line does not name.
+    devices: Vec<ChildDevice>,
+    /// The time after which it ends.
+    limit: Option<Duration>,
 }
 
 /// Waits until an operation of `machine` is over that another client asked for. Returns whether
@@ -373,7 +392,8 @@ pub(super) fn for_command(
     let name = format!("from-{}", std::process::id());
     let mut words: Vec<OsString> = vec!["fork".into(), path.into(), "--name".into(), (&name).into()];
     words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
-    let started = source.start(&name, words, devices, limit, [Stdio::piped(), Stdio::inherit()], None)?;
+    let new = NewMachine { name: &name, number: 0, devices, limit };
+    let started = source.start(new, words, [Stdio::piped(), Stdio::inherit()], None)?;
     let mut started = ForCommand(started);
     // If it does not run, its process has said why, and the console ends.
     let _ = started.0.runs();
@@ -473,23 +493,22 @@ impl Source {
             if answer["base"] == of {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
                 let transparent = has.backing.as_deref() == Some("thp");
-                return Ok((Self { point, files, overlays, base, from: has.pid, transparent }, us));
+                let (from, vcpus) = (has.pid, has.vcpus);
+                return Ok((Self { point, files, overlays, base, from, transparent, vcpus }, us));
             }
         }
     }
 
-    /// Starts the process of the machine `name`, by the words of a command line, with further
-    /// `devices`, and ends it after `limit`. Its standard output and error go to `outputs`, the
-    /// latter to `log`, if that is the machine's alone.
+    /// Starts the process of a machine by the words of a command line. Its standard output and error
+    /// go to `outputs`, the latter to `log`, if that is the machine's alone.
     fn start(
         &self,
-        name: &str,
+        new: NewMachine<'_>,
         words: impl IntoIterator<Item = OsString>,
-        devices: Vec<ChildDevice>,
-        limit: Option<Duration>,
         outputs: [Stdio; 2],
         log: Option<Log>,
     ) -> Result<Starting, Failure> {
+        let NewMachine { name, number, devices, limit } = new;
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
@@ -507,6 +526,7 @@ impl Source {
             devices,
             limit,
             transparent: self.transparent,
+            pinned_before: number * self.vcpus,
         };
         let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;

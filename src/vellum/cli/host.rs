@@ -53,6 +53,11 @@ pub(super) struct HostArgs {
     #[arg(long, value_name = "UID:GID")]
     user: Option<User>,
 
+    /// Pin vCPUs to these CPUs of this host, as in 2,3 or 4-7: the first vCPU to the first CPU, and
+    /// so on, in turns if there are more vCPUs [default: the host's scheduler decides]
+    #[arg(long, value_name = "LIST", value_parser = args::cpu_list)]
+    pin: Option<args::CpuList>,
+
     /// Give each vCPU a dirty ring of N entries, a power of two, for further migrations of the
     /// machine. It does not matter whether the source had one
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = args::RING_ENTRIES, value_parser = args::ring_entries)]
@@ -93,6 +98,8 @@ pub(super) struct Fork {
     pub limit: Option<Duration>,
     /// The overlays of its disks that have no name.
     pub unnamed: Vec<File>,
+    /// How many vCPUs of other machines come before its first one where vCPUs take turns.
+    pub pinned_before: usize,
 }
 
 /// The flag of each field.
@@ -166,6 +173,11 @@ impl HostArgs {
         };
         let config = machine::Config {
             serial: self.serial.clone(),
+            pins: self.pin.map(|args::CpuList(mut cpus)| {
+                let first = self.fork.pinned_before % cpus.len();
+                cpus.rotate_left(first);
+                cpus
+            }),
             dirty_ring: self.dirty_ring,
             cr3_cache: self.cr3_cache,
             virtio: self.devices.clone().config(),

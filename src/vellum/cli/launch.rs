@@ -240,7 +240,8 @@ pub(super) fn run(
             drop((console, ready, output, port));
             args.initrd = Some(file::path_of(&plan.initrd));
             args.serial = Target::Terminal;
-            let vsock = vsock.map(|path| Arc::new(VsockConfig { path, cid: 3 }) as Arc<dyn DeviceConfig>);
+            let vsock = vsock
+                .map(|path| Arc::new(VsockConfig { path, cid: 3, is_named: false }) as Arc<dyn DeviceConfig>);
             let mut devices: Vec<_> = vsock.into_iter().collect();
             if let Some(end) = end {
                 let console = args.devices.take_console();

@@ -58,7 +58,7 @@ fn network(codec: Codec) -> (Driver, UnixDatagram) {
 fn vsock(codec: Codec) -> Driver {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let name = format!("vellum-fuzz-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let config = VsockConfig { path: std::env::temp_dir().join(name), cid: 7 };
+    let config = VsockConfig { path: std::env::temp_dir().join(name), cid: 7, is_named: false };
     Driver::on(codec, Vsock::open(&config).unwrap(), memory())
 }
 

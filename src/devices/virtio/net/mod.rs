@@ -199,6 +199,9 @@ enum Side {
 pub struct Net {
     side: Side,
     mac: [u8; 6],
+    /// The address that a restored guest gets instead of its own. Its driver reads it when it is
+    /// bound again.
+    named: Option<[u8; 6]>,
     /// There may be packets. The host's end is edge-triggered, so it is read until it has none.
     readable: bool,
     /// The tap's offloads match the driver's features. They are set at the first event.
@@ -219,15 +222,23 @@ impl Net {
     /// Attaches to the tap device or creates it, or starts passt.
     pub fn open(config: &NetConfig) -> Result<Self, NetError> {
         let mac = config.mac.map_or_else(random_mac, Ok).map_err(NetError::Random)?;
-        if let Some(user) = &config.user {
-            return Ok(Net::on_stream(Stream::open(user)?, mac));
-        }
-        let tap = Tap::open(&config.tap, config.create)?;
-        tap.set_header_size(HEADER as i32)?;
-        if config.create {
-            tap.bring_up(config.host)?;
-        }
-        Ok(Net::on(tap, mac))
+        let net = match &config.user {
+            Some(user) => Net::on_stream(Stream::open(user)?, mac),
+            None => {
+                let tap = Tap::open(&config.tap, config.create)?;
+                tap.set_header_size(HEADER as i32)?;
+                if config.create {
+                    tap.bring_up(config.host)?;
+                }
+                Net::on(tap, mac)
+            }
+        };
+        Ok(net.named(config.mac))
+    }
+
+    /// The same with this address, if it is given: a restored guest gets it instead of its own.
+    pub fn named(self, mac: Option<[u8; 6]>) -> Self {
+        Self { named: mac, ..self }
     }
 
     /// A device on an open tap. The tap must be non-blocking and use a 12-byte header.
@@ -241,7 +252,7 @@ impl Net {
     }
 
     fn with(side: Side, mac: [u8; 6]) -> Self {
-        Net { side, mac, readable: true, configured: false, untold: false, active: None }
+        Net { side, mac, named: None, readable: true, configured: false, untold: false, active: None }
     }
 
     /// Passes packets to the guest. Returns false if the peer is gone.
@@ -500,7 +511,7 @@ impl VirtioDevice for Net {
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
         let DeviceState::Net(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
-        self.mac = state.mac;
+        self.mac = self.named.unwrap_or(state.mac);
         Ok(())
     }
 }

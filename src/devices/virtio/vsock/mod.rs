@@ -79,6 +79,9 @@ pub struct VsockConfig {
     pub path: PathBuf,
     /// The guest's address, 3 or more.
     pub cid: u32,
+    /// Whether the user named the address. Then a restored guest gets it, too.
+    #[serde(skip)]
+    pub is_named: bool,
 }
 
 /// Why there is no vsock.
@@ -137,14 +140,15 @@ fn first_port() -> u32 {
 /// `PATH[,cid=N]`.
 fn parse(text: &str) -> Result<VsockConfig, keyvalue::Error> {
     let kv = KeyValues::parse(text, Some("path"), &["path", "cid"])?;
-    let cid = kv.with("cid", |text| number(text, 3..=u32::MAX - 1))?.unwrap_or(3);
+    let cid = kv.with("cid", |text| number(text, 3..=u32::MAX - 1))?;
     let path = |text: &str| match text.parse::<u32>() {
         Ok(cid) => Err(format!(
             "the path of a unix socket is expected; the guest's number is cid, as in PATH,cid={cid}"
         )),
         Err(_) => path(text).map_err(|error| error.to_string()),
     };
-    Ok(VsockConfig { path: kv.required("path", path)?, cid })
+    let path = kv.required("path", path)?;
+    Ok(VsockConfig { path, cid: cid.unwrap_or(3), is_named: cid.is_some() })
 }
 
 /// The unix socket that leads to the guest. It is the device's handle.
@@ -155,6 +159,8 @@ pub struct SocketPath(pub PathBuf);
 pub struct Vsock {
     path: Arc<SocketPath>,
     hub: Hub,
+    /// The address that a restored guest gets instead of its own.
+    named: Option<u64>,
     moved: Moved,
     active: Option<Active>,
     /// The machine still runs in another process, which accepts connections.
@@ -210,7 +216,8 @@ impl Vsock {
         if config.cid <= HOST_CID as u32 || config.cid == u32::MAX {
             return Err(VsockError::Cid(config.cid));
         }
-        Ok(Self::on(config, Listener::bind(&config.path)?))
+        let named = config.is_named.then_some(config.cid.into());
+        Ok(Self { named, ..Self::on(config, Listener::bind(&config.path)?) })
     }
 
     fn on(config: &VsockConfig, listener: Listener) -> Self {
@@ -227,7 +234,7 @@ impl Vsock {
             next_port: first_port(),
         };
         let path = Arc::new(SocketPath(config.path.clone()));
-        Vsock { path, hub, moved: Moved::No, active: None, waits: false }
+        Vsock { path, hub, named: None, moved: Moved::No, active: None, waits: false }
     }
 
     fn take_packets(&mut self) {
@@ -546,7 +553,8 @@ impl VirtioDevice for Vsock {
                 reason: "is not a guest's address",
             });
         }
-        self.hub.cid = state.cid;
+        // The guest reads it when it is told that its connections are gone.
+        self.hub.cid = self.named.unwrap_or(state.cid);
         self.moved = Moved::Untold;
         Ok(())
     }

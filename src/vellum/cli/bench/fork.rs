@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Output, cpu};
+use super::Output;
 use crate::cli::args;
 use crate::cli::bench::migration::rate;
 use crate::cli::failure::Failure;
@@ -38,7 +38,7 @@ pub struct ForkArgs {
     backing: Backing,
 
     /// CPUs that the processes of the measurement may use, as in 2,3 [default: all]
-    #[arg(short = 'c', long, value_name = "LIST", value_delimiter = ',', value_parser = cpu)]
+    #[arg(short = 'c', long, value_name = "LIST", value_delimiter = ',', value_parser = args::cpu)]
     cpus: Option<Vec<usize>>,
 
     /// Memory that all vCPUs together write in a second, in distinct pages, as in 64m; max for as

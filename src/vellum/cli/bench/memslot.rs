@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{Output, cpu};
+use super::Output;
 use crate::cli::args;
 use crate::cli::failure::Failure;
 use crate::cli::flags::Flags;
@@ -46,7 +46,7 @@ pub struct MemslotArgs {
     repeat: u32,
 
     /// Pin the vCPU to this CPU
-    #[arg(short = 'c', value_name = "CPU", value_parser = cpu)]
+    #[arg(short = 'c', value_name = "CPU", value_parser = args::cpu)]
     pin: Option<usize>,
 
     #[command(flatten)]

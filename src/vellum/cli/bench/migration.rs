@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Output, cpu};
+use super::Output;
 use crate::cli::args;
 use crate::cli::failure::Failure;
 use crate::cli::flags::Flags;
@@ -43,7 +43,7 @@ pub struct MigrationArgs {
     backing: Backing,
 
     /// CPUs that the measured processes may use, as in 2,3 [default: all]
-    #[arg(short = 'c', long, value_name = "LIST", value_delimiter = ',', value_parser = cpu)]
+    #[arg(short = 'c', long, value_name = "LIST", value_delimiter = ',', value_parser = args::cpu)]
     cpus: Option<Vec<usize>>,
 
     /// How dirty pages are collected: bitmap, manual-protect, initially-set, ring[,entries=N]

@@ -29,7 +29,7 @@ use vellum_report::Report;
 use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
 use vellum_sys::keyvalue;
-use vellum_sys::{host::allowed_cpus, signal};
+use vellum_sys::signal;
 
 /// The flag of each field, by subcommand as typed.
 #[cfg(test)]
@@ -173,7 +173,7 @@ struct ShadowArgs {
     repeat: u32,
 
     /// Pin to this CPU
-    #[arg(short, long, value_name = "CPU", value_parser = cpu)]
+    #[arg(short, long, value_name = "CPU", value_parser = args::cpu)]
     cpu: Option<usize>,
 }
 
@@ -226,19 +226,6 @@ impl Output {
     }
 }
 
-/// Parses a CPU that this process may use.
-fn cpu(text: &str) -> Result<usize, String> {
-    let allowed = allowed_cpus().map_err(|e| e.to_string())?;
-    let cpu = keyvalue::number(text, 0..=65_535)?;
-    match allowed.contains(&cpu) {
-        true => Ok(cpu),
-        false => {
-            let usable: Vec<_> = allowed.iter().map(usize::to_string).collect();
-            Err(format!("not a CPU that this process may use; those are {}", usable.join(",")))
-        }
-    }
-}
-
 /// Parses `-c LIST`: a CPU for each vCPU, and optionally one more for the main thread.
 fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure> {
     let Some(text) = list else { return Ok(None) };
@@ -248,10 +235,7 @@ fn pins(list: Option<&str>, vcpus: usize) -> Result<Option<Vec<usize>>, Failure>
         let wanted = format!("{vcpus}, or {} with the main thread", vcpus + 1);
         return Err(wrong(format!("{} CPUs for {vcpus} vCPUs: name {wanted}", cpus.len())));
     }
-    for number in &cpus {
-        cpu(&number.to_string()).map_err(|why| wrong(format!("{number}: {why}")))?;
-    }
-    Ok(Some(cpus))
+    Ok(Some(args::usable(cpus).map_err(wrong)?))
 }
 
 /// Parses `--mode SIZE`: the page size of the guest's own tables.
