@@ -1,21 +1,14 @@
-//! Faults planted in Vellum, in snapshots and in QEMU's streams. The image must report the kind of
-//! each, with the address if there is one.
+//! Faults planted in Vellum and in snapshots. The image must report the kind of each, with the
+//! address if there is one.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::Stdio;
 
-use support::env::{Process, TestEnv};
-use support::{Completion, Failed, LIMIT, ensure, eventually, test, tools};
-use vellum_judge::drive::{Scenario, Setup, Vmm, run};
-use vellum_judge::read::{Log, Start, Verdict, page, read};
+use support::env::TestEnv;
+use support::{Completion, Failed, LIMIT, ensure, eventually, test};
+use vellum_judge::read::{Log, Verdict, read};
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
-use crate::{boots, disk, emulator, ends, has_passed, line, logged, moves, succeeds};
+use crate::{boots, disk, ends, has_passed, line, logged, moves, succeeds};
 
 /// Faults that a debug build plants: the log ends with LOST, and stale pages are reported with
 /// their addresses.
@@ -257,156 +250,4 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
         Ok(named.then_some(()))
     })?;
     Ok(Completion::Completed)
-}
-
-/// Changes pages in a file of QEMU's migration stream. A record is an offset in RAM with flags, in
-/// big-endian order, and the page (docs/devel/migration in QEMU). The first word of each of the
-/// image's pages is its address, so nothing else is mistaken for one.
-fn damage(path: &Path) -> std::io::Result<()> {
-    let mut file = fs::read(path)?;
-    let mut pages = BTreeMap::new();
-    let mut at = 0;
-    while at + 8 + PAGE <= file.len() {
-        let number = u64::from_be_bytes(file[at..at + 8].try_into().expect("8 bytes"));
-        let (address, flags) = (number & !0xfff, number & 0xfff);
-        // RAM_SAVE_FLAG_PAGE and RAM_SAVE_FLAG_CONTINUE: the same block as in the record before.
-        if address >= 2 << 20 && flags == 0x28 && file[at + 8..at + 16] == address.to_le_bytes() {
-            pages.insert(address, at);
-            at += 8 + PAGE;
-        } else {
-            at += 1;
-        }
-    }
-    let missing = || std::io::Error::other("a page is not in the stream");
-    let at = |address: u64| pages.get(&address).map(|at| at + 8..at + 8 + PAGE).ok_or_else(missing);
-    for (address, change) in DAMAGED {
-        let here = at(address)?;
-        match change {
-            "older" => {
-                let pass = u64::from_le_bytes(file[here.start + 8..here.start + 16].try_into().expect("8"));
-                let start = Start { seed: 1, ..Start::default() };
-                let [first, second, last] = page(&start, address, pass - 1).map(u64::to_le_bytes);
-                file[here.start..here.start + 8].copy_from_slice(&first);
-                file[here.start + 8..here.start + 16].copy_from_slice(&second);
-                file[here.end - 8..here.end].copy_from_slice(&last);
-            }
-            "swapped" => {
-                let (a, b) = (file[here.clone()].to_vec(), at(address + 0x10000)?);
-                let b_bytes = file[b.clone()].to_vec();
-                file[here].copy_from_slice(&b_bytes);
-                file[b].copy_from_slice(&a);
-            }
-            "shifted" => {
-                let bytes = file[here].to_vec();
-                file[at(address + 0x1000)?].copy_from_slice(&bytes);
-            }
-            "torn" => {
-                let end = here.end;
-                let pass = u64::from_le_bytes(file[here.start + 8..here.start + 16].try_into().expect("8"));
-                let start = Start { seed: 1, ..Start::default() };
-                file[end - 8..end].copy_from_slice(&page(&start, address, pass - 1)[2].to_le_bytes());
-            }
-            "zeroed" => file[here].fill(0),
-            // The last one, because it moves everything after it.
-            _ => drop(file.drain(here.start - 8..here.end)),
-        }
-    }
-    fs::write(path, file)
-}
-
-/// The damage to the pages from each of these addresses on.
-const DAMAGED: [(u64, &str); 6] = [
-    (0x40_0000, "older"),
-    (0x48_0000, "swapped"),
-    (0x50_0000, "shifted"),
-    (0x58_0000, "torn"),
-    // In the middle of a possible huge page.
-    (0x67_3000, "zeroed"),
-    (0x78_0000, "dropped"),
-];
-
-#[test(emulator())]
-fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
-    let cmdline = "passes=16 rate=30000 report=50ms seed=1 order=sequential".into();
-    let setup = Setup {
-        cpus: 2,
-        memory: 16,
-        cmdline,
-        command: Vec::new(),
-        arguments: Vec::new(),
-        limit: LIMIT,
-        between: damage,
-    };
-    let logs =
-        run(Vmm::Qemu, Scenario::Snapshot, &setup, env.dir()).map_err(|trouble| format!("{trouble:?}"))?;
-    let [log] = &logs[..] else { return Err(format!("{} logs", logs.len()).into()) };
-    ensure(log.verdict() == Verdict::Lost, || format!("{log:?}"))?;
-    let wanted = BTreeSet::from([
-        ("lost-write", 0x40_0000),
-        ("other-address", 0x48_0000),
-        ("other-address", 0x49_0000),
-        ("other-address", 0x50_1000),
-        ("torn", 0x58_0000),
-        ("zeroes", 0x67_3000),
-        ("zeroes", 0x78_0000),
-    ]);
-    let found = log.faults.iter().map(|fault| (fault.kind, fault.address & !(PAGE as u64 - 1))).collect();
-    ensure(wanted == found, || format!("{found:x?}"))
-}
-
-/// A QMP connection of the test's own, which is ready for commands.
-struct Monitor(BufReader<UnixStream>);
-
-impl Monitor {
-    fn of(socket: &Path) -> Result<Self, Failed> {
-        let stream = eventually(LIMIT, "a monitor", || Ok(UnixStream::connect(socket).ok()))?;
-        let mut monitor = Self(BufReader::new(stream));
-        monitor.ask("qmp_capabilities")?;
-        Ok(monitor)
-    }
-
-    fn ask(&mut self, command: &str) -> Result<String, Failed> {
-        writeln!(self.0.get_mut(), "{{\"execute\":\"{command}\"}}")?;
-        loop {
-            let mut line = String::new();
-            ensure(self.0.read_line(&mut line)? > 0, || "the monitor is closed".into())?;
-            if line.contains("\"return\"") || line.contains("\"error\"") {
-                return Ok(line);
-            }
-        }
-    }
-}
-
-/// The source is resumed after its machine has moved. The driver must report that, whatever the
-/// image says.
-#[test(emulator())]
-fn a_source_of_qemu_that_goes_on_is_named() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
-    let real = tools::find("qemu-system-x86_64").ok_or("no qemu")?;
-    let (bin, first, second) = (env.path("bin"), env.path("first-monitor"), env.path("second-monitor"));
-    fs::create_dir(&bin)?;
-    // Each has a second monitor. The target does not run before it is told to (-S), so that the
-    // driver cannot see its end before the source is resumed.
-    let script = format!(
-        "#!/bin/sh\ncase \"$*\" in\n*first.qmp*) set -- \"$@\" -qmp unix:{},server=on,wait=off ;;\n*second.qmp*) set -- \"$@\" -S -qmp unix:{},server=on,wait=off ;;\nesac\nexec {} \"$@\"\n",
-        first.display(),
-        second.display(),
-        real.display()
-    );
-    fs::write(bin.join("qemu-system-x86_64"), script)?;
-    fs::set_permissions(bin.join("qemu-system-x86_64"), fs::Permissions::from_mode(0o755))?;
-    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
-    let mut command = env.command("judge run --vmm qemu --memory 16m --scenario migrate --format ktap");
-    let driver = Process::spawn(command.env("PATH", path).stdout(Stdio::piped()).stderr(Stdio::piped()))?;
-    let mut source = Monitor::of(&first)?;
-    eventually(LIMIT, "it has moved", || {
-        Ok(source.ask("query-status")?.contains("postmigrate").then_some(()))
-    })?;
-    source.ask("cont")?;
-    Monitor::of(&second)?.ask("cont")?;
-    let output = driver.output()?;
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    let right = output.status.code() == Some(1) && said.contains("the first copy goes on");
-    ensure(right, || format!("{output:?}"))
 }

@@ -1,9 +1,11 @@
 //! `vellum judge`: the image boots and judges under Vellum and QEMU, and survives each kind of
 //! move, as the built-in guest does. It reports what a planted fault loses. An incomplete log never
-//! passes.
+//! passes. `VELLUM_JUDGE=all` runs what takes minutes, too.
 
 mod drivers;
 mod faults;
+mod many;
+mod qemu;
 mod reader;
 
 use std::fs;
@@ -63,6 +65,11 @@ fn boots() -> Need {
 
 fn emulator() -> Need {
     tools::program("qemu-system-x86_64")
+}
+
+/// Whether the tests run that take long.
+fn is_long() -> bool {
+    std::env::var("VELLUM_JUDGE").is_ok_and(|value| value == "all")
 }
 
 /// Writes the image to a file.
