@@ -166,7 +166,7 @@ fn clear_of_host(vm: &VmFd, id: u32, first: u64, pages: u32, words: &[u64]) -> i
 /// of entries.
 ///
 /// Signals are blocked meanwhile. If one is pending, kvm_dirty_ring_reset() (virt/kvm/dirty_ring.c,
-/// Linux 6.16 to at least 7.3) returns between two entries. It then frees the entries gathered so
+/// Linux 6.17 to at least 7.3) returns between two entries. It then frees the entries gathered so
 /// far without protecting their pages, and the guest's next write to such a page is in no ring.
 pub fn reset_rings(vm: &VmFd) -> io::Result<u32> {
     let _blocked = signal::Blocked::all();

@@ -22,7 +22,7 @@
 //! nothing when the log is enabled, so pages that were mapped never get into a ring.)
 //!
 //! A ring reset that a signal interrupts must have protected each page whose entry it consumed.
-//! Linux 6.16 and later forget up to 64 of them. These stay writable, and when the guest writes to
+//! Linux 6.17 and later forget up to 64 of them. These stay writable, and when the guest writes to
 //! all pages again they are in no ring.
 
 use std::collections::BTreeSet;
@@ -71,7 +71,7 @@ const RACES: u64 = 200;
 /// entries KVM reserves.
 pub const MAX_INTERRUPTED: u64 = (RING_ENTRIES as u64 - 1024) * PAGE_SIZE;
 
-/// The resets that a signal must interrupt, and the most attempts. Linux before 6.16 never
+/// The resets that a signal must interrupt, and the most attempts. Linux before 6.17 never
 /// interrupts one.
 const CUT_SHORT: u64 = 8;
 const RESETS: u64 = 64;

@@ -124,7 +124,7 @@ pub fn check(vm: &VmFd, entries: u32) -> Result<(), Error> {
     Ok(())
 }
 
-/// How many resets in a row may do nothing. Since Linux 6.16 a pending signal ends a reset early
+/// How many resets in a row may do nothing. Since Linux 6.17 a pending signal ends a reset early
 /// (virt/kvm/dirty_ring.c). So does work that the kernel has queued for the thread, even if signals
 /// are blocked.
 const IDLE_RESETS: u32 = 1000;
