@@ -216,8 +216,6 @@ fn move_and_are_saved(backing: &str) -> Result<(), Failed> {
     let refused = env.migrate("here", "nobody", "--link memfd")?;
     says(&refused, 2, "the memory of here was forked, and no descriptor has all of it")?;
     drop(there_in);
-    let upgrade = env.vellum(&format!("ctl here upgrade {VELLUM}"))?;
-    says(&upgrade, 2, "the memory of here was forked, and no descriptor has all of it")?;
     for (name, machine) in [("here", Some(here)), ("there", None)] {
         let dir = env.path(&format!("{name}.snap"));
         let output = env.vellum(&format!("snapshot {name} {} --downtime 1s --timeout 3s", dir.display()))?;
@@ -241,6 +239,34 @@ fn move_and_are_saved(backing: &str) -> Result<(), Failed> {
         ensure(is_right(&env.path("moved.json"))?, || format!("{name}, moved, is wrong"))?;
     }
     there.is_over()
+}
+
+/// A machine that was forked, and one that came of a fork, go on in another process with a copy of
+/// their memory. Then a descriptor has all of it: they are upgraded without a copy, and forked again.
+#[test(kvm())]
+fn machines_that_were_forked_are_upgraded() -> Result<(), Failed> {
+    for backing in ["memfd", "anonymous"] {
+        let env = TestEnv::new()?;
+        let line = format!("run --cpus 2 --memory 16m,slots=3,backing={backing} --passes 0 {WRITE}");
+        let here = env.run("here", &line)?;
+        env.has_written("here", 3000)?;
+        let there = fork_one(&env, "here", "there")?;
+        for name in ["here", "there"] {
+            for _ in 0..2 {
+                let own = env.done(name)?;
+                env.has_written(name, own + 2000)?;
+                let output = env.vellum(&format!("ctl {name} upgrade --downtime 1m {VELLUM}"))?;
+                ensure(output.status.success(), || format!("{name} on {backing}: {output:?}"))?;
+            }
+            let own = env.done(name)?;
+            env.has_written(name, own + 2000)?;
+        }
+        let again = fork_one(&env, "there", "again")?;
+        again.ends_right()?;
+        there.ends_right()?;
+        stops_right(&env, "here", here)?;
+    }
+    Ok(())
 }
 
 /// A dump has the pages that the guest has written since the fork, which are not in the base.

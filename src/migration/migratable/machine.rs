@@ -240,7 +240,10 @@ where
 {
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
         self.may_leave()?;
-        self.machine.ram().can_be_handed_over()?;
+        // Of forked memory, the other process gets a copy.
+        if !self.machine.ram().is_forked() {
+            self.machine.ram().can_be_handed_over()?;
+        }
         self.machine.lend(lent)
     }
 }

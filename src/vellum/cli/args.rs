@@ -313,16 +313,16 @@ fn among(list: Vec<usize>, allowed: &[usize]) -> Result<Vec<usize>, String> {
 }
 
 /// The CPUs of `list`, which this process may all use.
-pub fn usable(list: Vec<usize>) -> Result<Vec<usize>, String> {
+pub(crate) fn usable(list: Vec<usize>) -> Result<Vec<usize>, String> {
     among(list, &allowed_cpus().map_err(|error| error.to_string())?)
 }
 
 /// CPUs of this host, at which vCPUs take turns.
 #[derive(Clone, Debug)]
-pub struct CpuList(pub Vec<usize>);
+pub(crate) struct CpuList(pub Vec<usize>);
 
 /// Parses [`CpuList`].
-pub fn cpu_list(text: &str) -> Result<CpuList, String> {
+pub(crate) fn cpu_list(text: &str) -> Result<CpuList, String> {
     keyvalue::list(text).and_then(usable).map(CpuList)
 }
 

@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::args;
 use super::failure::Failure;
 use super::flags::Flags;
 use super::kernel;
@@ -44,6 +45,9 @@ pub(super) struct Inherited {
     /// The socket to the process that this one takes over from. Used if the list has none.
     #[serde(rename = "tether")]
     pub supervisor: RawFd,
+    /// The backing of memory that is copied. Otherwise it arrives as a descriptor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy: Option<String>,
 }
 
 /// The maximum size of the file in bytes.
@@ -71,7 +75,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
     let opened = taken(file).map(File::from).ok_or_else(|| wrong(&"no such descriptor is open"))?;
     opened.take(MAX_MESSAGE).read_to_end(&mut bytes).map_err(|error| wrong(&error))?;
     let inherited: Inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let Inherited { list, descriptors, link, supervisor } = inherited;
+    let Inherited { list, descriptors, link, supervisor, copy } = inherited;
     let list = serde_json::to_vec(&list).map_err(Failure::host)?;
     let list = List::parse(&list, descriptors.len()).map_err(|error| wrong(&error))?;
     let numbers: BTreeSet<RawFd> = descriptors.iter().copied().chain([link, supervisor]).collect();
@@ -95,7 +99,8 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         gdb: None,
         waits: None,
         tells_of_silence: false,
-        // A machine that was forked is not handed over, and one that is waits for no commands.
+        // Its memory has nothing in common with another machine's any more. A machine that waits for
+        // commands is not handed over.
         log: None,
         forked_from: None,
         children: None,
@@ -118,8 +123,10 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         virtio: virtio::Config(devices),
         ..machine::Config::default()
     };
-    // The memory arrives with its backing.
+    // Memory that is not copied arrives with its backing.
+    let backing = copy.map(|copy| args::backing(&copy)).transpose().map_err(|error| wrong(&error))?;
     let memory = MemoryConfig { lock: list.lock, ..MemoryConfig::new(0) };
+    let memory = MemoryConfig { backing: backing.unwrap_or(memory.backing), ..memory };
     // Closes the remaining descriptors: the standard ones, which this process has as its own.
     drop(lent);
     let lenience = Lenience { liveness: LIVENESS, other_tsc: true };

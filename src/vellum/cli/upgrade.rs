@@ -1,6 +1,7 @@
 //! `vellum ctl NAME upgrade`: the machine continues in another build of Vellum, with its name and
 //! open files. This is the client: it borrows descriptors from the machine's process, starts the
-//! other build with them, and migrates the machine as `vellum migrate --link memfd` does.
+//! other build with them, and migrates the machine as `vellum migrate --link memfd` does. Memory
+//! that was forked is copied, as by `vellum migrate`.
 
 use std::fs;
 use std::fs::File;
@@ -11,12 +12,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::client::{failure, has_a_descriptor, heard, listen, status};
+use super::client::{failure, has_a_descriptor, heard, listen, loses, status};
 use super::failure::Failure;
 use super::output::{print, say};
 use super::take_over::Inherited;
 use vellum_control::client::Client;
-use vellum_control::{Do, Event, Lending, Link, MigrateRequest, names};
+use vellum_control::{Do, Event, Lending, Link, Loses, MigrateRequest, Then, names};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::handoff::List;
 use vellum_migration::commit_flag::CommitFlag;
@@ -24,6 +25,9 @@ use vellum_migration::link::LIVENESS;
 use vellum_sys::mmap::memfd;
 use vellum_sys::program::detached_with;
 use vellum_sys::signal;
+
+/// How long the guest may run while forked memory is copied. Then it stands still for the rest.
+const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long the new process may take to end after a failed migration.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,17 +38,25 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
     let mut client = listen(&path)?;
     let has = status(&mut client)?;
-    has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
+    if !has.forked {
+        has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
+    }
     let (list, descriptors) = borrow(&path)?;
     let [link, other_link] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     let [supervisor, other_supervisor] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
-    let mut child = start(binary, &list, &descriptors, [&other_link, &other_supervisor])?;
+    // No descriptor has all of a forked memory, so it is copied.
+    let shared = has.backing.as_deref().filter(|backing| backing.starts_with("shared-"));
+    let copy = has.forked.then(|| shared.unwrap_or("memfd").to_owned());
+    let mut child = start(binary, &list, &descriptors, copy, [&other_link, &other_supervisor])?;
     drop((other_link, other_supervisor));
     join_group(has.pid, child.id());
     let liveness = LIVENESS.max(downtime);
     let asked = Do::Migrate(MigrateRequest {
         fence: true,
-        link: Link::Memfd,
+        link: if has.forked { Link::Stream } else { Link::Memfd },
+        loses: if has.forked { loses() } else { Loses::Nothing },
+        timeout_ms: has.forked.then_some(COPY_TIMEOUT.as_millis() as u64),
+        then: Then::Force,
         succeeded: true,
         ..MigrateRequest::new(downtime.as_millis() as u64, liveness.as_millis() as u64)
     });
@@ -96,11 +108,12 @@ fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
     }
 }
 
-/// Starts the other build. It waits for the machine at the first of `sockets`.
+/// Starts the other build. A `copy` of the memory has this backing. It waits for the machine at the first of `sockets`.
 fn start(
     binary: &Path,
     list: &List,
     descriptors: &[OwnedFd],
+    copy: Option<String>,
     [link, supervisor]: [&UnixStream; 2],
 ) -> Result<Child, Failure> {
     let numbers: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
@@ -109,6 +122,7 @@ fn start(
         descriptors: numbers.clone(),
         link: link.as_raw_fd(),
         supervisor: supervisor.as_raw_fd(),
+        copy,
     };
     let mut file = memfd(c"vellum-take-over", 0, None).map_err(Failure::host)?;
     serde_json::to_writer(&mut file, &inherited).map_err(Failure::host)?;
