@@ -6,8 +6,7 @@ use std::fs;
 use support::env::{Machine, TestEnv};
 use support::guests::Code;
 use support::hosts::{kvm, real};
-use support::{Completion, Failed, LIMIT, Tests, ensure, eventually};
-use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
+use support::{Failed, LIMIT, Tests, ensure, eventually, is_caught};
 
 use crate::{ends_with, every_page_is_right, numbered, succeeds};
 
@@ -34,9 +33,6 @@ enum Guest {
 }
 
 const DIFFERS: &str = "the target's memory differs in";
-
-/// How often a fault may go unnoticed. Some concern writes within a fraction of a millisecond.
-const TRIES: usize = 5;
 
 const CASES: [Case; 9] = [
     // Without a rate limit all pages are always dirty.
@@ -112,25 +108,17 @@ pub fn add(tests: &mut Tests) {
             ensure(moved, || said)
         });
         for mistake in case.mistakes {
-            tests.add(name(mistake), kvm(), move || -> Result<Completion, Failed> {
-                if !POSSIBLE {
-                    return Ok(Completion::ignored_with(IMPOSSIBLE));
-                }
-                for _ in 0..TRIES {
+            tests.add(name(mistake), kvm(), move || {
+                is_caught(|| {
                     let (moved, said) = case.run(Some(mistake))?;
                     ensure(moved || said.contains(case.says), || said)?;
-                    if !moved {
-                        return Ok(Completion::Completed);
-                    }
-                }
-                Err(format!("nobody has noticed in {TRIES} migrations").into())
+                    Ok(moved)
+                })
             });
         }
     }
-    tests.add("planted_locks-not-retaken_is_caught", kvm(), || match POSSIBLE {
-        true => ensure(!refused(Some("locks-not-retaken"))?, || "nobody notices".into())
-            .map(|()| Completion::Completed),
-        false => Ok(Completion::ignored_with(IMPOSSIBLE)),
+    tests.add("planted_locks-not-retaken_is_caught", kvm(), || {
+        is_caught(|| refused(Some("locks-not-retaken")))
     });
 }
 

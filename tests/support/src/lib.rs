@@ -63,7 +63,7 @@ pub use scratch::Scratch;
 /// Tests::from_args().run();
 /// ```
 pub use support_macros::test;
-pub use wait::{LIMIT, eventually};
+pub use wait::{LIMIT, eventually, is_caught};
 use watchdog::Running;
 
 /// The reason that a test cannot run here, with a remedy, or `Ok` if it can.

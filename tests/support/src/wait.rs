@@ -3,7 +3,9 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::Failed;
+use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
+
+use crate::{Completion, Failed};
 
 /// A limit for fast operations, on the slowest host. An emulated host takes minutes for what takes
 /// seconds elsewhere.
@@ -32,6 +34,19 @@ pub fn eventually<T>(
         }
         thread::sleep(BETWEEN);
     }
+}
+
+/// Repeats a test with a planted fault until it fails. A guest that does not run in a certain
+/// moment, as on a busy host, does not meet the fault.
+///
+/// # Errors
+/// It goes right each time, or cannot run.
+pub fn is_caught(mut goes_right: impl FnMut() -> Result<bool, Failed>) -> Result<Completion, Failed> {
+    if !POSSIBLE {
+        return Ok(Completion::ignored_with(IMPOSSIBLE));
+    }
+    let caught = || Ok((!goes_right()?).then_some(Completion::Completed));
+    eventually(LIMIT, "somebody notices the planted fault", caught)
 }
 
 #[cfg(test)]
