@@ -144,7 +144,7 @@ fn migrates(round: &Round, first: &mut CloudHypervisor, postcopy: bool) -> Resul
     receives.answer().map_err(|trouble| match trouble {
         // Where the first one failed, it has the reason.
         Trouble::Failed(why) => Trouble::Failed(format!("{why}{}", first.process.said())),
-        missing => missing,
+        other => other,
     })?;
     let moved = round.first_length();
     second.process.ended(limit)?;

@@ -143,8 +143,7 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     let list = File::from(own(list)?);
     let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
     list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
-    let inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
-    let inherited: Inherited = inherited;
+    let inherited: Inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
     let Inherited { point, files, overlays, waits, from, log, devices, limit, transparent, pinned_before } =
         inherited;
     let [ram, map, state, base] = files;
