@@ -426,10 +426,13 @@ fn moved(args: &MigrateArgs, us: u64, compared: Option<u64>, waited: Option<&Wai
         text += &format!("  saved by compression     {:.1} of {all:.1} MiB\n", mib(left.spared));
     }
     if let Some(pages) = compared {
-        let ms = left.compared.saturating_sub(copied) as f64 / 1e3;
-        text += &format!(
-            "  compared                 {pages} pages, all alike, in {ms:.0} ms of standing still\n"
-        );
+        text += &format!("  compared                 {pages} pages, all alike");
+        // A machine of an earlier Vellum does not say when it was done.
+        if left.compared > 0 {
+            let ms = left.compared.saturating_sub(copied) as f64 / 1e3;
+            text += &format!(", in {ms:.0} ms of standing still");
+        }
+        text.push('\n');
     }
     text
 }
@@ -534,5 +537,7 @@ mod tests {
         let first = "MIGRATED  1256 ms, still for 606.8 ms (limit 300), 4 passes, 540 MiB at 823 MiB/s";
         assert_eq!(text.lines().next(), Some(first));
         assert!(text.contains("131072 pages, all alike, in 600 ms"), "{text}");
+        let text = moved(&args("--verify"), 606_800, Some(131_072), None, &Left { compared: 0, ..left });
+        assert!(text.ends_with("131072 pages, all alike\n"), "{text}");
     }
 }
