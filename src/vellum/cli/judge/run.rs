@@ -221,10 +221,14 @@ fn judge(
             let dir = logs.round(scenario, round)?;
             match drive::run(vmm, scenario, &setup, &dir) {
                 // On a busy host the guest was over before it was asked for something.
-                Err(Trouble::Failed(_))
+                Err(Trouble::Failed(why))
                     if may_go_on && passes < MAX_PASSES && drive::is_over(&setup, &dir) =>
                 {
                     passes *= 4;
+                    let name = scenario.name();
+                    report.note(format!(
+                        "{name}: the guest of round {round} was over ({why}), so the round ran again with {passes} passes"
+                    ));
                 }
                 ended => break (setup, ended),
             }
