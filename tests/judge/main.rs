@@ -7,6 +7,7 @@ mod faults;
 mod many;
 mod qemu;
 mod reader;
+mod stream;
 
 use std::fs;
 use std::path::PathBuf;
