@@ -63,7 +63,11 @@ fn moved(env: &TestEnv, machine: Machine, at: usize, way: &str) -> Result<Machin
         let there = env.receive(&to, &serial)?;
         let mode =
             if way == "precopy" { "--downtime 1s --timeout 10s,then=force" } else { "--mode postcopy" };
-        succeeds(env.migrate(&from, &to, mode)?)?;
+        let output = env.migrate(&from, &to, mode)?;
+        if !output.status.success() {
+            let console = fs::read_to_string(env.path(&format!("{}.log", at + 1))).unwrap_or_default();
+            return Err(format!("{output:?}; there: {:?}, {console}", there.end()).into());
+        }
         ends(machine, 15)?;
         return Ok(there);
     }
