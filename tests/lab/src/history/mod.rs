@@ -332,7 +332,7 @@ fn cost(gave: &Gave, nanoseconds: f64) -> Option<Cell> {
 }
 
 fn first_line(text: &str) -> String {
-    text.lines().next().unwrap_or_default().to_owned()
+    text.lines().next().unwrap_or_default().trim_end_matches(':').to_owned()
 }
 
 /// What stands around the table in a page.
