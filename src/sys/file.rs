@@ -118,6 +118,16 @@ pub fn copy_into(from: &File, to: &File) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether `file` is on a file system without a medium (tmpfs, ramfs).
+///
+/// # Errors
+/// The host's.
+pub fn is_in_memory(file: &File) -> io::Result<bool> {
+    /// TMPFS_MAGIC and RAMFS_MAGIC (include/uapi/linux/magic.h).
+    const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+    Ok(IN_MEMORY.contains(&(rustix::fs::fstatfs(file)?.f_type as u64)))
+}
+
 /// Whether reads and writes of `file` return instead of blocking.
 pub fn is_nonblocking(file: &File) -> bool {
     rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK))

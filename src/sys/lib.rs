@@ -24,6 +24,7 @@ pub mod kvm_debug;
 pub mod kvm_device;
 #[cfg(target_arch = "x86_64")]
 pub mod kvm_vcpu;
+pub mod liveupdate;
 pub mod mmap;
 pub mod open;
 pub mod page_idle;
