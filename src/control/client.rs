@@ -168,6 +168,11 @@ impl Client {
         self.look = None;
     }
 
+    /// The connection, to wait for it.
+    pub fn connection(&self) -> &UnixStream {
+        self.stream.get_ref()
+    }
+
     /// The number of the last request. Its answer and events carry it.
     pub fn last_id(&self) -> u64 {
         self.last_id

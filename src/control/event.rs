@@ -240,6 +240,19 @@ pub enum Event {
         /// The reason.
         why: String,
     },
+    /// The machine is paused, and its state is written for the host's next kernel.
+    Preserved {
+        /// How long the guest has been paused, in microseconds.
+        us: u64,
+        /// What was written. Its pages are those of memory that is not RAM.
+        #[serde(flatten)]
+        written: WrittenPoint,
+    },
+    /// A live update failed, or its client disconnected. The guest continues.
+    NotPreserved {
+        /// The reason.
+        why: String,
+    },
     /// Memory that was loaded on demand is complete.
     Fetched(Fetched),
     /// A snapshot is finished: its files have their final names.

@@ -11,6 +11,7 @@
 //! |---|---|---|
 //! | snapshot | `no-snapshot`, the guest continues | any client: `snapshot-cancel` |
 //! | fork | `not-forked`, the guest continues | its owner: disconnect |
+//! | live-update | `not-preserved`, the guest continues | its owner: disconnect |
 //! | dump | `not-dumped`, the guest continues | its owner: disconnect |
 //! | upgrade | `stayed`, unless the guest is handed over already | any client: `migrate-cancel` |
 //! | migration | it continues | any client: `migrate-cancel` |
@@ -45,6 +46,8 @@ pub enum Kind {
     Snapshot,
     /// Freezes memory for other machines, and writes what differs from it and the state to files.
     Fork,
+    /// Writes the state beside memory that is preserved for the host's next kernel.
+    LiveUpdate,
     /// Writes memory to a core dump.
     Dump,
     /// Moves the machine to another process.
@@ -59,6 +62,7 @@ impl Kind {
         match self {
             Self::Snapshot => "snapshot",
             Self::Fork => "fork",
+            Self::LiveUpdate => "live-update",
             Self::Dump => "dump",
             Self::Migration => "migration",
             Self::Upgrade => "upgrade",
@@ -70,6 +74,7 @@ impl Kind {
         match self {
             Self::Snapshot => MachineState::Snapshotting,
             Self::Fork => MachineState::Forking,
+            Self::LiveUpdate => MachineState::LiveUpdating,
             Self::Dump => MachineState::Dumping,
             Self::Migration => MachineState::Migrating,
             Self::Upgrade => MachineState::Upgrading,
@@ -85,7 +90,7 @@ impl Kind {
     pub fn remedy(self) -> &'static str {
         match self {
             Self::Snapshot => "to end it, use snapshot-cancel or stop its client",
-            Self::Dump | Self::Fork => "to end it, stop its client",
+            Self::Dump | Self::Fork | Self::LiveUpdate => "to end it, stop its client",
             Self::Migration => "to end it, use migrate-cancel; another client can follow it",
             Self::Upgrade => "to end it, use migrate-cancel or stop its client",
         }

@@ -88,6 +88,16 @@ pub enum Do {
     /// Get a descriptor of the base that this machine shares with those forked from it. It comes
     /// with the answer `{"base": …}`, the base's number.
     ForkBase {},
+    /// Save the machine for a live update of the host's kernel: its RAM stays in the memfd that it is
+    /// in, the pages of other memory and the state go to the files whose descriptors come with this:
+    /// pages, map, state. First, memory is kept from giving pages back to the host, and the client
+    /// may preserve it ([`Do::LiveUpdateMemory`]). [`Do::LiveUpdatePause`] then pauses the guest. It
+    /// does not run again unless the client disconnects.
+    LiveUpdate {},
+    /// Get a descriptor of the RAM of a machine that is being saved for a live update.
+    LiveUpdateMemory {},
+    /// The memory of the machine is preserved: pause it, and write its state.
+    LiveUpdatePause {},
     /// Lend descriptors of all open files to a process that takes the machine over. The answer is a
     /// [`Lending`] with the descriptors from this number on, as many as fit into a message.
     Lend {
@@ -119,6 +129,7 @@ impl Do {
             Self::Serial { .. } | Self::MigrateLink {} | Self::Dump {} => 1,
             // Larger numbers than fit into one message are rejected.
             Self::MigrateRecover {} => 2,
+            Self::LiveUpdate {} => 3,
             Self::Fork { overlays } => 4 + (*overlays).min(MAX_DESCRIPTORS as u32) as usize,
             Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
@@ -139,6 +150,8 @@ impl Do {
             | Self::SnapshotCancel { .. }
             | Self::SnapshotEnd {}
             | Self::ForkBase {}
+            | Self::LiveUpdateMemory {}
+            | Self::LiveUpdatePause {}
             | Self::Lend { .. }
             | Self::Nmi {}
             | Self::Sysrq { .. }

@@ -22,6 +22,8 @@ pub enum MachineState {
     Snapshotting,
     /// Its memory becomes a base for other machines.
     Forking,
+    /// Its memory is preserved for the host's next kernel.
+    LiveUpdating,
     /// It has sent COMMIT, and does not know whether the target runs the guest.
     HandoverUnconfirmed,
     /// The guest runs on the target, and some of its memory is still at the source.
@@ -50,6 +52,7 @@ impl MachineState {
             Self::Upgrading => "upgrading",
             Self::Snapshotting => "snapshotting",
             Self::Forking => "forking",
+            Self::LiveUpdating => "live-updating",
             Self::HandoverUnconfirmed => "handover-unconfirmed",
             Self::Postcopy => "postcopy",
             Self::PostcopyPaused => "postcopy-paused",
@@ -81,7 +84,7 @@ impl std::fmt::Display for MachineState {
 mod tests {
     use super::*;
 
-    const ALL: [MachineState; 15] = [
+    const ALL: [MachineState; 16] = [
         MachineState::Running,
         MachineState::Paused,
         MachineState::Debugged,
@@ -90,6 +93,7 @@ mod tests {
         MachineState::Upgrading,
         MachineState::Snapshotting,
         MachineState::Forking,
+        MachineState::LiveUpdating,
         MachineState::HandoverUnconfirmed,
         MachineState::Postcopy,
         MachineState::PostcopyPaused,

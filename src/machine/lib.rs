@@ -301,6 +301,12 @@ pub trait SessionMachine: HandOver {
     /// Why there is none.
     fn base(&mut self) -> Result<(OwnedFd, u64), String>;
 
+    /// The file of its RAM, which the kernel is to preserve in a live update that is under way.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn preserved(&mut self) -> Result<OwnedFd, String>;
+
     /// The socket to the process that it has moved to, if that process stands in for this one.
     /// Returned once.
     fn successor(&mut self) -> Option<OwnedFd>;

@@ -104,6 +104,8 @@ pub enum SenderEvent {
     Written(Written),
     /// The files have their final names.
     Named,
+    /// The machine is paused, and its state is in the files of a live update.
+    Preserved(Written),
     /// The machine was forked; the number of its base, and what differs from that.
     Forked {
         /// From 0.
@@ -187,6 +189,8 @@ pub(crate) enum SenderCommand {
     Force,
     /// The files of a snapshot have their final names.
     Named,
+    /// The memory of a machine that is saved for a live update is preserved.
+    Preserved,
     /// A new connection to the target.
     Linked(OwnedFd),
     /// A new connection to a target that lacks memory, and a second one for faulting pages.

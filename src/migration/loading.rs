@@ -3,8 +3,10 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::commit_flag::CommitFlag;
 use super::fetching::{Fetching, Work};
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Offer, Place, Ram, ReceiverCommand, Said};
@@ -84,6 +86,8 @@ pub enum Origin {
     },
     /// A fork of a machine of this host.
     Fork(Box<Forked>),
+    /// A machine that the kernel before this one has handed over.
+    Preserved(Box<Preserved>),
 }
 
 /// A fork.
@@ -97,11 +101,31 @@ pub struct Forked {
     pub base: File,
 }
 
+impl Forked {
+    /// What there is to read, and the base.
+    fn chosen(self) -> Result<(Chosen, File), Error> {
+        let Self { point, files, base } = self;
+        let (machine, sections) = read_state(&point, &files)?;
+        Ok((Chosen { machine, sections, layers: vec![(point, files)], working_set: None }, base))
+    }
+}
+
+/// A machine that was saved for a live update of the host's kernel.
+#[derive(Debug)]
+pub struct Preserved {
+    /// Its state, the pages of memory that is not RAM, and its RAM as the base.
+    pub forked: Forked,
+    /// Tells whether the machine has run. It runs once.
+    pub flag: CommitFlag,
+}
+
 /// The thread.
 pub(crate) struct Loading {
     way: Way,
     machine: Mine<Said, ReceiverCommand>,
     origin: Option<Origin>,
+    /// Tells whether the machine has run, if it must not run twice.
+    flag: Option<Arc<CommitFlag>>,
 }
 
 impl Loading {
@@ -109,9 +133,9 @@ impl Loading {
     pub fn new(machine: Mine<Said, ReceiverCommand>, origin: Origin) -> Self {
         let way = match &origin {
             Origin::Snapshot { way, .. } => *way,
-            Origin::Fork(_) => Way::Base,
+            Origin::Fork(_) | Origin::Preserved(_) => Way::Base,
         };
-        Self { way, machine, origin: Some(origin) }
+        Self { way, machine, origin: Some(origin), flag: None }
     }
 
     /// Runs until the machine runs, or until restoring fails.
@@ -128,18 +152,21 @@ impl Loading {
     }
 
     fn load(&mut self) -> Result<(), End> {
-        let (chosen, base, from) = match self.origin.take() {
+        let (chosen, ram, from) = match self.origin.take() {
             Some(Origin::Snapshot { source, point, .. }) => (source.choose(point)?, None, "the snapshot"),
             Some(Origin::Fork(forked)) => {
-                let Forked { point, files, base } = *forked;
-                let (machine, sections) = read_state(&point, &files)?;
-                let layers = vec![(point, files)];
-                (Chosen { machine, sections, layers, working_set: None }, Some(base), "the machine")
+                let (chosen, base) = forked.chosen()?;
+                (chosen, Some(Ram::Base(base)), "the machine")
+            }
+            Some(Origin::Preserved(preserved)) => {
+                let Preserved { forked, flag } = *preserved;
+                self.flag = Some(Arc::new(flag));
+                let (chosen, ram) = forked.chosen()?;
+                (chosen, Some(Ram::Handed(ram)), "the machine")
             }
             None => return Ok(()),
         };
         let disks = chosen.layers.last().map(|(point, _)| point.disks.clone()).unwrap_or_default();
-        let ram = base.map(Ram::Base);
         let offer = Offer { disks: Some(disks), ram, ..Offer::new(chosen.machine) };
         self.machine.say(Said::Demand(Demand::Judge(offer)))?;
         // Maps are read while the machine is being made. If they have too many pages, they are read
@@ -191,7 +218,7 @@ impl Loading {
             }
         }
         self.demand(Demand::Restore(chosen.sections))?;
-        self.demand(Demand::Start(None, None))?;
+        self.demand(Demand::Start(self.flag.clone(), None))?;
         if let Some(fetching) = place.fetching {
             fetching.runs();
             fetching.is_over().map(Said::Fetched).map_or(Ok(()), |said| self.machine.say(said))?;

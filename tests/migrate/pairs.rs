@@ -23,6 +23,7 @@ use crate::VELLUM;
 use crate::upgrade::upgrade;
 use crate::{ends_with, every_page_is_right, succeeds};
 
+/// A live update takes a host that can replace its kernel.
 const KINDS: [Kind; 5] = [Kind::Snapshot, Kind::Fork, Kind::Dump, Kind::Migration, Kind::Upgrade];
 const MEMORY: u64 = 16 << 20;
 /// The time after the start of both clients in which one is killed.
@@ -54,6 +55,7 @@ fn line(env: &TestEnv, kind: Kind, at: usize) -> String {
         }
         Kind::Dump => format!("dump m {}", env.path(&format!("d{at}")).display()),
         Kind::Fork => format!("fork m --name f{at} --json {}", env.path(&format!("f{at}.json")).display()),
+        Kind::LiveUpdate => "live-update save m".into(),
         Kind::Upgrade => format!("ctl m upgrade --downtime 1m {VELLUM}"),
         Kind::Migration => {
             let to = env.path(&format!("t{at}.in"));

@@ -172,6 +172,10 @@ impl SessionMachine for Incoming {
         self.running_mut().map_or(Err(Error::Absent.to_string()), |machine| machine.base())
     }
 
+    fn preserved(&mut self) -> Result<OwnedFd, String> {
+        self.running_mut().map_or(Err(Error::Absent.to_string()), |machine| machine.preserved())
+    }
+
     fn successor(&mut self) -> Option<OwnedFd> {
         self.running_mut().and_then(SessionMachine::successor)
     }

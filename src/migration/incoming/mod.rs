@@ -186,7 +186,9 @@ impl Incoming {
     pub fn new(host: Host, arrival: Arrival) -> io::Result<Self> {
         let wake = threads::event()?;
         let (mine, thread) = threads::pair(wake.clone())?;
-        let restored = matches!(arrival, Arrival::Files { .. });
+        // A preserved machine is the only one of its state.
+        let restored =
+            matches!(&arrival, Arrival::Files { origin, .. } if !matches!(origin, Origin::Preserved(_)));
         let mut accepted = false;
         let (bringer, state, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {

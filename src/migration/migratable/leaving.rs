@@ -14,6 +14,7 @@ use crate::events::{Moving, Options};
 use crate::forking::Forking;
 use crate::link::GiveUp;
 use crate::message::SessionId;
+use crate::preserving::Preserving;
 use crate::saving::{self, Saving};
 use crate::sender::Sending;
 use crate::since::Since;
@@ -154,6 +155,24 @@ impl<P: SaveState> MigratableMachine<P> {
         if copies {
             self.since = None;
         }
+        Ok(json!({}))
+    }
+
+    pub(super) fn live_update(&mut self, by: Asker, files: Vec<OwnedFd>) -> Result<Value, String> {
+        self.may_leave()?;
+        let files: [File; 3] = files
+            .into_iter()
+            .map(File::from)
+            .collect::<Vec<_>>()
+            .try_into()
+            .map_err(|_| "it takes three descriptors")?;
+        let [ram, map, state] = files;
+        let files = Files { ram, map, state, clones: Vec::new() };
+        let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
+        let preserving = Preserving::new(self.moving(), files, self.machine.disks(), mine)?;
+        self.begin(Kind::LiveUpdate, by, SaveOperation::new(thread_end, None), || preserving.run())?;
+        // The kernel refuses to free pages of memory that it preserves.
+        self.machine.ram().mapping.keep(true);
         Ok(json!({}))
     }
 

@@ -99,6 +99,10 @@ where
             // The guest may run elsewhere, so its end is not awaited here.
             return false;
         }
+        if self.operation.leaving().is_some_and(|leaving| leaving.preserved) {
+            // Its memory and state are preserved, and would differ once the guest has run.
+            return false;
+        }
         self.call_off("its machine is being ended");
         if self.is_dumped_for_a_client() {
             // Only a running guest sees that it is to end.
@@ -126,6 +130,15 @@ where
         match what {
             Do::Snapshot(asked) => return self.snapshot(by, asked, descriptors),
             Do::Fork { .. } => return self.fork(by, descriptors),
+            Do::LiveUpdate {} => return self.live_update(by, descriptors),
+            Do::LiveUpdatePause {}
+                if !self.operation.is_of(by.connection) || kind != Some(Kind::LiveUpdate) =>
+            {
+                return Err("no live update of this client is under way".into());
+            }
+            Do::LiveUpdatePause {} => {
+                self.operation.leaving().ok_or(under_way)?.tell(SenderCommand::Preserved);
+            }
             Do::SnapshotEnd {} => {
                 self.since = None;
                 if let Some(leaving) = self.operation.leaving_mut() {
@@ -296,6 +309,19 @@ where
     fn base(&mut self) -> Result<(OwnedFd, u64), String> {
         let (base, number) = self.machine.ram().base().map_err(|error| error.to_string())?;
         Ok((base.as_fd().try_clone_to_owned().map_err(|error| error.to_string())?, number))
+    }
+
+    fn preserved(&mut self) -> Result<OwnedFd, String> {
+        if self.operation.kind() != Some(Kind::LiveUpdate) {
+            return Err("no live update of this machine is under way".into());
+        }
+        self.machine
+            .ram()
+            .shared_file()
+            .ok_or("its memory has no file")?
+            .try_clone()
+            .map(OwnedFd::from)
+            .map_err(|error| error.to_string())
     }
 
     fn successor(&mut self) -> Option<OwnedFd> {

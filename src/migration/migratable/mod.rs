@@ -314,6 +314,13 @@ impl<P: SaveState> MigratableMachine<P> {
                 });
                 self.operation.end();
             }
+            SenderEvent::Preserved(written) => {
+                if let Some(leaving) = self.operation.leaving_mut() {
+                    leaving.preserved = true;
+                    let us = leaving.paused.map_or(0, |since| since.elapsed().as_micros() as u64);
+                    self.tell(Event::Preserved { us, written: written.into() });
+                }
+            }
             SenderEvent::Pass(pass) => self.tell(Event::Pass(pass)),
             SenderEvent::Unconfirmed => self.tell(Event::Unconfirmed {}),
             SenderEvent::Ahead => {
@@ -366,6 +373,11 @@ impl<P: SaveState> MigratableMachine<P> {
             Some(Kind::Fork) => {
                 tracing::warn!("no fork: {why}");
                 Event::NotForked { why }
+            }
+            Some(Kind::LiveUpdate) => {
+                tracing::warn!("no live update: {why}");
+                self.machine.ram().mapping.keep(false);
+                Event::NotPreserved { why }
             }
             _ => {
                 tracing::warn!("the guest stays here: {why}");

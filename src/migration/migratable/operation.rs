@@ -211,6 +211,8 @@ pub(super) struct SaveOperation {
     pub(super) ahead: Option<u64>,
     /// Whether the link to the target has dropped.
     pub(super) severed: bool,
+    /// Whether its state is written for a live update. The guest must not run then.
+    pub(super) preserved: bool,
 }
 
 impl SaveOperation {
@@ -234,6 +236,7 @@ impl SaveOperation {
             distrust,
             ahead: None,
             severed: false,
+            preserved: false,
         }
     }
 

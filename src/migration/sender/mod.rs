@@ -279,7 +279,7 @@ impl Sending {
 
     fn event(&mut self, told: SenderCommand) -> Option<Event> {
         match told {
-            SenderCommand::Done(_) | SenderCommand::Named => None,
+            SenderCommand::Done(_) | SenderCommand::Named | SenderCommand::Preserved => None,
             SenderCommand::Cancel(why) => Some(Event::Cancel(why)),
             SenderCommand::Force => Some(Event::Force),
             SenderCommand::Linked(socket) => {

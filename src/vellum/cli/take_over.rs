@@ -98,6 +98,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         lent: Some(session::Supervised { control: control.map(Arc::new), supervisor: Arc::new(supervisor) }),
         gdb: None,
         waits: None,
+        outlives_client: false,
         tells_of_silence: false,
         // Its memory has nothing in common with another machine's any more. A machine that waits for
         // commands is not handed over.

@@ -31,6 +31,8 @@ pub struct Config {
     /// The socket to the client that waits until the machine runs. See
     /// [`supervisor::ClientSocket`].
     pub waits: Option<Arc<OwnedFd>>,
+    /// Whether the machine goes on if that client ends before it runs.
+    pub outlives_client: bool,
     /// Whether the user is told of a guest that prints nothing.
     pub tells_of_silence: bool,
     /// The name for the file that is this process's standard error. The file has no name before
@@ -72,6 +74,7 @@ impl Default for Config {
             lent: None,
             gdb: None,
             waits: None,
+            outlives_client: false,
             tells_of_silence: false,
             log: None,
             forked_from: None,

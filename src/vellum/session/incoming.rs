@@ -17,7 +17,7 @@ use vellum_linux::{self as machine, Opened};
 use vellum_machine::SessionMachine;
 use vellum_migration::fetching::{self, Recording};
 use vellum_migration::incoming::{Arrival, Arrived, Host, Incoming};
-use vellum_migration::loading::{Forked, Origin, Way};
+use vellum_migration::loading::{self, Forked, Origin, Way};
 use vellum_migration::migratable;
 use vellum_migration::snapshot::source::Source;
 use vellum_migration::snapshot::working_set::Unnamed;
@@ -43,6 +43,8 @@ pub enum Listen {
     Snapshot(Restore),
     /// A fork of a machine on this host.
     Fork(Fork),
+    /// A machine that the host's last kernel has handed over.
+    Preserved(Preserved),
 }
 
 /// A machine that is forked from another.
@@ -53,6 +55,19 @@ pub struct Fork {
     /// Whether the new machine waits for a resume.
     pub paused: bool,
     /// Whether its disks may differ from the other machine's disks.
+    pub disk_changed: bool,
+}
+
+/// A machine that was saved for a live update of the host's kernel.
+#[derive(Debug)]
+pub struct Preserved {
+    /// What the live update has preserved.
+    pub preserved: Box<loading::Preserved>,
+    /// The guest's clocks stand still or advance by the time of the live update.
+    pub meanwhile: ClockPolicy,
+    /// Whether the machine waits for a resume.
+    pub paused: bool,
+    /// Whether its disks may differ from those that it had.
     pub disk_changed: bool,
 }
 
@@ -141,7 +156,14 @@ pub fn run(
     let kvm = vm::open()?;
     let (listen, serial) = match listen {
         Listen::Lent(socket, serial) => (Listen::Connected(socket), serial),
-        listen => (listen, config.serial.open_beside().map_err(machine::Error::from)?),
+        listen => {
+            let serial = config.serial.open_beside().map_err(machine::Error::from)?;
+            if matches!(listen, Listen::Preserved(_)) {
+                // The output of the same machine continues.
+                serial.hand_over();
+            }
+            (listen, serial)
+        }
     };
     if let Some(entries) = config.dirty_ring {
         let probe = vellum_host::kvm::create_vm(&kvm).map_err(vm::Error::from)?;
@@ -174,6 +196,10 @@ pub fn run(
         Listen::Fork(Fork { forked, paused, disk_changed }) => {
             // For both guests, the same time has passed.
             let (origin, meanwhile) = (Origin::Fork(forked), ClockPolicy::Passes);
+            (None, None, Arrival::Files { origin, meanwhile, paused, disk_changed })
+        }
+        Listen::Preserved(Preserved { preserved, meanwhile, paused, disk_changed }) => {
+            let origin = Origin::Preserved(preserved);
             (None, None, Arrival::Files { origin, meanwhile, paused, disk_changed })
         }
     };

@@ -184,7 +184,7 @@ impl Session {
         let (caught, signals) = channel();
         let mut events = EventManager::<Subscriber>::new()?;
         events.add_subscriber(Arc::new(Mutex::new(Signals { descriptor, caught: caught.clone() })));
-        if let Some(waits) = config.waits.clone() {
+        if let Some(waits) = config.waits.clone().filter(|_| !config.outlives_client) {
             events.add_subscriber(Arc::new(Mutex::new(supervisor::ClientSocket(waits, caught.clone()))));
         }
         let listeners = control.as_ref().map(Control::listeners).unwrap_or_default();

@@ -41,6 +41,13 @@ impl Session {
                 }
                 continue;
             }
+            if asked.what == (Do::LiveUpdateMemory {}) {
+                match machine.preserved() {
+                    Ok(ram) => asked.answer_with(Ok(json!({})), &[ram]),
+                    Err(error) => asked.answer(Err(error)),
+                }
+                continue;
+            }
             let answer = match &asked.what {
                 Do::Pause {} => self.pause(machine, by.id).map(|us| json!({ "us": us })),
                 Do::Resume { force: false } => {

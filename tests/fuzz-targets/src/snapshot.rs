@@ -1,9 +1,10 @@
-//! The files of a snapshot: the list of points, a map, a state, and a working set. They may be
-//! manipulated.
+//! The files of a snapshot: the list of points, a map, a state, and a working set; and the record of
+//! a live update. They may be manipulated.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use vellum_migration::live_update;
 use vellum_migration::snapshot::layer::{Layers, Reader, sum};
 use vellum_migration::snapshot::manifest::{self, Manifest};
 use vellum_migration::snapshot::state;
@@ -32,6 +33,14 @@ pub fn snapshot(data: &[u8]) {
     if let Ok((machine, sections)) = state::parse(data, "state-0") {
         let written = state::bytes(&machine, &sections).unwrap();
         assert_eq!(state::parse(&written, "state-0").unwrap(), (machine, sections));
+    }
+    if let Ok(list) = live_update::parse(data, 0..1 << 40) {
+        let bytes = serde_json::to_vec(&list).unwrap();
+        assert_eq!(live_update::parse(&bytes, 0..1 << 40), Ok(list));
+    }
+    let record = file(data, data.len() as u64);
+    if let Ok(list) = live_update::read(&record) {
+        list.machines.iter().for_each(|saved| drop(saved.files(&record)));
     }
     // As it is, and with a correct checksum.
     let summed = [data, &sum(data).to_le_bytes()].concat();
