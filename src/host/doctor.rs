@@ -73,7 +73,15 @@ pub fn examine() -> Diagnosis {
     // Arm has no CR3.
     checks.extend(kvm.as_ref().ok().filter(|_| facts.paging != Paging::Stage2).map(cr3_cache));
     checks.extend(hugepages::sizes().into_iter().map(huge_pages));
-    checks.extend([thp(&facts), userfaultfd(), locked_memory(), tun(), seccomp(), landlock()]);
+    checks.extend([
+        thp(&facts),
+        userfaultfd(),
+        locked_memory(),
+        tun(),
+        seccomp(),
+        landlock(),
+        super::live_update::examine(),
+    ]);
     checks.push(Check::ok("CPUs", format!("{}; {}", topology::cpus(), facts.cpu)));
     checks.push(memory(&topology::memory()));
     checks.extend(machines());

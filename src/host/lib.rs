@@ -13,6 +13,7 @@ pub mod facts;
 pub mod hugepages;
 pub mod idle;
 pub mod kvm;
+pub mod live_update;
 #[cfg(target_arch = "aarch64")]
 mod stage2;
 mod sysfs;

@@ -11,13 +11,18 @@ const MAX_FILE: u64 = 4 << 20;
 /// between two marks. For a self-extracting image it searches the payload, if that is gzip, zstd or
 /// plain xz.
 pub fn within(image: &[u8]) -> Option<String> {
-    let kernel = compressed_kernel(image).and_then(|packed| unpack(packed.to_vec()).ok());
+    let kernel = unpacked(image);
     let image = kernel.as_deref().unwrap_or(image);
     let mark = b"IKCFG_ST\x1f\x8b";
     let at = image.windows(mark.len()).position(|window| window == mark)?;
     let mut text = String::new();
     flate2::read::GzDecoder::new(&image[at + 8..]).take(MAX_FILE).read_to_string(&mut text).ok()?;
     text.contains("CONFIG_").then_some(text)
+}
+
+/// The kernel that a self-extracting image has, if it is packed by gzip, zstd or plain xz.
+pub fn unpacked(image: &[u8]) -> Option<Vec<u8>> {
+    compressed_kernel(image).and_then(|packed| unpack(packed.to_vec()).ok())
 }
 
 /// The payload of a bzImage (Documentation/arch/x86/boot.rst: setup_sects, payload_offset,
