@@ -5,14 +5,13 @@
 //! too.
 
 use std::ffi::OsString;
-use std::fs::{self, File, Metadata};
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,6 +25,7 @@ use super::failure::Failure;
 use super::flags::Flags;
 use super::host::{self, HostArgs};
 use super::output::print;
+use super::starting::{Log, Starting, inherited};
 use crate::session::incoming::{Fork, Listen};
 use crate::session::log::{self, Beside};
 use vellum_control::client::{Client, Error};
@@ -41,10 +41,8 @@ use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
-use vellum_sys::file::{self, taken};
+use vellum_sys::file::taken;
 use vellum_sys::mmap::{freezable_memfd, memfd};
-use vellum_sys::poll::Poll;
-use vellum_sys::program::detached_with;
 use vellum_sys::{keyvalue, signal};
 
 /// Make further machines of a running one: they share its memory until they write to it
@@ -96,9 +94,6 @@ const AT_ONCE: usize = 8;
 /// How often a machine is asked again that refuses a fork, and has no operation under way.
 const MAX_UNEXPLAINED: u32 = 16;
 
-/// How often signals are checked.
-const LOOK: Duration = Duration::from_millis(200);
-
 /// The flag of each field.
 pub(super) const FLAGS: Flags = &[host::FLAGS, &[(Field::DiskChanged, "--disk-changed accepts it:")]];
 
@@ -140,12 +135,8 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("what it is forked from: {what}"));
     let own = |fd: RawFd| taken(fd).ok_or_else(|| wrong(&format_args!("descriptor {fd} is not open")));
-    let list = File::from(own(list)?);
-    let mut bytes = vec![0; list.metadata().map_err(|error| wrong(&error))?.len() as usize];
-    list.read_exact_at(&mut bytes, 0).map_err(|error| wrong(&error))?;
-    let inherited: Inherited = serde_json::from_slice(&bytes).map_err(|error| wrong(&error))?;
     let Inherited { point, files, overlays, waits, from, log, devices, limit, transparent, pinned_before } =
-        inherited;
+        inherited(list)?;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
@@ -189,8 +180,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
                 None => word,
             });
             let log = Log::new(name)?;
-            let opened = log.file.try_clone().map_err(Failure::host)?;
-            let outputs = [Stdio::null(), opened.into()];
+            let outputs = [Stdio::null(), log.output()?];
             let new = NewMachine { name, number, devices: Vec::new(), limit: None };
             source.start(new, words, outputs, Some(log))
         };
@@ -413,49 +403,6 @@ impl ForCommand {
     }
 }
 
-/// A machine that is being started.
-struct Starting {
-    name: String,
-    child: Child,
-    /// Receives a byte when the machine runs, and sends a byte when that was reported.
-    waits: UnixStream,
-    log: Option<Log>,
-}
-
-/// The file with a machine's messages. The machine gives it its name.
-struct Log {
-    file: File,
-    path: PathBuf,
-}
-
-impl Log {
-    /// The file of the machine `name`, which has no name yet.
-    fn new(name: &str) -> Result<Self, Failure> {
-        let (directory, path) =
-            (names::make_directory().map_err(failure)?, names::own_log(name).map_err(failure)?);
-        let file = file::unnamed(&directory);
-        let file = file.map_err(|error| Failure::host(format!("{}: {error}", directory.display())))?;
-        Ok(Self { file, path })
-    }
-
-    /// Its last line.
-    fn last(&self) -> Option<String> {
-        let mut bytes = vec![0; self.file.metadata().ok()?.len() as usize];
-        self.file.read_exact_at(&mut bytes, 0).ok()?;
-        let text = String::from_utf8_lossy(&bytes);
-        text.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned())
-    }
-
-    /// Removes its name, if it has it. A machine with a name in use does not get it.
-    fn remove(&self) {
-        let number = |about: Metadata| (about.dev(), about.ino());
-        let own = self.file.metadata().map(number).ok();
-        if own.is_some() && fs::symlink_metadata(&self.path).map(number).ok() == own {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
 impl Source {
     /// Has the machine `name` at `path`, of this status, forked. Also returns how long it stood
     /// still, in microseconds. If it `waits`, it lets operations of others end first.
@@ -508,36 +455,27 @@ impl Source {
         log: Option<Log>,
     ) -> Result<Starting, Failure> {
         let NewMachine { name, number, devices, limit } = new;
-        let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
         let [ram, map, state] = self.files.each_ref().map(AsRawFd::as_raw_fd);
         let files = [ram, map, state, self.base.as_raw_fd()];
-        let (point, waiting) = (self.point.clone(), theirs.as_raw_fd());
         let overlays = self.overlays.iter().map(|(name, file)| (name.clone(), file.as_raw_fd()));
         let overlays: Vec<_> = overlays.collect();
-        let copies: Vec<_> = overlays.iter().map(|(_, fd)| *fd).collect();
-        let inherited = Inherited {
-            point,
-            files,
-            overlays,
-            waits: waiting,
-            from: self.from,
-            log: log.as_ref().map(|log| log.path.clone()),
-            devices,
-            limit,
-            transparent: self.transparent,
-            pinned_before: number * self.vcpus,
+        let descriptors = files.into_iter().chain(overlays.iter().map(|(_, fd)| *fd)).collect();
+        let inherit = |waits, log| {
+            let inherited = Inherited {
+                point: self.point.clone(),
+                files,
+                overlays,
+                waits,
+                from: self.from,
+                log,
+                devices,
+                limit,
+                transparent: self.transparent,
+                pinned_before: number * self.vcpus,
+            };
+            (inherited, descriptors)
         };
-        let mut list = memfd(c"vellum-fork", 0, None).map_err(Failure::host)?;
-        let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
-        list.write_all(&bytes).map_err(Failure::host)?;
-        let mut command = Command::new(std::env::current_exe().map_err(Failure::host)?);
-        command.args(words).arg(format!("--child={}", list.as_raw_fd()));
-        let [stdout, stderr] = outputs;
-        command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
-        let numbers = files.into_iter().chain(copies).chain([theirs.as_raw_fd(), list.as_raw_fd()]);
-        detached_with(&mut command, numbers.collect());
-        let child = command.spawn().map_err(|error| Failure::host(format!("{name}: {error}")))?;
-        Ok(Starting { name: name.to_owned(), child, waits, log })
+        Starting::spawn(name, words, inherit, outputs, log)
     }
 }
 
@@ -546,55 +484,5 @@ fn numbered(word: OsString, number: usize) -> OsString {
     match word.to_str() {
         Some(text) => text.replace("%d", &number.to_string()).into(),
         None => word,
-    }
-}
-
-impl Starting {
-    /// Waits until the machine runs.
-    fn runs(&mut self) -> Result<(), Failure> {
-        loop {
-            if signal::take().is_some() {
-                return Err(Failure::host(format!("{}: it was cancelled", self.name)));
-            }
-            let mut poll = Poll::default();
-            poll.readable(&self.waits);
-            if !poll.wait(Some(LOOK)).map_err(Failure::host)? {
-                continue;
-            }
-            return match (&self.waits).read(&mut [0]) {
-                Ok(1) => Ok(()),
-                _ => Err(self.why()),
-            };
-        }
-    }
-
-    /// The error of a machine that does not run.
-    fn why(&mut self) -> Failure {
-        let ended = self.child.wait();
-        self.remove_log();
-        let why = self.log.as_ref().and_then(Log::last).unwrap_or_else(|| match ended {
-            Ok(status) => format!("it ended by {status}"),
-            Err(error) => error.to_string(),
-        });
-        let exit = match self.child.wait() {
-            Ok(status) if status.code() == Some(i32::from(Exit::Usage.code())) => Exit::Usage,
-            _ => Exit::Error,
-        };
-        Failure::ended(exit, format!("{}: {why}", self.name))
-    }
-
-    /// Ends the machine, because nobody waits for it.
-    fn give_up(&mut self) {
-        let _ = self.waits.shutdown(std::net::Shutdown::Both);
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        self.remove_log();
-    }
-
-    /// Removes the file with its messages: they were told, or the machine is gone.
-    fn remove_log(&self) {
-        if let Some(log) = &self.log {
-            log.remove();
-        }
     }
 }

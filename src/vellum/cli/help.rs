@@ -7,7 +7,7 @@ use clap::{Arg, Command};
 /// The groups of `vellum -h`, the most used first.
 const COMMANDS: [(&str, &[&str]); 4] = [
     ("Guests", &["run", "list", "exec", "ssh", "stop", "pause", "resume", "status", "ctl"]),
-    ("Move and save", &["migrate", "receive", "snapshot", "restore", "fork", "dump"]),
+    ("Move and save", &["migrate", "receive", "snapshot", "restore", "fork", "live-update", "dump"]),
     ("Test and measure", &["doctor", "test", "bench", "judge", "report", "fleet"]),
     ("Files", &["disk", "completions"]),
 ];
@@ -16,7 +16,7 @@ const COMMANDS: [(&str, &[&str]); 4] = [
 type Group = (Option<&'static str>, &'static [&'static str]);
 
 /// The options that `-h` shows, for commands with more options than a screen has lines.
-const SHOWN: [(&str, &[Group]); 12] = [
+const SHOWN: [(&str, &[Group]); 13] = [
     (
         "run",
         &[
@@ -54,6 +54,14 @@ const SHOWN: [(&str, &[Group]); 12] = [
             (Some("Devices"), &["disk", "net", "share", "vsock"]),
             (Some("The machine"), &["serial", "user", "sandbox"]),
             (Some("Result"), &["verbose", "json"]),
+        ],
+    ),
+    (
+        "live-update restore",
+        &[
+            (None, &["session", "clock", "print", "give_up", "paused", "disk_changed"]),
+            (Some("Devices"), &["disk", "net", "share", "vsock"]),
+            (Some("The machine"), &["name", "serial", "tsc_mismatch"]),
         ],
     ),
     (
@@ -125,6 +133,10 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("resume", "vellum resume web"),
     ("status", "vellum status web"),
     ("stop", "vellum stop web"),
+    (
+        "live-update status",
+        "vellum live-update status\n  vellum live-update status --kernel vmlinuz --initrd initrd.img",
+    ),
     ("completions", "vellum completions bash > ~/.local/share/bash-completion/completions/vellum"),
     ("ctl", "vellum ctl web status\n  vellum ctl web stop"),
     ("ctl pause", "vellum ctl web pause"),

@@ -85,7 +85,7 @@ pub(super) struct HostArgs {
     fork: Fork,
 }
 
-/// What a machine that is forked from another gets besides its arguments.
+/// What a machine that another process has prepared gets besides its arguments.
 #[derive(Debug, Default)]
 pub(super) struct Fork {
     /// The socket to the client, which is told when the machine runs.
@@ -98,6 +98,8 @@ pub(super) struct Fork {
     pub limit: Option<Duration>,
     /// The overlays of its disks that have no name.
     pub unnamed: Vec<File>,
+    /// Whether it goes on if the client ends before it runs.
+    pub outlives_client: bool,
     /// How many vCPUs of other machines come before its first one where vCPUs take turns.
     pub pinned_before: usize,
 }
@@ -166,6 +168,7 @@ impl HostArgs {
             user: self.user,
             result: self.result.path(),
             waits: self.fork.waits,
+            outlives_client: self.fork.outlives_client,
             forked_from: self.fork.from,
             log: self.fork.log,
             limit: self.fork.limit,

@@ -27,6 +27,7 @@ mod judged;
 pub mod kernel;
 mod launch;
 mod line;
+pub mod live_update;
 mod login;
 pub mod migrate;
 mod output;
@@ -39,6 +40,7 @@ pub mod run;
 mod run_flags;
 pub mod snapshot;
 mod ssh;
+mod starting;
 mod take_over;
 mod test;
 mod upgrade;
@@ -79,6 +81,7 @@ enum Command {
     Snapshot(snapshot::SnapshotArgs),
     Restore(Box<restore::RestoreArgs>),
     Fork(Box<fork::ForkArgs>),
+    LiveUpdate(live_update::LiveUpdateArgs),
     Bench(Box<bench::BenchArgs>),
     Fleet(fleet::FleetArgs),
     Disk(disk::DiskArgs),
@@ -152,6 +155,7 @@ pub fn main() -> ExitCode {
         Command::Snapshot(args) => snapshot::run(&args),
         Command::Restore(args) => restore::run(*args),
         Command::Fork(args) => fork::run(*args),
+        Command::LiveUpdate(args) => live_update::run(args),
         Command::Bench(args) => bench::run(*args),
         Command::Fleet(args) => fleet::run(LINE, &args),
         Command::Disk(args) => disk::run(&args),

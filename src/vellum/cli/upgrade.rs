@@ -91,7 +91,7 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
 }
 
 /// The list and descriptors of everything that the machine has open.
-fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
+pub(super) fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
     let mut all = Vec::new();
     loop {
         let (answer, mut part) = Client::borrow(path, &Do::Lend { from: all.len() }).map_err(failure)?;

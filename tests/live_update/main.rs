@@ -1,0 +1,299 @@
+//! `vellum live-update`: machines that outlive their host's kernel.
+//!
+//! What needs no other kernel is tested here on any host: a test holds what a session would. A
+//! machine is saved, its process ends, and a new one is started with the same memory. The tests on
+//! hosts that do replace their kernel are those of `cargo lab test live-update`.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{ExitCode, Stdio};
+
+use serde_json::{Value, json};
+use support::env::{Machine, Process, TestEnv};
+use support::hosts::kvm;
+use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, is_caught, test};
+use vellum_control::client::Client;
+use vellum_control::{Do, Event};
+use vellum_migration::commit_flag::{CommitFlag, Ownership};
+use vellum_migration::snapshot::manifest::Point;
+use vellum_sys::mmap::memfd;
+use vellum_sys::program::detached_with;
+
+support::vellum!();
+
+fn main() -> ExitCode {
+    let mut tests = Tests::from_args();
+    add_planted(&mut tests);
+    tests.run()
+}
+
+const WRITE: &str = "--memory 64m,backing=memfd --workload write,order=random,rate=20000,write=80 --passes 0";
+
+/// A machine that is saved, as a session has it.
+struct Saved {
+    /// The machine runs on if this is closed.
+    _client: Client,
+    memory: File,
+    files: [File; 3],
+    point: Point,
+}
+
+/// Saves the machine `name`.
+fn save(env: &TestEnv, name: &str) -> Result<Saved, Failed> {
+    let (mut client, files, memory) = begin(env, name)?;
+    client.ask(&Do::LiveUpdatePause {})?;
+    let point = eventually(LIMIT, "it is saved", || match serde_json::from_value(client.event_of(None)?)? {
+        Event::Preserved { written, .. } => Ok(Some(Point::of(0, false, written))),
+        Event::NotPreserved { why } => Err(why.into()),
+        _ => Ok(None),
+    })?;
+    Ok(Saved { _client: client, memory, files, point })
+}
+
+/// Begins to save the machine `name`.
+fn begin(env: &TestEnv, name: &str) -> Result<(Client, [File; 3], File), Failed> {
+    let mut client = env.listen(name)?;
+    let files = [memfd(c"pages", 0, None)?, memfd(c"map", 0, None)?, memfd(c"state", 0, None)?];
+    client.ask_with(&Do::LiveUpdate {}, &files.each_ref().map(AsFd::as_fd))?;
+    let (_, memory) = Client::borrow(&env.socket(name), &Do::LiveUpdateMemory {})?;
+    let memory = memory.into_iter().next().ok_or("no memory came")?.into();
+    Ok((client, files, memory))
+}
+
+/// A machine's process that was started with what was saved, and its flag.
+struct Started {
+    process: Process,
+    waits: UnixStream,
+    flag: CommitFlag,
+}
+
+/// Starts the machine `name` from what was saved.
+fn start(env: &TestEnv, name: &str, saved: &Saved, more: &str) -> Result<Started, Failed> {
+    let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair()?);
+    let file = CommitFlag::file()?;
+    let flag = CommitFlag::new(OwnedFd::from(file.try_clone()?))?;
+    flag.step(Ownership::Open, Ownership::Committed);
+    let [ram, map, state] = saved.files.each_ref().map(AsRawFd::as_raw_fd);
+    let files = [ram, map, state, saved.memory.as_raw_fd()];
+    let list = json!({
+        "point": saved.point, "files": files, "flag": file.as_raw_fd(), "waits": theirs.as_raw_fd(),
+        "log": null, "devices": [], "limit": null, "lock": false
+    });
+    let inherited = memfd(c"list", 0, None)?;
+    serde_json::to_writer(&inherited, &list)?;
+    let number = inherited.as_raw_fd();
+    let mut command =
+        env.command(&format!("live-update restore --name {name} --serial null --child {number} {more}"));
+    let descriptors = files.into_iter().chain([file.as_raw_fd(), theirs.as_raw_fd(), number]);
+    detached_with(&mut command, descriptors.collect());
+    let process = Process::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+    Ok(Started { process, waits, flag })
+}
+
+impl Started {
+    fn runs(&self) -> Result<(), Failed> {
+        ensure((&self.waits).read(&mut [0])? == 1, || "it does not run".into())?;
+        ensure(self.flag.step(Ownership::Ran, Ownership::Ran) == Ownership::Ran, || {
+            "nothing tells that it has run".into()
+        })
+    }
+}
+
+/// The result of a built-in guest: whether each page has what the guest wrote.
+fn is_right(text: &str) -> Result<bool, Failed> {
+    let result: Value = serde_json::from_str(text)?;
+    let figure = |name: &str| {
+        let figures = result["figures"].as_array()?;
+        figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
+    };
+    ensure(figure("pages_checked") > Some(0.0), || text.to_owned())?;
+    Ok(figure("wrong_stamps") == Some(0.0))
+}
+
+/// Saves a guest, ends its process, and lets it go on in another. Returns whether all of its pages
+/// were right at its end.
+fn goes_on(line: &str, planted: Option<&'static str>) -> Result<bool, Failed> {
+    let env = TestEnv::planted(planted)?;
+    let machine = env.run("here", &format!("run {line}"))?;
+    env.has_written("here", 2000)?;
+    let saved = save(&env, "here")?;
+    ends_without_running(&env, "here", machine, &saved)?;
+    let json = env.path("result.json");
+    let more = format!("--json {}", json.display());
+    let again = start(&env, "here", &saved, &more)?;
+    again.runs()?;
+    let done = env.done("here")?;
+    env.has_written("here", done)?;
+    env.ctl("here stop")?;
+    let output = again.process.output()?;
+    let text = fs::read_to_string(&json).map_err(|error| format!("{error}: {output:?}"))?;
+    is_right(&text)
+}
+
+/// Ends the process of a machine that is saved. Its memory does not change.
+fn ends_without_running(env: &TestEnv, name: &str, machine: Machine, saved: &Saved) -> Result<(), Failed> {
+    let before = content(&saved.memory)?;
+    env.ctl(&format!("{name} resume"))?;
+    env.ctl(&format!("{name} stop"))?;
+    machine.end()?;
+    ensure(content(&saved.memory)? == before, || "its memory has changed since it was saved".into())
+}
+
+fn content(memory: &File) -> Result<Vec<u8>, Failed> {
+    let mut bytes = Vec::new();
+    // A position of its own.
+    File::open(vellum_sys::file::path_of(memory))?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[test(kvm())]
+fn a_guest_goes_on_in_another_process() -> Result<(), Failed> {
+    for line in [
+        WRITE.to_owned(),
+        WRITE.replace("64m", "256m,slots=4") + " --cpus 4",
+        WRITE.replace("64m", "64m,lock"),
+        format!("{WRITE} --dirty-ring"),
+    ] {
+        ensure(goes_on(&line, None)?, || format!("{line}: a page is wrong"))?;
+    }
+    Ok(())
+}
+
+fn add_planted(tests: &mut Tests) {
+    if vellum_sys::plant::POSSIBLE {
+        let caught =
+            || -> Result<Completion, Failed> { is_caught(|| goes_on(WRITE, Some("page-after-save"))) };
+        tests.add("planted_page-after-save_is_caught", kvm(), caught);
+    }
+}
+
+/// If its client goes, whether before or after the pause, the guest goes on where it is.
+#[test(kvm())]
+fn without_its_client_a_machine_runs_on() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let machine = env.run("here", &format!("run {WRITE}"))?;
+    for is_paused in [false, true] {
+        env.has_written("here", 2000)?;
+        if is_paused {
+            let saved = save(&env, "here")?;
+            ensure(env.standing("here").as_deref() == Some("live-updating"), || {
+                format!("{:?}", env.standing("here"))
+            })?;
+            let done = env.done("here")?;
+            // Nothing else can be done with it meanwhile, and nobody else can end the operation.
+            let refused = env.vellum(&format!("snapshot here {}", env.path("s").display()))?;
+            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+            ensure(said.contains("another operation is under way (live-update for process "), || said)?;
+            let others = Client::connect(&env.socket("here"))?.ask(&Do::LiveUpdatePause {});
+            ensure(others.is_err(), || "another client has paused it".into())?;
+            ensure(env.done("here")? == done, || "it runs".into())?;
+            drop(saved);
+        } else {
+            drop(begin(&env, "here")?);
+        }
+        eventually(LIMIT, "it runs on", || {
+            Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
+        })?;
+        let done = env.done("here")?;
+        env.has_written("here", done + 2000)?;
+    }
+    env.ctl("here stop")?;
+    let output = machine.end()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// What is damaged is refused, and the memory is as it was: the next attempt goes right.
+#[test(kvm())]
+fn what_is_refused_has_not_run() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let machine = env.run("here", &format!("run {WRITE}"))?;
+    env.has_written("here", 2000)?;
+    let mut saved = save(&env, "here")?;
+    ends_without_running(&env, "here", machine, &saved)?;
+    let before = content(&saved.memory)?;
+    let right = saved.point.clone();
+    for (crc, more, says) in [(1, "", "damaged"), (0, "--rng", "rng")] {
+        saved.point.state_crc = right.state_crc ^ crc;
+        let refused = start(&env, "here", &saved, more)?;
+        let output = refused.process.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(!output.status.success() && said.contains(says), || said)?;
+        let step = refused.flag.step(Ownership::Committed, Ownership::Withdrawn);
+        ensure(step == Ownership::Withdrawn, || format!("{step:?}"))?;
+    }
+    ensure(content(&saved.memory)? == before, || "a refusal has changed its memory".into())?;
+    saved.point = right;
+    let again = start(&env, "here", &saved, "")?;
+    again.runs()?;
+    env.ctl("here stop")?;
+    let output = again.process.output()?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// The memory of a machine that is forked, of huge pages, or of its process alone.
+#[test(kvm())]
+fn memory_that_no_kernel_preserves_is_refused() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for (backing, says) in [("anonymous", "its memory is anonymous"), ("shmem", "its memory is shmem")] {
+        let machine = env.run("here", &format!("run --memory 16m,backing={backing} --passes 0"))?;
+        let refused = begin(&env, "here")
+            .map(drop)
+            .expect_err("it cannot be preserved")
+            .message()
+            .unwrap_or_default()
+            .to_owned();
+        ensure(refused.contains(says), || refused)?;
+        env.ctl("here stop")?;
+        machine.end()?;
+    }
+    let machine = env.run("here", "run --memory 16m,backing=memfd --passes 0")?;
+    let forked = env.vellum("fork here --name there")?;
+    ensure(forked.status.success(), || format!("{forked:?}"))?;
+    let refused = begin(&env, "here")
+        .map(drop)
+        .expect_err("it cannot be preserved")
+        .message()
+        .unwrap_or_default()
+        .to_owned();
+    ensure(refused.contains("its memory was forked"), || refused)?;
+    env.ctl("there stop")?;
+    env.ctl("here stop")?;
+    machine.end()?;
+    Ok(())
+}
+
+/// A host whose kernel has no orchestrator.
+fn no_orchestrator() -> Need {
+    match fs::exists(vellum_sys::liveupdate::DEVICE) {
+        Ok(true) => Err("needs a kernel without /dev/liveupdate".into()),
+        _ => Ok(()),
+    }
+}
+
+#[test(no_orchestrator())]
+fn a_host_that_cannot_is_one_line_with_what_would_help() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for line in ["live-update save --all", "live-update restore", "live-update restore web --give-up"] {
+        let output = env.vellum(line)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(1) && said.lines().count() == 1;
+        ensure(right && said.contains("kho=on liveupdate=on"), || format!("{line}: {output:?}"))?;
+    }
+    let status = env.vellum("live-update status --json")?;
+    let said: Value = serde_json::from_slice(&status.stdout)?;
+    ensure(status.status.code() == Some(1) && said["available"] == false, || format!("{status:?}"))?;
+    for (line, says) in [
+        ("live-update save", "<MACHINE>"),
+        ("live-update save web --session a/b", "a session's name"),
+        ("live-update restore --name other", "of which machine?"),
+        ("live-update restore --give-up", "MACHINE"),
+        ("live-update save --all --kernel /nothing", "--kernel /nothing: "),
+    ] {
+        let output = env.vellum(line)?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure(output.status.code() == Some(2) && said.contains(says), || format!("{line}: {output:?}"))?;
+    }
+    Ok(())
+}
