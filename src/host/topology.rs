@@ -89,6 +89,12 @@ pub(super) fn memory_under(root: &Path) -> HostMemory {
     }
 }
 
+/// Bytes of the available memory that the kernel keeps for pages that it can move. A kernel with the
+/// kexec handover has its scratch area there.
+pub fn movable_only() -> u64 {
+    meminfo(["CmaFree"]).map_or(0, |[free]| free)
+}
+
 /// Bytes that the kernel uses in vmalloc areas and in unreclaimable slabs. KVM's allocations for a
 /// memslot are of either kind.
 pub fn kernel_memory() -> Option<u64> {

@@ -450,7 +450,8 @@ fn not_preserved(what: &str, error: &std::io::Error) -> Failure {
 
 /// Fails if the host lacks memory for the holes of the machines' memory, each of which gets a page.
 fn check_room(machines: &[Machine], begun: &[(File, u64, Files)]) -> Result<(), Failure> {
-    let available = topology::memory().available;
+    // The kernel moves preserved pages out of its scratch area.
+    let available = topology::memory().available.saturating_sub(topology::movable_only());
     let mut needed = 0;
     for (machine, (memory, ..)) in machines.iter().zip(begun) {
         let present = memory.metadata().map_err(Failure::host)?.blocks() * 512;
