@@ -137,7 +137,11 @@ fn ends_without_running(env: &TestEnv, name: &str, machine: Machine, saved: &Sav
     let before = content(&saved.memory)?;
     env.ctl(&format!("{name} resume"))?;
     env.ctl(&format!("{name} stop"))?;
-    machine.end()?;
+    let output = machine.end()?;
+    // Its result waits: the guest is in the middle of its work.
+    ensure(String::from_utf8_lossy(&output.stdout).contains("the guest was saved"), || {
+        format!("{output:?}")
+    })?;
     ensure(content(&saved.memory)? == before, || "its memory has changed since it was saved".into())
 }
 

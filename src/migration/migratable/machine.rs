@@ -100,7 +100,9 @@ where
             return false;
         }
         if self.operation.leaving().is_some_and(|leaving| leaving.preserved) {
-            // Its memory and state are preserved, and would differ once the guest has run.
+            // Its memory and state are preserved, and would differ once the guest has run. It ends as if
+            // a snapshot of it had been asked for.
+            self.stopped = true;
             return false;
         }
         self.call_off("its machine is being ended");

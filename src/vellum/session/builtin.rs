@@ -83,7 +83,7 @@ impl Outcome {
             _ if end.exit == Exit::Moved => {
                 Some("the guest has moved to another process, which checks its pages in the end".into())
             }
-            _ if saved => Some("the guest is in a snapshot, and its pages are checked where it ends".into()),
+            _ if saved => Some("the guest was saved, and its pages are checked where it ends".into()),
             _ if elsewhere => Some(
                 "the guest may run on the target of its migration, which checks its pages in the end".into(),
             ),

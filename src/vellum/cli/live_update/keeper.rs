@@ -125,7 +125,7 @@ impl Keeper {
     /// Retrieves everything.
     fn open(name: &str) -> Result<Self, Failure> {
         let session = orchestrator()?.retrieve(name).map_err(|error| match error.raw_os_error() {
-            Some(libc::ENOENT) => Failure::usage(format!(
+            Some(libc::ENOENT) => Failure::ended(Exit::NotRun, format!(
                 "--session {name}: the last kernel has handed over no such session, or it was restored already"
             )),
             Some(libc::EINVAL) => {

@@ -62,6 +62,10 @@ pub struct RestoreArgs {
     #[arg(long)]
     disk_changed: bool,
 
+    /// Do nothing if the last kernel has handed over no such session, as after any other boot
+    #[arg(long)]
+    if_any: bool,
+
     /// Print the command line of each machine's process, and restore none
     #[arg(long, conflicts_with = "give_up")]
     print: bool,
@@ -167,7 +171,11 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Failure> {
     let stream = match UnixStream::connect(&path) {
         Ok(stream) => stream,
         Err(_) => {
-            start_keeper(&args.session)?;
+            match start_keeper(&args.session) {
+                Err(none) if none.exit == Exit::NotRun && args.if_any => return Ok(Exit::PowerOff),
+                Err(none) if none.exit == Exit::NotRun => return Err(Failure { exit: Exit::Usage, ..none }),
+                started => started?,
+            }
             UnixStream::connect(&path)
                 .map_err(|error| Failure::host(format!("{}: {error}", path.display())))?
         }
@@ -218,6 +226,9 @@ fn words() -> Result<Vec<String>, Failure> {
 }
 
 /// Starts the keeper of a session, which outlives this process. Returns when it listens.
+///
+/// # Errors
+/// [`Exit::NotRun`] if nothing was handed over.
 fn start_keeper(session: &str) -> Result<(), Failure> {
     let words = ["live-update", "restore", "--session", session, "--keeper"];
     let inherit = |waits: RawFd, _| (waits, Vec::new());
@@ -232,6 +243,7 @@ fn start_keeper(session: &str) -> Result<(), Failure> {
     }
     let ended = keeper.child.wait().map_err(Failure::host)?;
     let why = why.lines().last().map_or(format!("it ended by {ended}"), str::to_owned);
-    let exit = if ended.code() == Some(i32::from(Exit::Usage.code())) { Exit::Usage } else { Exit::Error };
+    let mut known = [Exit::Usage, Exit::NotRun].into_iter();
+    let exit = known.find(|exit| ended.code() == Some(exit.code().into())).unwrap_or(Exit::Error);
     Err(Failure::ended(exit, why.trim_start_matches("vellum: ")))
 }
