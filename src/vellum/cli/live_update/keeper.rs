@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -45,24 +45,25 @@ pub(super) enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "said", rename_all = "kebab-case")]
 pub(super) enum Answer {
+    /// A machine runs.
     Runs {
         name: String,
         pid: u32,
+        /// The time from its start, in microseconds.
+        us: u64,
     },
-    Saved {
-        name: String,
-        line: String,
-    },
-    GivenUp {
-        name: String,
-    },
-    Failed {
-        why: String,
-        usage: bool,
-    },
-    /// The last one: the machines that are kept.
+    /// How a machine that is kept was started.
+    Saved { name: String, line: String },
+    /// A machine's memory is freed.
+    GivenUp { name: String },
+    /// Something failed, because of what the user asked for if `usage` is set.
+    Failed { why: String, usage: bool },
+    /// The last one.
     Over {
+        /// The machines that are kept.
         kept: Vec<String>,
+        /// The time in which all memory was retrieved, in microseconds.
+        retrieved_us: u64,
     },
 }
 
@@ -89,6 +90,7 @@ struct Kept {
 /// What the last kernel has handed over.
 struct Keeper {
     session: Session,
+    retrieved_us: u64,
     record: File,
     kept: Vec<Kept>,
 }
@@ -133,6 +135,7 @@ impl Keeper {
             }
             _ => Failure::host(format!("--session {name}: {error}")),
         })?;
+        let start = Instant::now();
         let retrieved = |token: u64, what: &str| {
             session
                 .retrieved(token)
@@ -147,7 +150,8 @@ impl Keeper {
             saved.check(&ram).map_err(|why| Failure::host(format!("{}: {why}", saved.name)))?;
             kept.push(Kept { saved, ram });
         }
-        Ok(Self { session, record, kept })
+        let retrieved_us = start.elapsed().as_micros() as u64;
+        Ok(Self { session, retrieved_us, record, kept })
     }
 
     /// Serves one client.
@@ -166,7 +170,7 @@ impl Keeper {
         };
         let kept = self.kept.iter().map(|kept| kept.saved.name.clone()).collect();
         let mut all = Vec::new();
-        for answer in answers.iter().chain([&Answer::Over { kept }]) {
+        for answer in answers.iter().chain([&Answer::Over { kept, retrieved_us: self.retrieved_us }]) {
             serde_json::to_writer(&mut all, answer)?;
             all.push(b'\n');
         }
@@ -218,8 +222,9 @@ impl Keeper {
     }
 
     /// Starts the process of a machine.
-    fn start(&self, kept: &Kept, words: &[String]) -> Result<(Starting, CommitFlag), Failure> {
+    fn start(&self, kept: &Kept, words: &[String]) -> Result<(Starting, CommitFlag, Instant), Failure> {
         let Saved { name, host, point, .. } = &kept.saved;
+        let since = Instant::now();
         let files = kept.saved.files(&self.record).map_err(Failure::host)?;
         let flag = CommitFlag::file().map_err(Failure::host)?;
         let ours = CommitFlag::new(OwnedFd::from(flag.try_clone().map_err(Failure::host)?))
@@ -250,13 +255,13 @@ impl Keeper {
         let log = Log::new(name)?;
         let outputs = [Stdio::null(), log.output()?];
         let starting = Starting::spawn(name, line.into_iter().map(Into::into), inherit, outputs, Some(log))?;
-        Ok((starting, ours))
+        Ok((starting, ours, since))
     }
 
     /// Waits until a machine runs, or keeps it.
-    fn settle(&mut self, kept: Kept, started: Result<(Starting, CommitFlag), Failure>) -> Answer {
+    fn settle(&mut self, kept: Kept, started: Result<(Starting, CommitFlag, Instant), Failure>) -> Answer {
         let told = |failed: &Failure| failed.exit == Exit::Usage;
-        let (mut starting, flag) = match started {
+        let (mut starting, flag, since) = match started {
             Ok(started) => started,
             Err(failed) => {
                 let answer = Answer::Failed {
@@ -268,7 +273,11 @@ impl Keeper {
             }
         };
         match starting.runs() {
-            Ok(()) => Answer::Runs { name: kept.saved.name, pid: starting.child.id() },
+            Ok(()) => Answer::Runs {
+                name: kept.saved.name,
+                pid: starting.child.id(),
+                us: since.elapsed().as_micros() as u64,
+            },
             // Its memory is as it was saved if no vCPU has run.
             Err(failed) if flag.step(Ownership::Committed, Ownership::Withdrawn) == Ownership::Withdrawn => {
                 self.kept.push(kept);

@@ -194,7 +194,10 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Failure> {
         let line = line.map_err(|error| Failure::host(format!("the keeper: {error}")))?;
         let answer = serde_json::from_str(&line).map_err(Failure::host)?;
         match answer {
-            Answer::Runs { name, pid } => drop(print(format_args!("{name} runs, process {pid}\n"))?),
+            Answer::Runs { name, pid, us } => {
+                let ms = us as f64 / 1000.0;
+                print(format_args!("{name} runs, process {pid}, after {ms:.1} ms\n"))?;
+            }
             Answer::Saved { name, line } => drop(print(format_args!("{name}: {line}\n"))?),
             Answer::GivenUp { name } => drop(print(format_args!("{name} was given up\n"))?),
             Answer::Failed { why, usage } => {
@@ -202,9 +205,14 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Failure> {
                 let before = failed.map_or(String::new(), |before| format!("{}; ", before.message));
                 failed = Some(Failure::ended(exit, before + &why));
             }
-            Answer::Over { kept } => {
+            Answer::Over { kept, retrieved_us } => {
                 return match failed {
-                    None => Ok(Exit::PowerOff),
+                    None if args.print || args.give_up => Ok(Exit::PowerOff),
+                    None => {
+                        let ms = retrieved_us as f64 / 1000.0;
+                        print(format_args!("all memory was retrieved in {ms:.1} ms\n"))?;
+                        Ok(Exit::PowerOff)
+                    }
                     Some(failed) if kept.is_empty() => Err(failed),
                     Some(failed) => {
                         let message = format!("{}; kept: {}", failed.message, kept.join(", "));

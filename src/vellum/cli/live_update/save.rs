@@ -13,9 +13,10 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
+use serde_json::json;
 
 use super::super::client::{failure, heard, listen, may_leave, status};
 use super::super::failure::Failure;
@@ -72,6 +73,10 @@ pub struct SaveArgs {
     /// descriptor first, then a connection to each machine. To undo it, close them in this order
     #[arg(long, value_name = "SOCKET")]
     hand_over: Option<PathBuf>,
+
+    /// Write as JSON how long each step took
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
 
     /// Be the process that --detach leaves behind, which tells on this descriptor that all is saved
     #[arg(long, value_name = "N", hide = true)]
@@ -350,26 +355,40 @@ impl Held {
         if plant::is(Mistake::TokensSwapped) {
             tokens.reverse();
         }
+        let mut preserve_us = Vec::new();
         for ((machine, (memory, ..)), token) in self.machines.iter().zip(&begun).zip(tokens) {
+            let start = Instant::now();
             let preserved = self.session.preserve(memory, token);
+            preserve_us.push(start.elapsed().as_micros() as u64);
             preserved.map_err(|error| not_preserved(&format!("the memory of {}", machine.name), &error))?;
         }
         for machine in &mut self.machines {
             machine.client.ask(&Do::LiveUpdatePause {}).map_err(failure)?;
         }
         let mut list = List { vellum: VERSION.into(), machines: Vec::new() };
-        let (mut files, mut told) = (Vec::new(), String::new());
+        let (mut files, mut told, mut pause_us) = (Vec::new(), String::new(), Vec::new());
         for (machine, (_, position, own)) in self.machines.iter_mut().zip(begun) {
             let (point, us) = machine.saved()?;
             let (name, line, host) = (machine.name.clone(), machine.line.clone(), machine.host.clone());
-            told += &format!("{name} is saved: it stands still since {:.1} ms\n", us as f64 / 1000.0);
+            told += &format!("{name} is saved, and had stood still for {:.1} ms\n", us as f64 / 1000.0);
+            pause_us.push(us);
             list.machines.push(Saved { name, line, host, position, point, files: Default::default() });
             files.push(own);
         }
+        let start = Instant::now();
         live_update::write(&self.record, &mut list, &files).map_err(Failure::host)?;
         drop(files);
         let preserved = self.session.preserve(&self.record, RECORD);
         preserved.map_err(|error| not_preserved("the state of the machines", &error))?;
+        if let Some(path) = &args.json {
+            let memory: Vec<u64> = self.machines.iter().map(|machine| machine.status.memory).collect();
+            let times = json!({
+                "memory": memory, "preserve_us": preserve_us, "pause_us": pause_us,
+                "record_us": start.elapsed().as_micros() as u64
+            });
+            std::fs::write(path, times.to_string())
+                .map_err(|error| Failure::usage(format!("--json {}: {error}", path.display())))?;
+        }
         told += &format!("session {}: kexec now, or end this process and they run on\n", args.session);
         print(told)?;
         if let Some(path) = &args.hand_over {
