@@ -9,6 +9,7 @@ pub mod context_switch;
 pub mod demand_paging;
 pub mod dirty_log;
 pub mod fork;
+pub mod live_update;
 pub mod memslot;
 pub mod migration;
 pub mod oracle;

@@ -23,6 +23,8 @@ pub enum Whose {
 pub enum Field {
     /// What backs guest memory.
     Backing,
+    /// The file for what lies between two kernels.
+    Between,
     /// How many pages one clear of the dirty log covers.
     ClearChunk,
     /// The kernel's command line.

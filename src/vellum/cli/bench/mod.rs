@@ -5,6 +5,7 @@ mod context_switch;
 mod demand_paging;
 mod dirty_log;
 mod fork;
+mod live_update;
 mod memslot;
 mod migration;
 mod page_table;
@@ -33,12 +34,13 @@ use vellum_sys::signal;
 
 /// The flag of each field, by subcommand as typed.
 #[cfg(test)]
-pub(super) const TABLES: [(&str, Flags); 9] = [
+pub(super) const TABLES: [(&str, Flags); 10] = [
     ("bench access-tracking", access_tracking::FLAGS),
     ("bench context-switch", context_switch::FLAGS),
     ("bench demand-paging", demand_paging::FLAGS),
     ("bench dirty-log", dirty_log::FLAGS),
     ("bench fork", fork::FLAGS),
+    ("bench live-update", live_update::FLAGS),
     ("bench memslot", memslot::FLAGS),
     ("bench migration", migration::FLAGS),
     ("bench page-table", page_table::FLAGS),
@@ -63,6 +65,7 @@ enum BenchCommand {
     AccessTracking(access_tracking::AccessTrackingArgs),
     Migration(Box<migration::MigrationArgs>),
     Fork(fork::ForkArgs),
+    LiveUpdate(live_update::LiveUpdateArgs),
 }
 
 /// The target of the result.
@@ -92,6 +95,7 @@ pub fn run(args: BenchArgs) -> Result<Exit, Failure> {
         BenchCommand::AccessTracking(args) => access_tracking::run(args),
         BenchCommand::Migration(args) => migration::run(*args),
         BenchCommand::Fork(args) => fork::run(args),
+        BenchCommand::LiveUpdate(args) => live_update::run(args),
     }
 }
 
