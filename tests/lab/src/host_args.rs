@@ -49,6 +49,11 @@ pub struct Host {
     /// PCIDs
     #[arg(long, value_name = "MODULE.NAME=VALUE")]
     param: Vec<String>,
+    /// A kernel that can take the host's place: the command calls `bed-kexec NAME` and is run again
+    /// by that kernel, with VELLUM_KEXECS=1. The host's kernel must hand memory over, as those of
+    /// the variant live-update do
+    #[arg(long, value_name = "NAME=IMAGE", value_parser = next)]
+    next: Vec<(String, PathBuf)>,
     /// A file of this machine and its path in the host
     #[arg(long, value_name = "FILE:PATH", value_parser = shipped)]
     file: Vec<(PathBuf, String)>,
@@ -73,6 +78,13 @@ fn shipped(text: &str) -> std::result::Result<(PathBuf, String), String> {
     }
 }
 
+fn next(text: &str) -> std::result::Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, image)) if !name.is_empty() && !name.contains('/') => Ok((name.to_owned(), image.into())),
+        _ => Err("the form is NAME=IMAGE: 7.3=bzImage".into()),
+    }
+}
+
 impl Host {
     /// The host that the flags describe.
     pub fn request(self, cache: &Cache, bed: Emulated) -> Result<Request> {
@@ -90,6 +102,14 @@ impl Host {
             }
             HostKernel::Image(path)
         };
+        if let Some((_, file)) = self.next.iter().find(|(_, file)| !file.is_file()) {
+            return Err(Error::Usage(format!("--next {}: no such file", file.display())));
+        }
+        if !self.next.is_empty() && bed.name() == "vmx" {
+            return Err(Error::Usage(
+                "--next: Bochs' hosts have no disk that outlives a kernel; use svm".into(),
+            ));
+        }
         if let Some((file, _)) = self.file.iter().find(|(file, _)| !file.is_file()) {
             return Err(Error::Usage(format!("--file {}: no such file", file.display())));
         }
@@ -118,6 +138,7 @@ impl Host {
             hugepages: self.hugepages,
             hugepage_size: self.hugepage_size,
             parameters: self.param,
+            next: self.next,
             files: self.file,
             time_limit: Duration::from_secs(self.time_limit),
             ..Request::new(kernel)

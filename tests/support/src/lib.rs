@@ -13,6 +13,7 @@ pub mod env;
 pub mod faults;
 pub mod guests;
 pub mod hosts;
+pub mod kexec;
 pub mod page;
 #[cfg(target_arch = "x86_64")]
 pub mod pc;

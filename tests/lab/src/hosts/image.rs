@@ -10,6 +10,7 @@ use crate::architecture::Architecture;
 use crate::artifacts::{self, Programs};
 use crate::cache::Cache;
 use crate::hosts::initramfs::{Initramfs, copy};
+use crate::hosts::kexec::{self, Replaced};
 use crate::hosts::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
 
@@ -49,6 +50,9 @@ pub fn pack(
     match request.host.architecture() {
         Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
         other => copy(&mut image, &artifacts::busybox(cache, other)?, "/bin/busybox")?,
+    }
+    if !request.next.is_empty() {
+        image.link(&format!("/bin/{}", kexec::PROGRAM), "../init");
     }
     for name in guest::applets()? {
         image.link(&format!("/bin/{name}"), "busybox");
@@ -99,6 +103,7 @@ fn job(request: &Request, shell: bool) -> Job {
         env: request.env.clone(),
         races: request.pace == Pace::Races,
         root: request.root.as_ref().map(|_| shown(request)),
+        replaced: Replaced::of(request),
         shell,
     }
 }

@@ -12,6 +12,7 @@ pub mod doctor;
 pub mod guest;
 pub mod image;
 pub mod initramfs;
+pub mod kexec;
 pub mod parameter;
 mod qemu;
 mod request;

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{Emulated, HOSTS};
+use super::{Emulated, HOSTS, kexec};
 use crate::artifacts::Kernel;
 
 /// The kernel of an emulated host.
@@ -94,6 +94,9 @@ pub struct Request {
     pub root: Option<PathBuf>,
     /// Other disks: raw images, which stay unchanged. Only hosts that QEMU emulates can have them.
     pub disks: Vec<PathBuf>,
+    /// Kernels that can take the host's place by kexec, by name. The host then hands memory over
+    /// and has a disk that outlives its kernel ([`super::kexec`]).
+    pub next: Vec<(String, PathBuf)>,
     /// Files of this machine and their paths in the host.
     pub files: Vec<(PathBuf, String)>,
     /// Directories to create in the host.
@@ -124,6 +127,7 @@ impl Request {
             wire: None,
             root: None,
             disks: Vec::new(),
+            next: Vec::new(),
             files: Vec::new(),
             directories: Vec::new(),
             env: Vec::new(),
@@ -164,6 +168,9 @@ impl Request {
         }
         if self.hugepages > 0 {
             line.push_str(&format!(" hugepagesz={} hugepages={}", self.hugepage_size, self.hugepages));
+        }
+        if !self.next.is_empty() {
+            line.push_str(kexec::HANDS_OVER);
         }
         line
     }

@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Pace, Request, Results, Start, image};
+use super::{Pace, Request, Results, Start, image, kexec};
 use crate::artifacts::Programs;
 use crate::cache::Cache;
 use crate::hosts::wire::{Boot, Exit, Frame};
@@ -120,6 +120,7 @@ pub fn run(
 fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut(&Frame)) -> Result<Outcome> {
     let scratch = Scratch::new(cache)?;
     let initrd = image::pack(cache, &scratch.0, programs, request, false)?;
+    let request = &with_kept(request, &initrd, &scratch.0)?;
     let start = Start { cache, request, initrd: &initrd, dir: &scratch.0 };
     let mut host = Host::start(&start)?;
     host.hear(watch).map_err(|end| last_words(&start, end))
@@ -129,6 +130,7 @@ fn once(cache: &Cache, programs: &Programs, request: &Request, watch: impl FnMut
 pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()> {
     let scratch = Scratch::new(cache)?;
     let initrd = image::pack(cache, &scratch.0, programs, request, true)?;
+    let request = &with_kept(request, &initrd, &scratch.0)?;
     let mut command = request.host.shell(&Start { cache, request, initrd: &initrd, dir: &scratch.0 })?;
     eprintln!("lab: Ctrl-A X ends the host at once; `exit` does it properly");
     let status = spawn(&mut command)?.wait().map_err(Error::file("wait for", command.get_program()))?;
@@ -136,6 +138,15 @@ pub fn shell(cache: &Cache, programs: &Programs, request: &Request) -> Result<()
         return Ok(());
     }
     Err(Error::Failed { line: tool::line(&command), status: status.to_string(), output: String::new() })
+}
+
+/// The host with the disk that outlives its kernel, if another can take its place.
+fn with_kept(request: &Request, initrd: &Path, dir: &Path) -> Result<Request> {
+    let mut request = request.clone();
+    if !request.next.is_empty() {
+        request.disks.push(kexec::disk(&request, initrd, dir)?);
+    }
+    Ok(request)
 }
 
 /// The emulator's process. It is killed at the end of the run.

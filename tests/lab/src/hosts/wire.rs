@@ -8,6 +8,8 @@ use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
+use super::kexec::Replaced;
+
 /// The job's path in the initramfs.
 pub const JOB_PATH: &str = "/job.json";
 
@@ -36,6 +38,8 @@ pub struct Job {
     /// Set if the root is on a disk: the directories and files of the initramfs to show there, by
     /// their old and new paths.
     pub root: Option<Vec<(String, String)>>,
+    /// Set if another kernel can take the host's place.
+    pub replaced: Option<Replaced>,
     /// An interactive shell on the console instead of commands.
     pub shell: bool,
 }
@@ -67,7 +71,7 @@ pub struct Boot {
 /// A message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Frame {
-    /// The host is up.
+    /// The host is up. A host whose kernel is replaced says so of each kernel.
     Boot(Boot),
     /// A command's standard output.
     Stdout(Vec<u8>),

@@ -3,7 +3,7 @@
 /// The variants of a base's configuration. Some bases lack some of them
 /// ([`Config::known`](super::build::Config::known)). `i386` and `gvt` are only compiled: no
 /// emulated host boots the one or has the graphics of the other.
-pub const VARIANTS: [&str; 14] = [
+pub const VARIANTS: [&str; 15] = [
     DEBUG,
     EXPLORE,
     EXPLORE_ARM,
@@ -18,6 +18,7 @@ pub const VARIANTS: [&str; 14] = [
     GUEST,
     "pti",
     "kexec",
+    LIVE_UPDATE,
 ];
 
 /// A kernel that checks itself: lockdep, KASAN, sleeping in atomic context.
@@ -34,3 +35,6 @@ pub const MODULES: &str = "modules";
 
 /// A guest's kernel with modules in its build tree: [`Image::tree`](super::build::Image::tree).
 pub const GUEST: &str = "guest";
+
+/// A host whose kernel is replaced under its guests.
+pub const LIVE_UPDATE: &str = "live-update";

@@ -2,25 +2,34 @@
 //! reports the result on the results line. It is static, so the host needs no C library.
 //! `lab::hosts::wire` defines the protocol.
 
+mod kexec;
+
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use kexec::Progress;
+use lab::hosts::kexec::{KEXECS, PROGRAM};
 use lab::hosts::parameter;
 use lab::hosts::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
 
-fn main() {
+fn main() -> ExitCode {
+    let mut arguments = std::env::args();
+    let name = arguments.next().unwrap_or_default();
+    if Path::new(&name).file_name().is_some_and(|name| name == PROGRAM) {
+        return kexec::ask(&arguments.collect::<Vec<_>>());
+    }
     // SAFETY: getpid has no preconditions.
     if unsafe { libc::getpid() } != 1 {
         eprintln!("bed-init is the first process of an emulated host: use `cargo lab run svm -- COMMAND`");
-        std::process::exit(2);
+        return ExitCode::from(2);
     }
     if let Err(error) = run() {
         eprintln!("bed-init: {error}");
@@ -73,6 +82,10 @@ fn run() -> io::Result<()> {
     if let Err(error) = loopback_up() {
         complaints.push(format!("lo: {error}"));
     }
+    if let Some(replaced) = &job.replaced {
+        // Without it the job's progress is unknown.
+        kexec::mount(replaced)?;
+    }
     if let Some(shown) = &job.root
         && let Err(error) = on_disk(shown)
     {
@@ -83,20 +96,71 @@ fn run() -> io::Result<()> {
         complaints.iter().chain(&refused).for_each(|complaint| eprintln!("bed-init: {complaint}"));
         return shell(&job);
     }
-    let port = Arc::new(Mutex::new(results_port(&job.results)?));
+    let line = Arc::new(Line { port: Mutex::new(results_port(&job.results)?), pipes: Mutex::default() });
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
     let boot = Boot { kernel, kvm: Path::new("/dev/kvm").exists(), complaints, refused };
-    send(&port, &Frame::Boot(boot))?;
-    for command in &job.commands {
-        let exit = execute(&job, command, &port)?;
-        send(&port, &Frame::Exit(exit))?;
+    line.send(&Frame::Boot(boot))?;
+    let progress = Arc::new(Mutex::new(Progress::default()));
+    if let Some(replaced) = job.replaced.clone() {
+        *progress.lock().expect("no thread panics with it") = Progress::read()?;
+        kexec::serve(replaced, Arc::clone(&progress), Arc::clone(&line))?;
     }
-    return_files(Path::new(OUT_DIR), "", &port)?;
-    send(&port, &Frame::Done)?;
-    // The line is slower than this process. Without tcdrain, bytes queued in the driver would be
-    // lost at power-off. SAFETY: the descriptor is open, and tcdrain takes nothing else.
-    unsafe { libc::tcdrain(port.lock().expect("no thread panics with the port").as_raw_fd()) };
-    Ok(())
+    let done = *progress.lock().expect("no thread panics with it");
+    for (index, command) in job.commands.iter().enumerate().skip(done.command) {
+        let kexecs = if index == done.command { done.kexecs } else { 0 };
+        *progress.lock().expect("no thread panics with it") = Progress { command: index, kexecs };
+        let exit = execute(&job, command, kexecs, &line)?;
+        line.send(&Frame::Exit(exit))?;
+    }
+    return_files(Path::new(OUT_DIR), "", &line)?;
+    line.send(&Frame::Done)?;
+    line.drained().map(drop)
+}
+
+/// The results line, and the pipes whose content goes there.
+struct Line {
+    port: Mutex<File>,
+    pipes: Mutex<Vec<OwnedFd>>,
+}
+
+impl Line {
+    fn lock(&self) -> MutexGuard<'_, File> {
+        self.port.lock().expect("no thread panics with the port")
+    }
+
+    fn send(&self, frame: &Frame) -> io::Result<()> {
+        frame.write(&mut *self.lock())
+    }
+
+    /// Waits until the other end has everything. The line is slower than this process: bytes queued
+    /// in the driver would be lost with the kernel. The line is idle while the lock is held.
+    fn drained(&self) -> io::Result<MutexGuard<'_, File>> {
+        loop {
+            let port = self.lock();
+            let pipes = self.pipes.lock().expect("no thread panics with the pipes");
+            let left = pipes.iter().map(queued).sum::<io::Result<usize>>()?;
+            drop(pipes);
+            if left == 0 {
+                // SAFETY: the descriptor is open, and tcdrain takes nothing else.
+                return match unsafe { libc::tcdrain(port.as_raw_fd()) } {
+                    0 => Ok(port),
+                    _ => Err(io::Error::last_os_error()),
+                };
+            }
+            drop(port);
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// The bytes in a pipe.
+fn queued(pipe: &OwnedFd) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: FIONREAD writes an int, and `bytes` is one.
+    match unsafe { libc::ioctl(pipe.as_raw_fd(), libc::FIONREAD as libc::Ioctl, &mut bytes) } {
+        0 => Ok(bytes as usize),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Mounts `kind` at `at`. Files that the initramfs has there stay visible, such as a clone's test
@@ -254,10 +318,6 @@ fn results_port(name: &str) -> io::Result<File> {
     if result == 0 { Ok(port) } else { Err(io::Error::last_os_error()) }
 }
 
-fn send(port: &Mutex<File>, frame: &Frame) -> io::Result<()> {
-    frame.write(&mut *port.lock().expect("no thread panics with the port"))
-}
-
 fn prepare(job: &Job, command: &mut Command) {
     command
         .current_dir(OUT_DIR)
@@ -271,21 +331,24 @@ fn prepare(job: &Job, command: &mut Command) {
         .envs(job.env.iter().map(|(name, value)| (name, value)));
 }
 
-fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Exit> {
-    let (program, arguments) = line.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
+fn execute(job: &Job, words: &[String], kexecs: u32, line: &Arc<Line>) -> io::Result<Exit> {
+    let (program, arguments) = words.split_first().ok_or_else(|| io::Error::other("an empty command"))?;
     let mut command = Command::new(program);
     prepare(job, command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
     command.process_group(0);
+    if job.replaced.is_some() {
+        command.env(KEXECS, kexecs.to_string());
+    }
     let (before, idle_before) = (Instant::now(), idle()?);
     let mut child = match command.spawn() {
         Ok(child) => child,
         Err(error) => {
-            send(port, &Frame::Stderr(format!("{program}: {error}\n").into_bytes()))?;
+            line.send(&Frame::Stderr(format!("{program}: {error}\n").into_bytes()))?;
             return Ok(Exit { code: 127, seconds: 0.0, idle: 0.0 });
         }
     };
-    let stdout = child.stdout.take().map(|from| forward(from, port, Frame::Stdout));
-    let stderr = child.stderr.take().map(|from| forward(from, port, Frame::Stderr));
+    let stdout = child.stdout.take().map(|from| forward(from, line, Frame::Stdout)).transpose()?;
+    let stderr = child.stderr.take().map(|from| forward(from, line, Frame::Stderr)).transpose()?;
     let status = child.wait()?;
     let seconds = before.elapsed().as_secs_f64();
     let idle = idle()?.saturating_sub(idle_before).as_secs_f64() / seconds / cpus();
@@ -295,25 +358,45 @@ fn execute(job: &Job, line: &[String], port: &Arc<Mutex<File>>) -> io::Result<Ex
     for reader in [stdout, stderr].into_iter().flatten() {
         reader.join().map_err(|_| io::Error::other("a reader panicked"))??;
     }
+    line.pipes.lock().expect("no thread panics with the pipes").clear();
     let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
     Ok(Exit { code, seconds, idle })
 }
 
 fn forward(
-    mut from: impl Read + Send + 'static,
-    port: &Arc<Mutex<File>>,
+    mut from: impl Read + AsFd + Send + 'static,
+    line: &Arc<Line>,
     frame: fn(Vec<u8>) -> Frame,
-) -> std::thread::JoinHandle<io::Result<()>> {
-    let port = Arc::clone(port);
-    std::thread::spawn(move || {
+) -> io::Result<std::thread::JoinHandle<io::Result<()>>> {
+    line.pipes.lock().expect("no thread panics with the pipes").push(from.as_fd().try_clone_to_owned()?);
+    let line = Arc::clone(line);
+    Ok(std::thread::spawn(move || {
         let mut buffer = [0; 4096];
         loop {
+            wait_for(&from)?;
+            // Bytes are in the pipe or on the line whenever the line can be locked.
+            let mut port = line.lock();
             match from.read(&mut buffer)? {
                 0 => return Ok(()),
-                n => send(&port, &frame(buffer[..n].to_vec()))?,
+                n => frame(buffer[..n].to_vec()).write(&mut *port)?,
             }
         }
-    })
+    }))
+}
+
+/// Waits until a pipe has bytes or no writer.
+fn wait_for(pipe: &impl AsFd) -> io::Result<()> {
+    let mut poll = libc::pollfd { fd: pipe.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    loop {
+        // SAFETY: `poll` is one pollfd.
+        match unsafe { libc::poll(&mut poll, 1, -1) } {
+            -1 => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => (),
+                error => return Err(error),
+            },
+            _ => return Ok(()),
+        }
+    }
 }
 
 /// Idle time since boot, summed over CPUs.
@@ -326,21 +409,21 @@ fn cpus() -> f64 {
     std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64)
 }
 
-fn return_files(dir: &Path, prefix: &str, port: &Mutex<File>) -> io::Result<()> {
+fn return_files(dir: &Path, prefix: &str, line: &Line) -> io::Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
         let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
         let kind = entry.file_type()?;
         if kind.is_dir() {
-            return_files(&entry.path(), &format!("{name}/"), port)?;
+            return_files(&entry.path(), &format!("{name}/"), line)?;
         } else if kind.is_file() {
             let mut file = File::open(entry.path())?;
             let mut part = vec![0; 64 << 10];
             // An empty file is one empty part.
             loop {
                 let n = file.read(&mut part)?;
-                send(port, &Frame::File(name.clone(), part[..n].to_vec()))?;
+                line.send(&Frame::File(name.clone(), part[..n].to_vec()))?;
                 if n == 0 {
                     break;
                 }
