@@ -90,6 +90,10 @@ enum LabCommand {
         /// With `linux`: the guests' hosts [default: svm]
         #[arg(long = "bed", value_name = "BED")]
         hosts: Option<Emulated>,
+        /// With `live-update`: only the kernel of this base, which replaces itself [default: 7.2 and
+        /// 7.3 in turn]
+        #[arg(long, value_name = "BASE")]
+        base: Option<String>,
         /// With `fuzz`: how long all targets take together, as in 90s, 10m or 1h [default: 10m]
         #[arg(long, value_name = "TIME", value_parser = vellum_sys::keyvalue::duration)]
         time: Option<Duration>,
@@ -388,7 +392,7 @@ fn perform(what: LabCommand) -> Result<u8> {
         LabCommand::Guest { kernel, arch, vmlinux, dir } => done(make_guest(&kernel, arch, vmlinux, &dir)),
         LabCommand::Run { bed, host, out, command } => run(bed, host, &out, command),
         LabCommand::Shell { bed, host } => done(shell(bed, host)),
-        LabCommand::Test { bed, setup, full, loaded, prebuilt, npt, hosts, time, form, arguments } => {
+        LabCommand::Test { bed, setup, full, loaded, prebuilt, npt, hosts, base, time, form, arguments } => {
             test::run(test::Options {
                 bed,
                 setup,
@@ -397,6 +401,7 @@ fn perform(what: LabCommand) -> Result<u8> {
                 prebuilt,
                 npt,
                 hosts,
+                base,
                 time,
                 arguments,
                 form: form.output()?,

@@ -1,18 +1,22 @@
 //! Tests that go on in another kernel.
 //!
 //! `cargo lab test live-update` gives each such test a host of its own. When the test asks for
-//! another kernel ([`into`]), the host's first process starts that by kexec, and there runs the same
+//! another kernel ([`go_on`]), the host's first process starts that by kexec, and there runs the same
 //! test again from its beginning. [`past`] tells the test how far it is. All of the host's processes
 //! and its memory are lost, unless they were handed over. [`KEPT`] is on a disk and stays.
 
 use std::convert::Infallible;
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 
-use crate::Need;
+use crate::{Failed, Need};
 
 /// The directory that outlives the kernel.
 pub const KEPT: &str = "/kept";
+
+/// The next kernels, each in a file by its name.
+pub const KERNELS: &str = "/kept/kernels";
 
 /// The environment variable with the number of kexecs since the test's first start.
 pub const KEXECS: &str = "VELLUM_KEXECS";
@@ -38,6 +42,17 @@ pub fn past() -> u32 {
     std::env::var(KEXECS).ok().and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
+/// The kernel that is next: the host's kernels take turns, and the first is the one that it booted.
+pub fn next() -> io::Result<String> {
+    let names = fs::read_dir(KERNELS)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    let mut names = names.collect::<io::Result<Vec<_>>>()?;
+    names.sort();
+    match names.len() {
+        0 => Err(io::Error::other(format!("{KERNELS} has no kernel"))),
+        count => Ok(names.swap_remove((past() as usize + 1) % count)),
+    }
+}
+
 /// Loads the kernel `name`.
 pub fn load(name: &str) -> io::Result<()> {
     ask(&format!("load {name}"))
@@ -51,6 +66,14 @@ pub fn start() -> io::Result<Infallible> {
 /// Loads and starts the kernel `name`. Returns only if that fails.
 pub fn into(name: &str) -> io::Result<Infallible> {
     load(name).and_then(|()| start())
+}
+
+/// Goes on in the [`next`] kernel. Returns only if that fails, with the test's failure.
+pub fn go_on() -> Failed {
+    match next().and_then(|name| into(&name)) {
+        Ok(never) => match never {},
+        Err(error) => error.into(),
+    }
 }
 
 fn ask(request: &str) -> io::Result<()> {

@@ -13,13 +13,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-pub use support::kexec::{DONE, KEPT, KEXECS, SOCKET};
+pub use support::kexec::{DONE, KEPT, KERNELS, KEXECS, SOCKET};
 
 use super::{Request, disk};
 use crate::{Error, Result, tool};
-
-/// The kernels, on the disk.
-pub const KERNELS: &str = "/kept/kernels";
 
 /// The initramfs, on the disk.
 pub const INITRD: &str = "/kept/initrd";

@@ -242,7 +242,7 @@ fn documentation(options: &Options, tally: &mut Tally) -> Result<()> {
 }
 
 /// The tests in a libtest program's machine-readable list.
-fn list(command: &mut Command) -> Result<Vec<String>> {
+pub(super) fn list(command: &mut Command) -> Result<Vec<String>> {
     let text = tool::text(command.args(["--list", "--format", "terse"]))?;
     Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
 }

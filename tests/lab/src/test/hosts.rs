@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use support::hosts::EMULATED;
@@ -16,7 +17,7 @@ use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{HUGEPAGES, Options, TestHost, debuggers, here, setup};
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Kernel, files_below};
+use crate::artifacts::{self, Executable, Kernel, files_below};
 use crate::cache::Cache;
 use crate::hosts::guest::{self, Guest};
 use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, cloud, disk, svm};
@@ -393,6 +394,48 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
         outcome?;
     }
     Ok(())
+}
+
+/// The bases whose kernels replace each other in turn. A host boots the first.
+pub const REPLACED: [&str; 2] = ["7.2", "7.3"];
+
+/// A host for each test that goes on in another kernel.
+pub fn live_update(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
+    const HOST: &str = "live-update";
+    let cache = Cache::open()?;
+    let mut next = Vec::new();
+    for base in REPLACED {
+        let image = build::build(
+            &cache,
+            kernel::Base::named(if base == "7.3" { "7.2" } else { base })?,
+            &[],
+            Some(variants::LIVE_UPDATE),
+        )?; // LOCAL
+        next.push((base.to_owned(), image.file()));
+    }
+    tally.lap(HOST, "building kernels");
+    let guests = guests(&cache, Architecture::X86, true)?;
+    tally.lap(HOST, "making guests");
+    let mut tests = Vec::new();
+    for program in programs::built_for(Place::Replaced)? {
+        let names = here::list(Command::new(&program.path).args(&options.arguments))?;
+        tests.extend(names.into_iter().map(|test| (program.clone(), test)));
+    }
+    tally.lap(HOST, "building the test programs");
+    let job = |(npt, (program, test)): (bool, &(Executable, String))| {
+        let request = Request::new(HostKernel::Image(next[0].1.clone()));
+        let mut request = Request { next: next.clone(), ..for_linux(svm::HOST, request, npt) };
+        // Enough for a test that they are refused.
+        request.hugepages = 16;
+        request.time_limit = Duration::from_secs(60 * 60);
+        let work = Work::Test { program: program.clone(), test: test.clone(), guests: guests.clone() };
+        Job { name: format!("{HOST} {}", svm::HOST.mode(npt)), request, work }
+    };
+    Ok(modes(options)
+        .into_iter()
+        .flat_map(|npt| tests.iter().map(move |test| (npt, test)))
+        .map(job)
+        .collect())
 }
 
 /// The guests of every version, or of the oldest only.

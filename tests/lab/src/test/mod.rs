@@ -55,6 +55,8 @@ pub enum TestHost {
     Linux,
     /// Linux guests that move between two of them.
     Pair,
+    /// Linux guests, and others, that stay while their emulated host's kernel is replaced.
+    LiveUpdate,
     /// Every series in kernel-patches/.
     Kernels,
     /// The fuzz targets.
@@ -75,6 +77,7 @@ impl ValueEnum for TestHost {
                 .chain([
                     TestHost::Linux,
                     TestHost::Pair,
+                    TestHost::LiveUpdate,
                     TestHost::Kernels,
                     TestHost::Fuzz,
                     TestHost::Migration,
@@ -101,6 +104,11 @@ impl ValueEnum for TestHost {
             TestHost::Pair => (
                 "pair",
                 "Linux guests that move from an emulated AMD host with one kernel to one with another, and back; only when asked for"
+                    .into(),
+            ),
+            TestHost::LiveUpdate => (
+                "live-update",
+                "Guests that stay while the kernel of their emulated AMD host is replaced by kexec; builds two kernels, and runs only when asked for"
                     .into(),
             ),
             TestHost::Kernels => (
@@ -138,6 +146,8 @@ pub struct Options {
     pub npt: Option<bool>,
     /// The emulated hosts of [`TestHost::Linux`], if not svm's.
     pub hosts: Option<Emulated>,
+    /// The only base of [`TestHost::LiveUpdate`]'s kernels, or all.
+    pub base: Option<String>,
     /// Whether to run the slow tests too.
     pub full: bool,
     /// How often each local program runs under load, if asked for.
@@ -177,11 +187,18 @@ impl Options {
         if self.npt.is_some()
             && !matches!(
                 self.bed,
-                Some(TestHost::Emulated(_) | TestHost::Linux | TestHost::Pair | TestHost::Migration)
+                Some(
+                    TestHost::Emulated(_)
+                        | TestHost::Linux
+                        | TestHost::Pair
+                        | TestHost::LiveUpdate
+                        | TestHost::Migration
+                )
             )
         {
             return Err(Error::Usage(
-                "--npt chooses among emulated hosts: cargo lab test svm, linux, pair or migration".into(),
+                "--npt chooses among emulated hosts: cargo lab test svm, linux, pair, live-update or migration"
+                    .into(),
             ));
         }
         if self.hosts.is_some() && self.bed != Some(TestHost::Linux) {
@@ -191,6 +208,19 @@ impl Options {
         }
         if self.hosts.is_some_and(|bed| bed.architecture() != Architecture::X86) {
             return Err(Error::Usage("--bed: the Linux guests here are of x86-64; use svm or vmx".into()));
+        }
+        if let Some(base) = &self.base {
+            if self.bed != Some(TestHost::LiveUpdate) {
+                return Err(Error::Usage(
+                    "--base chooses the kernel that replaces itself: cargo lab test live-update".into(),
+                ));
+            }
+            if !hosts::REPLACED.contains(&base.as_str()) {
+                return Err(Error::Usage(format!(
+                    "--base {base}: {} are known here",
+                    hosts::REPLACED.join(" and ")
+                )));
+            }
         }
         if self.time.is_some() && self.bed != Some(TestHost::Fuzz) {
             return Err(Error::Usage(
@@ -202,7 +232,7 @@ impl Options {
             && matches!(self.bed, None | Some(TestHost::Kernels | TestHost::Pair))
         {
             return Err(Error::Usage(format!(
-                "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, fuzz, fleet or migration",
+                "-- {}: arguments are for the test programs of one bed: local, metal, svm, linux, live-update, fuzz, fleet or migration",
                 self.arguments.join(" ")
             )));
         }
@@ -216,7 +246,7 @@ fn needs(bed: Option<TestHost>, tool: &str) -> bool {
         None | Some(TestHost::Local | TestHost::Metal | TestHost::Migration) => true,
         Some(TestHost::Emulated(_) | TestHost::Linux | TestHost::Pair) => debuggers::TOOLS.contains(&tool),
         Some(TestHost::Fleet) => slurm::TOOLS.contains(&tool),
-        Some(TestHost::Kernels | TestHost::Fuzz) => false,
+        Some(TestHost::LiveUpdate | TestHost::Kernels | TestHost::Fuzz) => false,
     }
 }
 
@@ -276,6 +306,12 @@ fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
             jobs.extend(hosts::linux(options, tally)?);
         }
     }
+    if options.bed == Some(TestHost::LiveUpdate) {
+        let needs = [svm::HOST.programs(), kernel::PROGRAMS, &["mke2fs", "lz4", "zstd"]].concat();
+        if setup::packages(&needs, options.setup, "live-update", tally)? {
+            jobs.extend(hosts::live_update(options, tally)?);
+        }
+    }
     // A run without a bed builds for the other architecture and tests it briefly.
     if options.bed.is_none() && setup::packages(arm64::HOST.programs(), options.setup, "arm64", tally)? {
         jobs.push(hosts::short(arm64::HOST)?);
@@ -318,6 +354,7 @@ fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
                 prebuilt: None,
                 npt: options.npt,
                 hosts: None,
+                base: None,
                 full: false,
                 loaded: None,
                 time: None,

@@ -15,7 +15,7 @@ use crate::architecture::Architecture;
 use crate::artifacts::{Executable, Programs};
 use crate::cache::Cache;
 use crate::hosts::guest::Guest;
-use crate::hosts::wire::Frame;
+use crate::hosts::wire::{Frame, OUT_DIR};
 use crate::hosts::{self, HostKernel, Request};
 use crate::lanes::side_by_side;
 use crate::{Error, Result};
@@ -37,6 +37,8 @@ pub struct Job {
 pub enum Work {
     /// Test programs, each with these arguments, and their guests.
     Tests { programs: Vec<Executable>, guests: Vec<Made>, arguments: Vec<String> },
+    /// One test, which goes on in the host's next kernels, and its guests.
+    Test { program: Executable, test: String, guests: Vec<Made> },
     /// Commands, each with what it shows.
     Commands(Vec<(String, String)>),
 }
@@ -63,6 +65,9 @@ pub fn run(cache: &Cache, jobs: &[Job], tally: &mut Tally) -> Result<()> {
         match &job.work {
             Work::Tests { programs: tests, guests, arguments } => {
                 by_record(cache, programs, job, (tests, guests, arguments), &tally);
+            }
+            Work::Test { program, test, guests } => {
+                in_next_kernels(cache, programs, job, (program, test, guests), &tally);
             }
             Work::Commands(commands) => in_turn(cache, programs, job, commands, &tally),
         }
@@ -157,6 +162,45 @@ fn by_record(
     }
 }
 
+/// The record of a test that goes on in other kernels, among the files that outlive a kernel.
+const RECORD: &str = "record";
+
+/// Runs one test, without a laboratory in the host: each kernel starts the same test again.
+fn in_next_kernels(
+    cache: &Cache,
+    programs: &Programs,
+    job: &Job,
+    (program, test, guests): (&Executable, &str, &[Made]),
+    tally: &Mutex<&mut Tally>,
+) {
+    let name = &job.name;
+    let mut request = with_files(job.request.clone(), programs, std::slice::from_ref(program), guests);
+    request.commands.push([&format!("/tests/{}", program.name), "--exact", test].map(str::to_owned).to_vec());
+    request.env.push((record::VARIABLE.into(), format!("{OUT_DIR}/{RECORD}")));
+    let (mut rows, mut spans) = (Rows::default(), Spans::start());
+    let outcome = hosts::run(cache, programs, &request, |frame| match frame {
+        Frame::Stdout(bytes) | Frame::Stderr(bytes) => {
+            rows.push(bytes, |row| locked(tally).show(&format!("{name}: {test}: {row}")));
+        }
+        Frame::Boot(boot) => spans.ended(&format!("until {} is up", boot.kernel)),
+        Frame::Exit(_) => spans.ended(test),
+        _ => (),
+    });
+    let mut tally = locked(tally);
+    spans.tell(name, &mut tally);
+    match outcome {
+        Ok(outcome) => {
+            let lines = outcome.files.get(RECORD).map_or("".into(), |lines| String::from_utf8_lossy(lines));
+            tally.program(name, &program.name, &lines, outcome.code() == 0);
+        }
+        // A kernel that does not come up, or panics, fails the test.
+        Err(error) => {
+            eprintln!("lab: {name}: {test}: {error}");
+            tally.fail(name, &format!("{}::{test}", program.name));
+        }
+    }
+}
+
 /// Adds `tests` and `guests` to a host, and the command that runs them.
 fn with_tests(
     mut request: Request,
@@ -166,6 +210,16 @@ fn with_tests(
     arguments: &[String],
 ) -> Request {
     request.files.push((programs.lab.clone(), "/bin/lab".into()));
+    let mut request = with_files(request, programs, tests, guests);
+    let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
+    request.commands.push([&line[..], arguments].concat());
+    // In the host, standard output is the record. All other output goes to standard error.
+    request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
+    request
+}
+
+/// Adds the files of `tests` and `guests` to a host.
+fn with_files(mut request: Request, programs: &Programs, tests: &[Executable], guests: &[Made]) -> Request {
     // The tests find vellum at the path at which cargo built it.
     request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
     for test in tests {
@@ -184,10 +238,6 @@ fn with_tests(
             request.files.push((file.clone(), format!("/guests/{version}/{name}")));
         }
     }
-    let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
-    request.commands.push([&line[..], arguments].concat());
-    // In the host, standard output is the record. All other output goes to standard error.
-    request.env.push((record::VARIABLE.into(), "/proc/self/fd/1".into()));
     request
 }
 

@@ -26,6 +26,8 @@ pub enum Place {
     Linux,
     /// On this machine, where it boots emulated hosts.
     Emulated,
+    /// On emulated hosts whose kernel is replaced, one for each test.
+    Replaced,
 }
 
 /// The part of a Cargo.toml that is read.
@@ -56,6 +58,7 @@ struct Hosts {
     kvm: Vec<String>,
     linux: Vec<String>,
     emulated: Vec<String>,
+    replaced: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -77,9 +80,14 @@ pub fn places(manifest: &Path) -> Result<BTreeMap<String, Place>> {
 
 fn places_in(manifest: &str) -> std::result::Result<BTreeMap<String, Place>, String> {
     let Manifest { package, test } = toml::from_str(manifest).map_err(|error| error.to_string())?;
-    let Hosts { local, kvm, linux, emulated } = package.metadata.hosts;
-    let lists =
-        [(local, Place::Local), (kvm, Place::Kvm), (linux, Place::Linux), (emulated, Place::Emulated)];
+    let Hosts { local, kvm, linux, emulated, replaced } = package.metadata.hosts;
+    let lists = [
+        (local, Place::Local),
+        (kvm, Place::Kvm),
+        (linux, Place::Linux),
+        (emulated, Place::Emulated),
+        (replaced, Place::Replaced),
+    ];
     let mut places = BTreeMap::new();
     for (name, place) in
         lists.into_iter().flat_map(|(names, place)| names.into_iter().map(move |n| (n, place)))
@@ -199,7 +207,7 @@ mod tests {
             let places = places(&artifacts::workspace().join(package).join("Cargo.toml")).unwrap();
             all.extend(places.into_values());
         }
-        for place in [Place::Local, Place::Kvm, Place::Linux, Place::Emulated] {
+        for place in [Place::Local, Place::Kvm, Place::Linux, Place::Emulated, Place::Replaced] {
             assert!(all.contains(&place), "{place:?} has no program");
         }
     }

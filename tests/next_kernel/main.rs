@@ -1,0 +1,14 @@
+//! What outlives the kernel of a host (`support::kexec`).
+
+mod built_in;
+mod handover;
+
+use std::process::ExitCode;
+
+use support::Tests;
+
+support::vellum!();
+
+fn main() -> ExitCode {
+    Tests::from_args().run()
+}
