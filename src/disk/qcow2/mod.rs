@@ -110,7 +110,8 @@ fn access(
     backing: Option<File>,
     data: Option<Arc<Synced>>,
 ) -> Result<FormatAccess<ImageFile>, Error> {
-    let mut builder = Driver::builder(ImageFile::of(image, data.clone())).write(writable);
+    let mut builder =
+        Driver::builder(ImageFile::of(image, data.clone(), Some(header.cluster))).write(writable);
     builder = match (&header.backing, backing) {
         (None, None) => builder.backing(None),
         (Some(_), Some(backing)) => builder.backing(Some(Arc::new(backing_access(backing)?))),
@@ -119,7 +120,7 @@ fn access(
     };
     builder = match (header.data_file, data) {
         (false, None) => builder.data_file(None),
-        (true, Some(data)) => builder.data_file(Some(ImageFile::of(data, None))),
+        (true, Some(data)) => builder.data_file(Some(ImageFile::of(data, None, None))),
         (true, None) => return Err(Error::DataFile),
         (false, Some(_)) => return Err(Error::NoDataFile),
     };
@@ -425,6 +426,25 @@ mod tests {
             println!("clusters of {cluster} bytes, backing file: {has_backing}, data file: {has_data}");
             power::is_survived(again(vec![made, data]), &original, &begin, 150, &trace, &again);
         }
+    }
+
+    /// A refcount block in the header's cluster would have the offset 0, which means that there is
+    /// none.
+    #[test]
+    fn an_image_that_counts_its_header_as_free_keeps_its_header() {
+        let made = file(&[]);
+        Qcow2::create(made.try_clone().unwrap(), 1 << 20).unwrap();
+        let mut table = [0; 8];
+        made.read_exact_at(&mut table, 48).unwrap();
+        made.write_all_at(&[0; 8], u64::from_be_bytes(table)).unwrap();
+        let mut image = Qcow2::open(made.try_clone().unwrap(), true, Named::default()).unwrap();
+        for _ in 0..3 {
+            assert!(image.write_all_at(&[1; 512], 0).is_err());
+        }
+        drop(image);
+        let mut magic = [0; 4];
+        made.read_exact_at(&mut magic, 0).unwrap();
+        assert_eq!(magic, MAGIC);
     }
 
     /// imago flushes an image when it is dropped.
