@@ -55,8 +55,8 @@ pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
                  wrong"
             );
         } else {
-            let remedy = "use a target whose TSC is within 250 ppm of it, or one that scales TSCs, or let `vellum receive` there \
-                          allow the mismatch";
+            let remedy = "use a target whose TSC is within 250 ppm of it, or one that scales TSCs, or allow the mismatch there: \
+                          --tsc-mismatch allow";
             found.push(misfit("TSC", &format!("{theirs} kHz"), &format!("{ours} kHz"), remedy));
         }
     }

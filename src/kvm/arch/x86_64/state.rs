@@ -202,8 +202,11 @@ impl State {
         if khz == here {
             return Ok(here);
         }
-        match tsc_fits(khz, here, context.scales_tsc) {
-            Ok(()) => call("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(khz)).map(|()| khz),
+        // KVM compares it with what the host's kernel takes for the frequency now. It reports what it
+        // was when the module was loaded, before the kernel had refined it.
+        let fits = tsc_fits(khz, here, context.scales_tsc);
+        match fits.and_then(|()| call("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(khz))) {
+            Ok(()) => Ok(khz),
             Err(_) if context.allows_other_tsc => Ok(vcpu.set_tsc_khz(khz).map_or(here, |()| khz)),
             Err(error) => Err(error),
         }
