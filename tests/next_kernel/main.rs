@@ -1,7 +1,7 @@
 //! What outlives the kernel of a host (`support::kexec`).
 
-mod built_in;
 mod handover;
+mod machines;
 
 use std::process::ExitCode;
 
