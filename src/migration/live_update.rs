@@ -27,6 +27,12 @@ use vellum_control::ChildDevice;
 use vellum_sys::mmap::{PAGE_SIZE, memfd};
 use vellum_sys::{file, pagemap, random};
 
+/// The name of the kernel's session for what the user calls `name`. It has the version, so that a
+/// Vellum of another version does not retrieve it: a session that is retrieved and closed is lost.
+pub fn session(name: &str) -> String {
+    format!("{name}.v{VERSION}")
+}
+
 /// The token of the record.
 pub const RECORD: u64 = 0;
 

@@ -281,7 +281,10 @@ fn session(
     saved: &[Own],
     change: impl FnOnce(&mut List, &mut Vec<usize>),
 ) -> Result<(Session, File), Failed> {
-    let session = Orchestrator::open()?.create(name)?;
+    let session = Orchestrator::open()?.create(&match name {
+        "version" => format!("{name}.v{}", live_update::VERSION + 1),
+        _ => live_update::session(name),
+    })?;
     let mut list =
         List { vellum: "test".into(), machines: saved.iter().map(|own| own.saved.clone()).collect() };
     let mut order: Vec<usize> = (0..saved.len()).collect();
@@ -323,7 +326,6 @@ fn what_is_damaged_is_refused_and_never_run() -> Result<(), Failed> {
             use std::os::unix::fs::FileExt;
             match name {
                 "record" => record.write_all_at(b"\0", 60)?,
-                "version" => record.write_all_at(b"2", "vellum-live-update ".len() as u64)?,
                 _ => {}
             }
             held.push((session, saved));
@@ -331,13 +333,16 @@ fn what_is_damaged_is_refused_and_never_run() -> Result<(), Failed> {
         return Err(kexec::go_on());
     }
     for (name, status, says) in [
-        ("swapped", 1, "the memory that came under its token is not its own"),
-        ("missing", 1, "the memory of missing-b was not handed over (token 2)"),
+        ("swapped", 1, "swapped-a is lost: the memory that came under its token is not its own"),
+        ("missing", 1, "missing-b is lost: No such file or directory"),
         ("record", 2, "the checksum of its list is wrong; it is damaged"),
-        ("version", 2, "version 2: this program reads 1"),
+        ("version", 2, "a Vellum with another format of saved machines has saved it"),
     ] {
-        refuses(&env, &format!("live-update restore --session {name}"), status, says)?;
+        refuses(&env, &restore(&format!("--session {name}")), status, says)?;
     }
+    // It was not retrieved. A Vellum of its version could.
+    Orchestrator::open()?.retrieve(&format!("version.v{}", live_update::VERSION + 1))?;
+    ensure(env.standing("missing-a").is_some(), || "one that is lost has taken another with it".into())?;
     let output = env.vellum(&restore("--session state"))?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let is_told = said.contains("it is damaged; kept: state-a");

@@ -93,6 +93,8 @@ struct Keeper {
     retrieved_us: u64,
     record: File,
     kept: Vec<Kept>,
+    /// Why machines are lost, by their names. Each is told once.
+    lost: Vec<(String, String)>,
 }
 
 /// Runs the keeper of `session`. It sends a byte on the descriptor of the list when it listens.
@@ -104,7 +106,7 @@ pub(super) fn run(session: &str, list: RawFd) -> Result<Exit, Failure> {
     let mut keeper = Keeper::open(session)?;
     let listener = Listener::bind(&socket(session)?).map_err(Failure::host)?;
     UnixStream::from(waits).write_all(&[1]).map_err(Failure::host)?;
-    while !keeper.kept.is_empty() {
+    while !keeper.kept.is_empty() || !keeper.lost.is_empty() {
         let mut poll = Poll::default();
         poll.readable(&listener);
         // An interrupt is meant for the client. A termination ends the machines that have not run.
@@ -126,9 +128,10 @@ pub(super) fn run(session: &str, list: RawFd) -> Result<Exit, Failure> {
 impl Keeper {
     /// Retrieves everything.
     fn open(name: &str) -> Result<Self, Failure> {
-        let session = orchestrator()?.retrieve(name).map_err(|error| match error.raw_os_error() {
+        let session = orchestrator()?.retrieve(&live_update::session(name)).map_err(|error| match error.raw_os_error() {
             Some(libc::ENOENT) => Failure::ended(Exit::NotRun, format!(
-                "--session {name}: the last kernel has handed over no such session, or it was restored already"
+                "--session {name}: the last kernel has handed over no such session, or it was restored already, or a Vellum with another format of \
+                     saved machines has saved it"
             )),
             Some(libc::EINVAL) => {
                 Failure::usage(format!("--session {name}: another process has it; restore it as that user"))
@@ -136,22 +139,21 @@ impl Keeper {
             _ => Failure::host(format!("--session {name}: {error}")),
         })?;
         let start = Instant::now();
-        let retrieved = |token: u64, what: &str| {
-            session
-                .retrieved(token)
-                .map_err(|error| Failure::host(format!("{what} (token {token}): {error}")))
-        };
-        let record = retrieved(RECORD, "the state of the machines was not handed over")?;
+        let record = session.retrieved(RECORD).map_err(|error| {
+            Failure::host(format!("--session {name}: the state of its machines was not handed over: {error}"))
+        })?;
         let list = live_update::read(&record).map_err(failure)?;
-        let mut kept = Vec::with_capacity(list.machines.len());
+        let (mut kept, mut lost) = (Vec::with_capacity(list.machines.len()), Vec::new());
         for (at, saved) in list.machines.into_iter().enumerate() {
-            let what = format!("the memory of {} was not handed over", saved.name);
-            let ram = retrieved(live_update::token(at), &what)?;
-            saved.check(&ram).map_err(|why| Failure::host(format!("{}: {why}", saved.name)))?;
-            kept.push(Kept { saved, ram });
+            let ram = session.retrieved(live_update::token(at)).map_err(|error| error.to_string());
+            match ram.and_then(|ram| saved.check(&ram).map(|()| ram)) {
+                Ok(ram) => kept.push(Kept { saved, ram }),
+                // The others are not lost with it.
+                Err(why) => lost.push((saved.name, why)),
+            }
         }
         let retrieved_us = start.elapsed().as_micros() as u64;
-        Ok(Self { session, retrieved_us, record, kept })
+        Ok(Self { session, retrieved_us, record, kept, lost })
     }
 
     /// Serves one client.
@@ -182,8 +184,12 @@ impl Keeper {
             Request::Restore { machine, .. } | Request::List { machine } => machine.clone(),
             Request::GiveUp { machine } => Some(machine.clone()),
         };
-        let is_meant = |kept: &Kept| named.as_ref().is_none_or(|name| *name == kept.saved.name);
-        if !self.kept.iter().any(is_meant) {
+        let is_meant = |name: &str| named.as_ref().is_none_or(|named| named == name);
+        let lost = self.lost.extract_if(.., |(name, _)| is_meant(name));
+        let mut answers: Vec<Answer> = lost
+            .map(|(name, why)| Answer::Failed { why: format!("{name} is lost: {why}"), usage: false })
+            .collect();
+        if answers.is_empty() && !self.kept.iter().any(|kept| is_meant(&kept.saved.name)) {
             let names: Vec<_> = self.kept.iter().map(|kept| kept.saved.name.as_str()).collect();
             let why = format!(
                 "{}: no machine of this name is kept; these are: {}",
@@ -193,7 +199,7 @@ impl Keeper {
             return vec![Answer::Failed { why, usage: true }];
         }
         let (meant, others): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.kept).into_iter().partition(is_meant);
+            std::mem::take(&mut self.kept).into_iter().partition(|kept: &Kept| is_meant(&kept.saved.name));
         self.kept = others;
         match request {
             Request::List { .. } => {
@@ -201,12 +207,11 @@ impl Keeper {
                     name: kept.saved.name.clone(),
                     line: kept.saved.line.join(" "),
                 };
-                let answers = meant.iter().map(line).collect();
+                answers.extend(meant.iter().map(line));
                 self.kept.extend(meant);
-                answers
             }
             Request::GiveUp { .. } => {
-                meant.into_iter().map(|kept| Answer::GivenUp { name: kept.saved.name }).collect()
+                answers.extend(meant.into_iter().map(|kept| Answer::GivenUp { name: kept.saved.name }));
             }
             Request::Restore { words, .. } => {
                 let started: Vec<_> = meant
@@ -216,9 +221,12 @@ impl Keeper {
                         (kept, started)
                     })
                     .collect();
-                started.into_iter().map(|(kept, started)| self.settle(kept, started)).collect()
+                for (kept, started) in started {
+                    answers.push(self.settle(kept, started));
+                }
             }
         }
+        answers
     }
 
     /// Starts the process of a machine.

@@ -7,6 +7,8 @@ mod restore;
 mod save;
 mod status;
 
+use std::path::Path;
+
 use clap::{Args, Subcommand};
 
 use super::failure::Failure;
@@ -53,9 +55,20 @@ pub fn run(args: LiveUpdateArgs) -> Result<Exit, Failure> {
 /// Parses a session's name. It is part of a file's name too.
 fn session(text: &str) -> Result<String, String> {
     let sound = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-    match !text.is_empty() && text.len() <= MAX_NAME && text.bytes().all(sound) {
+    // The kernel's name of it is a little longer.
+    const MAX: usize = MAX_NAME - 8;
+    match !text.is_empty() && text.len() <= MAX && text.bytes().all(sound) {
         true => Ok(text.into()),
-        false => Err(format!("1 to {MAX_NAME} letters, digits, - and _ are a session's name")),
+        false => Err(format!("1 to {MAX} letters, digits, - and _ are a session's name")),
+    }
+}
+
+/// Reads a kernel image or an initial RAM disk.
+fn read_image(path: &Path) -> Result<Vec<u8>, String> {
+    let about = std::fs::metadata(path).map_err(|error| error.to_string())?;
+    match about.is_file() {
+        true => std::fs::read(path).map_err(|error| error.to_string()),
+        false => Err("not a file".into()),
     }
 }
 

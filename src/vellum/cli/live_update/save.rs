@@ -23,7 +23,7 @@ use super::super::failure::Failure;
 use super::super::line::VERSION;
 use super::super::output::{print, say};
 use super::super::upgrade::borrow;
-use super::{SESSION, orchestrator, session};
+use super::{SESSION, orchestrator, read_image, session};
 use vellum_control::client::Client;
 use vellum_control::{ChildDevice, Do, Event, Status, names};
 use vellum_devices::virtio::blk;
@@ -111,7 +111,7 @@ pub fn run(args: &SaveArgs) -> Result<Exit, Failure> {
         .iter()
         .map(|(name, path)| Machine::check(name, path))
         .collect::<Result<Vec<_>, _>>()?;
-    let session = opened.create(&args.session).map_err(|error| match error.raw_os_error() {
+    let session = opened.create(&live_update::session(&args.session)).map_err(|error| match error.raw_os_error() {
         Some(libc::EEXIST) => Failure::usage(format!(
             "--session {}: a session of this name is there already: end the process that holds it, or choose another name",
             args.session
@@ -172,7 +172,7 @@ fn check_kernel(next: &Path) -> Result<(), String> {
     let here = Versions::running().map_err(|why| {
         format!("what the running kernel hands over cannot be told ({why}); it takes CONFIG_KEXEC_HANDOVER_DEBUGFS, and debugfs mounted")
     })?;
-    let image = std::fs::read(next).map_err(|error| error.to_string())?;
+    let image = read_image(next)?;
     let image = unpacked(&image).unwrap_or(image);
     here.differences(&Versions::within(&image)).map_or(Ok(()), Err)
 }
@@ -389,7 +389,11 @@ impl Held {
             std::fs::write(path, times.to_string())
                 .map_err(|error| Failure::usage(format!("--json {}: {error}", path.display())))?;
         }
-        told += &format!("session {}: kexec now, or end this process and they run on\n", args.session);
+        let (session, own) = (&args.session, std::process::id());
+        told += &match &args.hand_over {
+            Some(path) => format!("session {session}: it goes to {}\n", path.display()),
+            None => format!("session {session}: kexec now, or end process {own}, and they run on\n"),
+        };
         print(told)?;
         if let Some(path) = &args.hand_over {
             return self.hand_over(path);

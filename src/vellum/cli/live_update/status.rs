@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::super::failure::Failure;
 use super::super::output::print;
-use super::{SESSION, keeper, session};
+use super::{SESSION, keeper, read_image, session};
 use vellum_host::doctor::CheckVerdict;
 use vellum_host::live_update;
 use vellum_kvm::vm::lifecycle::Exit;
@@ -60,9 +60,8 @@ pub fn run(args: &StatusArgs) -> Result<Exit, Failure> {
 
 /// Why a kernel and its initial RAM disk do not fit into the scratch area, if they do not.
 fn misfit(kernel: &Path, initrd: Option<&Path>) -> Result<Option<String>, Failure> {
-    let read = |path: &Path| {
-        std::fs::read(path).map_err(|error| Failure::usage(format!("{}: {error}", path.display())))
-    };
+    let read =
+        |path: &Path| read_image(path).map_err(|why| Failure::usage(format!("{}: {why}", path.display())));
     let scratch = live_update::scratch().ok_or_else(|| {
         Failure::host("the scratch area's size is in debugfs: it takes CONFIG_KEXEC_HANDOVER_DEBUGFS, and debugfs mounted")
     })?;
