@@ -3,6 +3,7 @@
 
 use std::fs::{self, File};
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -323,10 +324,8 @@ fn what_is_damaged_is_refused_and_never_run() -> Result<(), Failed> {
                 "state" => list.machines[0].point.state_crc ^= 1,
                 _ => {}
             })?;
-            use std::os::unix::fs::FileExt;
-            match name {
-                "record" => record.write_all_at(b"\0", 60)?,
-                _ => {}
+            if name == "record" {
+                record.write_all_at(b"\0", 60)?;
             }
             held.push((session, saved));
         }
