@@ -81,7 +81,8 @@ impl Bits {
         self.0.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
     }
 
-    /// The first run of pages in `pages` whose bits are set.
+    /// The first run of pages in `pages` whose bits are set. It is never empty, even if other threads
+    /// clear bits meanwhile.
     pub(crate) fn first_run(&self, pages: Range<u64>) -> Option<Range<u64>> {
         self.first_run_of(pages, u64::MAX)
     }
@@ -90,7 +91,8 @@ impl Bits {
     pub(crate) fn first_run_of(&self, pages: Range<u64>, most: u64) -> Option<Range<u64>> {
         let start = self.first(pages.clone(), 0)?;
         let end = pages.end.min(start.saturating_add(most));
-        Some(start..self.first(start..end, u64::MAX).unwrap_or(end))
+        // Another thread may have cleared the first bit meanwhile. It was set, so the run has its page.
+        Some(start..self.first(start + 1..end, u64::MAX).unwrap_or(end))
     }
 
     /// The first of `pages` whose bit differs from `same`, which is all zeroes or all ones.
@@ -119,6 +121,8 @@ fn each_word(pages: Range<u64>, mut each: impl FnMut(usize, u64)) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
 
     #[test]
@@ -140,5 +144,23 @@ mod tests {
         assert_eq!(bits.first_run(200..299), None);
         assert_eq!(bits.first_run_of(60..300, 8), Some(60..64));
         assert_eq!(bits.first_run_of(64..300, 8), Some(70..78));
+    }
+
+    /// Two connections may bring the same page. With an empty run, UFFDIO_COPY would fail.
+    #[test]
+    fn a_run_has_a_page_although_others_clear_it() {
+        let (bits, done) = (Bits::new(64), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    bits.set(5..6);
+                    bits.clear(5..6);
+                }
+            });
+            let runs = std::iter::repeat_with(|| bits.first_run(0..64)).flatten();
+            let empty = runs.take(100_000).filter(Range::is_empty).count();
+            done.store(true, Ordering::Relaxed);
+            assert_eq!(empty, 0);
+        });
     }
 }
