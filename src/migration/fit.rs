@@ -55,8 +55,7 @@ pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
                  wrong"
             );
         } else {
-            let remedy = "use a target whose TSC is within 250 ppm of it, or one that scales TSCs, or allow the mismatch there: \
-                          --tsc-mismatch allow";
+            let remedy = "use a target whose TSC is within 250 ppm of it, or one that scales TSCs, or allow the mismatch there";
             found.push(misfit("TSC", &format!("{theirs} kHz"), &format!("{ours} kHz"), remedy));
         }
     }
