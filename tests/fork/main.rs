@@ -2,13 +2,12 @@
 //! end, built-in guests report whether each page has what they wrote, both the forks and the
 //! machine that was forked.
 
-use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output};
 
-use serde_json::Value;
 use support::env::{Machine, TestEnv, process};
 use support::hosts::kvm;
+use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Tests, ensure, eventually, is_caught};
 
 mod devices;
@@ -52,7 +51,7 @@ impl Forked<'_> {
     fn end(self) -> Result<bool, Failed> {
         self.env.ctl(&format!("{} stop", self.name))?;
         self.is_over()?;
-        is_right(&self.json())
+        every_page_is_right(&self.json())
     }
 
     /// Ends the fork, whose pages must all be right.
@@ -80,18 +79,6 @@ fn fork_one<'a>(env: &'a TestEnv, from: &str, name: &str) -> Result<Forked<'a>, 
     let json = env.path(&format!("{name}.json"));
     let more = format!("--name {name} --json {}", json.display());
     fork(env, from, &more)?.pop().ok_or_else(|| "no machine was forked".into())
-}
-
-/// Reads the result of a built-in guest that has ended. Returns whether all of its pages are right.
-fn is_right(path: &PathBuf) -> Result<bool, Failed> {
-    let text = fs::read_to_string(path)?;
-    let result: Value = serde_json::from_str(&text)?;
-    let figure = |name: &str| {
-        let figures = result["figures"].as_array()?;
-        figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
-    };
-    ensure(figure("pages_checked") > Some(0.0), || text.clone())?;
-    Ok(figure("wrong_stamps") == Some(0.0))
 }
 
 fn stop(env: &TestEnv, name: &str, machine: Machine) -> Result<Output, Failed> {

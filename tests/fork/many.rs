@@ -8,9 +8,10 @@ use std::process::{Command, Stdio};
 
 use support::env::{TestEnv, children, process};
 use support::hosts::{kvm, real};
+use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Random, ensure, eventually, test};
 
-use crate::{Forked, WRITE, fork, fork_one, is_right, stops_right, times};
+use crate::{Forked, WRITE, fork, fork_one, stops_right, times};
 
 /// Many forks at once: each is a machine of its own, and is listed.
 #[test(real())]
@@ -84,7 +85,7 @@ fn clients_at_once_are_answered() -> Result<(), Failed> {
             ensure(own == log, || format!("{} writes to another file", forked.name))?;
             env.ctl(&format!("{} stop", forked.name))?;
             forked.is_over()?;
-            ensure(is_right(&json)?, || format!("{} has a page that is wrong", forked.name))?;
+            ensure(every_page_is_right(&json)?, || format!("{} has a page that is wrong", forked.name))?;
         }
         eventually(LIMIT, "nothing is left", || Ok((files()? == ["one.sock", "two.sock"]).then_some(())))?;
     }

@@ -5,11 +5,12 @@ use std::path::Path;
 
 use support::env::TestEnv;
 use support::hosts::{huge_files, huge_pages, kvm, real};
+use support::results::every_page_is_right;
 use support::{Failed, ensure, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
-use crate::{VELLUM, WRITE, fork_one, is_right, says, stops_right, writes_throughout};
+use crate::{VELLUM, WRITE, fork_one, says, stops_right, writes_throughout};
 
 #[test(kvm())]
 fn one_vcpu_writes_throughout() -> Result<(), Failed> {
@@ -107,7 +108,7 @@ fn are_right(env: &TestEnv, dir: &Path, points: u32) -> Result<(), Failed> {
         let again =
             env.restore("again", &format!("{} --at {point} --json {}", dir.display(), json.display()))?;
         stops_right(env, "again", again)?;
-        ensure(is_right(&json)?, || format!("point {point} is wrong"))?;
+        ensure(every_page_is_right(&json)?, || format!("point {point} is wrong"))?;
     }
     Ok(())
 }
@@ -225,7 +226,7 @@ fn move_and_are_saved(backing: &str) -> Result<(), Failed> {
             let host = format!("{} --memory {how} --json {}", dir.display(), json.display());
             let again = env.restore("again", &host)?;
             stops_right(&env, "again", again)?;
-            ensure(is_right(&json)?, || format!("{name}, restored {how}, is wrong"))?;
+            ensure(every_page_is_right(&json)?, || format!("{name}, restored {how}, is wrong"))?;
             fs::remove_file(&json)?;
         }
         let last = format!("{name}2");
@@ -236,7 +237,7 @@ fn move_and_are_saved(backing: &str) -> Result<(), Failed> {
             machine.end()?;
         }
         stops_right(&env, &last, target)?;
-        ensure(is_right(&env.path("moved.json"))?, || format!("{name}, moved, is wrong"))?;
+        ensure(every_page_is_right(&env.path("moved.json"))?, || format!("{name}, moved, is wrong"))?;
     }
     there.is_over()
 }

@@ -10,12 +10,13 @@ mod reader;
 mod stream;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 
 use serde_json::Value;
 use support::env::{Machine, TestEnv};
 use support::hosts::{kvm, real};
+use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test, tools};
 use vellum_judge::image::{Format, image};
 use vellum_judge::read::{Log, Verdict, read};
@@ -222,12 +223,8 @@ fn built_in_migrates(mode: &str) -> Result<(), Failed> {
     right(&json)
 }
 
-fn right(json: &PathBuf) -> Result<(), Failed> {
-    let result: Value = serde_json::from_slice(&fs::read(json)?)?;
-    let figures = result["figures"].as_array().ok_or("no figures")?;
-    let wrong =
-        figures.iter().find(|figure| figure["name"] == "wrong_stamps").ok_or("nothing was checked")?;
-    ensure(wrong["value"].as_f64() == Some(0.0), || format!("{wrong}"))
+fn right(json: &Path) -> Result<(), Failed> {
+    ensure(every_page_is_right(json)?, || format!("{}: a page is wrong", json.display()))
 }
 
 #[test(boots())]

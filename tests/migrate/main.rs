@@ -34,13 +34,14 @@ mod verify;
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 
 use serde_json::Value;
 use support::env::{Machine, Process, TestEnv};
 use support::guests::Code;
 use support::hosts::{kvm, real};
+use support::results;
 use support::{Failed, LIMIT, Tests, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
@@ -76,18 +77,9 @@ fn succeeds(output: &Output) -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))
 }
 
-fn figure(result: &Value, name: &str) -> Option<f64> {
-    let figures = result["figures"].as_array()?;
-    figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
-}
-
 /// Checks the result of a built-in guest that has ended: there were pages, and all were right.
-fn every_page_is_right(path: &PathBuf) -> Result<(), Failed> {
-    let text = fs::read_to_string(path)?;
-    let result: Value = serde_json::from_str(&text)?;
-    let (checked, wrong) = (figure(&result, "pages_checked"), figure(&result, "wrong_stamps"));
-    let right = checked.is_some_and(|pages| pages > 0.0) && wrong == Some(0.0);
-    ensure(right, || format!("{checked:?} pages, {wrong:?} wrong: {text}"))
+fn every_page_is_right(path: &Path) -> Result<(), Failed> {
+    ensure(results::every_page_is_right(path)?, || format!("{}: a page is wrong", path.display()))
 }
 
 /// The KiB of `name` in a line of /proc.

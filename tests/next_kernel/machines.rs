@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde_json::Value;
 use support::env::{TestEnv, process};
 use support::kexec::{self, KEPT};
+use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Random, ensure, eventually, test};
 use vellum_control::client::Client;
 use vellum_control::{Do, Event};
@@ -70,14 +71,7 @@ fn is_right(env: &TestEnv, name: &str) -> Result<bool, Failed> {
     let pid = status["pid"].as_u64().ok_or("no process")? as u32;
     env.ctl(&format!("{name} stop"))?;
     eventually(LIMIT, "its process ends", || Ok(process(pid).is_none().then_some(())))?;
-    let text = fs::read_to_string(kept(&format!("{name}.json")))?;
-    let result: Value = serde_json::from_str(&text)?;
-    let figure = |name: &str| {
-        let figures = result["figures"].as_array()?;
-        figures.iter().find(|figure| figure["name"] == name)?["value"].as_f64()
-    };
-    ensure(figure("pages_checked") > Some(0.0), || text.clone())?;
-    Ok(figure("wrong_stamps") == Some(0.0))
+    every_page_is_right(&kept(&format!("{name}.json")))
 }
 
 /// Saves all machines, and starts the next kernel.

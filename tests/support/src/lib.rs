@@ -20,6 +20,7 @@ pub mod pc;
 pub mod perf;
 mod random;
 pub mod record;
+pub mod results;
 mod scratch;
 pub mod share;
 mod signals;
