@@ -64,14 +64,17 @@ pub struct SaveArgs {
     #[arg(long, value_name = "FILE")]
     kernel: Option<PathBuf>,
 
-    /// Return when all is saved, and leave a process behind that keeps it so. Otherwise this process
-    /// does, in the foreground
-    #[arg(long, conflicts_with = "hand_over")]
+    /// Keep it saved by this process, in the foreground, until the kexec: the default
+    #[arg(id = "hold", long)]
+    _hold: bool,
+
+    /// Return when all is saved, and leave a process behind that keeps it so
+    #[arg(long, conflicts_with_all = ["hold", "hand_over"])]
     detach: bool,
 
     /// Send what keeps the machines saved to the unix socket at this path, and return: the session's
     /// descriptor first, then a connection to each machine. To undo it, close them in this order
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", conflicts_with = "hold")]
     hand_over: Option<PathBuf>,
 
     /// Write as JSON how long each step took
