@@ -13,7 +13,7 @@ use vellum_sys::host::kernel_release;
 use vellum_sys::liveupdate::DEVICE;
 
 /// The parameters that both kernels take.
-pub const PARAMETERS: [&str; 2] = ["kho=on", "liveupdate=on"];
+const PARAMETERS: [&str; 2] = ["kho=on", "liveupdate=on"];
 
 /// What kernels hand over, by the names in their images.
 const FORMATS: [&str; 3] = ["kho", "luo", "memfd"];

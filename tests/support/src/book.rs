@@ -364,6 +364,18 @@ pub const PAGES: &[Page] = &[
         ]
     ),
     page!(
+        "how-to/live-update",
+        Nowhere,
+        &[],
+        &[
+            ("vellum live-update…", Nothing("needs a kernel that hands memory over: tests/next_kernel")),
+            ("kexec…", Nothing(OTHER_PROGRAM)),
+            ("cp resources/systemd…", Nothing("installs what a host with systemd has")),
+            ("systemctl…", Nothing(OTHER_PROGRAM)),
+            ("cargo lab test live-update…", Nothing(LAB)),
+        ]
+    ),
+    page!(
         "how-to/upgrade",
         Slow,
         &["ln -s bin/vellum vellum"],

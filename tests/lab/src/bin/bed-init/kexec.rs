@@ -81,6 +81,12 @@ fn answer(
     connection.write_all(answer.as_bytes())
 }
 
+/// kexec_file_load(2). For musl on Arm, libc lacks the number (include/uapi/asm-generic/unistd.h).
+#[cfg(target_arch = "x86_64")]
+const KEXEC_FILE_LOAD: libc::c_long = libc::SYS_kexec_file_load;
+#[cfg(target_arch = "aarch64")]
+const KEXEC_FILE_LOAD: libc::c_long = 294;
+
 /// Loads the kernel `name`, with this host's own initramfs.
 fn load(name: &str, command_line: &str) -> io::Result<()> {
     let kernel = format!("{KERNELS}/{name}");
@@ -92,7 +98,7 @@ fn load(name: &str, command_line: &str) -> io::Result<()> {
     // SAFETY: the descriptors are open, and the command line has `length` bytes with its NUL.
     let result = unsafe {
         libc::syscall(
-            libc::SYS_kexec_file_load,
+            KEXEC_FILE_LOAD,
             kernel.as_raw_fd(),
             initrd.as_raw_fd(),
             length,
