@@ -101,11 +101,6 @@ impl Orchestrator {
 }
 
 impl Session {
-    /// The session of this descriptor, which another process may have created.
-    pub fn new(descriptor: OwnedFd) -> Self {
-        Self(descriptor)
-    }
-
     /// Preserves the file of a descriptor under a token, which no other file of the session has. A
     /// memfd gets pages for its holes, and its size can no longer change.
     ///

@@ -98,17 +98,13 @@ pub enum Mistake {
     ClockSetBack,
     /// The timers of local APICs are restored as if they had expired, without their interrupt.
     TimerLost,
-    /// The memory of two machines of a live update is preserved under each other's token.
-    TokensSwapped,
     /// A page is written after a machine was saved for a live update.
     PageAfterSave,
-    /// The clocks of a machine stand still across a live update, although they are to advance.
-    ClockNotMoved,
 }
 
 impl Mistake {
     /// The mistakes by the names that `VARIABLE` takes.
-    pub const NAMES: [(&str, Self); 40] = [
+    pub const NAMES: [(&str, Self); 38] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -146,9 +142,7 @@ impl Mistake {
         ("devices-ahead", Self::DevicesAhead),
         ("clock-set-back", Self::ClockSetBack),
         ("timer-lost", Self::TimerLost),
-        ("tokens-swapped", Self::TokensSwapped),
         ("page-after-save", Self::PageAfterSave),
-        ("clock-not-moved", Self::ClockNotMoved),
     ];
 }
 

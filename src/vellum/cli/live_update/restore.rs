@@ -33,7 +33,6 @@ use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
-use vellum_sys::plant::{self, Mistake};
 
 /// Run the machines that were saved before the kexec
 #[derive(Debug, Args)]
@@ -145,8 +144,8 @@ fn be(args: RestoreArgs, list: RawFd) -> Result<Exit, Failure> {
     let forked = Forked { point, files: Files { ram, map, state, clones: Vec::new() }, base };
     let preserved = loading::Preserved { forked, flag: CommitFlag::new(own(flag)?).map_err(Failure::host)? };
     let meanwhile = match args.clock {
-        Clock::Advance if !plant::is(Mistake::ClockNotMoved) => ClockPolicy::Passes,
-        Clock::Advance | Clock::StandStill => ClockPolicy::Stands,
+        Clock::Advance => ClockPolicy::Passes,
+        Clock::StandStill => ClockPolicy::Stands,
     };
     let listen = Listen::Preserved(Preserved {
         preserved: Box::new(preserved),

@@ -38,7 +38,6 @@ use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::file::{path_of, taken};
 use vellum_sys::liveupdate::Session;
 use vellum_sys::mmap::memfd;
-use vellum_sys::plant::{self, Mistake};
 use vellum_sys::poll::Poll;
 use vellum_sys::program::detached_with;
 use vellum_sys::{file, signal, socket};
@@ -354,14 +353,10 @@ impl Held {
             begun.push(machine.begin()?);
         }
         check_room(&self.machines, &begun)?;
-        let mut tokens: Vec<u64> = (0..begun.len()).map(live_update::token).collect();
-        if plant::is(Mistake::TokensSwapped) {
-            tokens.reverse();
-        }
         let mut preserve_us = Vec::new();
-        for ((machine, (memory, ..)), token) in self.machines.iter().zip(&begun).zip(tokens) {
+        for (at, (machine, (memory, ..))) in self.machines.iter().zip(&begun).enumerate() {
             let start = Instant::now();
-            let preserved = self.session.preserve(memory, token);
+            let preserved = self.session.preserve(memory, live_update::token(at));
             preserve_us.push(start.elapsed().as_micros() as u64);
             preserved.map_err(|error| not_preserved(&format!("the memory of {}", machine.name), &error))?;
         }
