@@ -264,7 +264,8 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
     if !POSSIBLE {
         return Ok(Completion::ignored_with(IMPOSSIBLE));
     }
-    // Whether a request ends between the last look at its buffer and the end depends on timing.
+    // Whether a request ends between the last look at its buffer and the end depends on timing. A
+    // ring whose end was lost says that the disk did not answer.
     eventually(LIMIT, "a device's write is lost and named", || {
         let env = TestEnv::planted(Some("vmm-writes-left-out"))?;
         ends(moves(&env, "--downtime 1s --timeout 10s,then=force")?, 0)?;
@@ -272,7 +273,7 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
         let named = log
             .faults
             .iter()
-            .any(|fault| ["disk-data", "disk-ring"].contains(&fault.kind) && fault.address >= 1 << 20);
+            .any(|fault| ["disk-data", "disk-ring", "disk-lost"].contains(&fault.kind) && fault.address >= 1 << 20);
         ensure(named == (log.verdict() == Verdict::Lost), || format!("{log:?}"))?;
         Ok(named.then_some(()))
     })?;
