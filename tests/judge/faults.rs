@@ -270,10 +270,9 @@ fn what_a_device_writes_and_a_migration_loses_is_named() -> Result<Completion, F
         let env = TestEnv::planted(Some("vmm-writes-left-out"))?;
         ends(moves(&env, "--downtime 1s --timeout 10s,then=force")?, 0)?;
         let log = logged(&env, &["here.log", "there.log"])?;
-        let named = log
-            .faults
-            .iter()
-            .any(|fault| ["disk-data", "disk-ring", "disk-lost"].contains(&fault.kind) && fault.address >= 1 << 20);
+        let named = log.faults.iter().any(|fault| {
+            ["disk-data", "disk-ring", "disk-lost"].contains(&fault.kind) && fault.address >= 1 << 20
+        });
         ensure(named == (log.verdict() == Verdict::Lost), || format!("{log:?}"))?;
         Ok(named.then_some(()))
     })?;
