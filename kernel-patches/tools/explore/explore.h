@@ -93,7 +93,7 @@ const char *lacks(const struct setup *of);
 void vm_create(void);
 void vm_before(void);
 void vm_task(int id);
-void vm_final_check(void);
+void vm_final_check(int id);
 const char *op_name(int code);
 
 /* drive.c gives memory to the kernel's side. */
