@@ -132,6 +132,31 @@ pub(crate) fn recorded<T: Serialize + DeserializeOwned>(
     Ok(value)
 }
 
+/// The lines of `text` that are code, for a key of what the text makes. A line that is only a
+/// comment makes nothing. The language follows from the name of the `file`: C or Rust, else one
+/// whose comments begin with `#` and a blank.
+pub fn code(file: &Path, text: &[u8]) -> Vec<u8> {
+    let slashes = ["c", "h", "rs"].iter().any(|known| file.extension().is_some_and(|own| own == *known));
+    let (mut code, mut inside) = (Vec::with_capacity(text.len()), false);
+    for line in text.split(|byte| *byte == b'\n') {
+        let words = line.trim_ascii();
+        let comment = if slashes && (inside || words.starts_with(b"/*")) {
+            let end = words.windows(2).position(|both| both == b"*/");
+            inside = end.is_none();
+            end.is_none_or(|end| end + 2 == words.len())
+        } else if slashes {
+            words.starts_with(b"//")
+        } else {
+            words == b"#" || words.starts_with(b"# ")
+        };
+        if !comment && !words.is_empty() {
+            code.extend_from_slice(line);
+            code.push(b'\n');
+        }
+    }
+    code
+}
+
 /// A short name for content: FNV-1a, 64 bits. Only an adversary could cause a collision, and the
 /// cache is private.
 pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
@@ -191,6 +216,17 @@ mod tests {
         fs::write(&file, "[1,").unwrap();
         assert_eq!(recorded(&file, || Ok(vec![3])).unwrap(), [3]);
         fs::remove_dir_all(cache.path("")).unwrap();
+    }
+
+    #[test]
+    fn a_comment_changes_no_key_and_code_does() {
+        let of = |name: &str, text: &str| String::from_utf8(code(Path::new(name), text.as_bytes())).unwrap();
+        let rust = "//! What it is.\n\nconst A: u8 = 1; // one\n    /// More.\n    fn f() {}\n";
+        assert_eq!(of("a.rs", rust), "const A: u8 = 1; // one\n    fn f() {}\n");
+        let c = "/* One. */\n#include <a.h>\n/*\n * Two\n *a = 0;\n */\n/* x */ int b;\n\t*b = 1;\n";
+        assert_eq!(of("a.c", c), "#include <a.h>\n/* x */ int b;\n\t*b = 1;\n");
+        let shell = "#!/bin/sh\n# Why.\n#\ncat <<end\n#define A\nend\n";
+        assert_eq!(of("build", shell), "#!/bin/sh\ncat <<end\n#define A\nend\n");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::guest;
 use super::initramfs::Initramfs;
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Kernel};
-use crate::cache::{Cache, digest};
+use crate::cache::{Cache, code, digest};
 use crate::{Error, Result, tool};
 
 /// What the system has beside the essential.
@@ -54,9 +54,14 @@ const IMAGES: [(&str, Layout, &[&str]); 4] = [
     ("fedora.qcow2", Layout::Fedora, &["-c", "-o", "cluster_size=2M"]),
 ];
 
+/// What makes the images, for their key.
+fn own_code() -> Vec<u8> {
+    code(Path::new(file!()), include_bytes!("cloud.rs"))
+}
+
 /// The images, made if need be, which takes root.
 pub fn images(cache: &Cache) -> Result<Vec<PathBuf>> {
-    let source = digest([PACKAGES.as_bytes(), include_bytes!("cloud.rs")]);
+    let source = digest([PACKAGES.as_bytes(), &own_code()]);
     let made = cache.entry(&format!("disk/{SUITE}-cloud-{source}"), |dir| {
         cache.need_mib(6144)?;
         eprintln!("lab: images of {SUITE} as clouds have them, for guests");
@@ -85,7 +90,7 @@ pub fn images(cache: &Cache) -> Result<Vec<PathBuf>> {
 /// The image for hosts with Arm's processors, made if need be. It is laid out as Debian's.
 pub fn image_for_arm(cache: &Cache) -> Result<PathBuf> {
     let kernel = Kernel::debian_for(cache, Architecture::Arm, "6.1")?;
-    let source = digest([kernel.package.as_bytes(), include_bytes!("cloud.rs")]);
+    let source = digest([kernel.package.as_bytes(), &own_code()]);
     let made = cache.entry(&format!("disk/{SUITE}-cloud-arm64-{source}"), |dir| {
         eprintln!("lab: an image for guests of Arm as clouds have them");
         let root = dir.join("root");

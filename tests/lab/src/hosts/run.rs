@@ -64,18 +64,29 @@ impl Outcome {
     }
 }
 
-/// A directory for one run, removed at its end.
-struct Scratch(PathBuf);
+/// A directory for one run, removed at its end. A lock on it tells others that the run goes on.
+struct Scratch(PathBuf, #[allow(dead_code, reason = "held for its lifetime")] File);
 
 impl Scratch {
     fn new(cache: &Cache) -> Result<Self> {
         static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let runs = cache.dir("runs")?;
+        // Laboratories that lock nothing have theirs in `runs`.
+        let runs = cache.dir("running")?;
         sweep(&runs);
-        let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let dir = runs.join(format!("{}-{n}", std::process::id()));
-        fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
-        Ok(Self(dir))
+        loop {
+            let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let dir = runs.join(format!("{}-{n}", std::process::id()));
+            fs::create_dir_all(&dir).map_err(Error::file("create", &dir))?;
+            let own = match File::open(&dir) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                own => own.map_err(Error::file("open", &dir))?,
+            };
+            own.lock().map_err(Error::file("lock", &dir))?;
+            // Before it was locked, another laboratory may have taken it for one that was left.
+            if dir.exists() {
+                return Ok(Self(dir, own));
+            }
+        }
     }
 }
 
@@ -329,13 +340,11 @@ fn spawn(command: &mut Command) -> Result<Child> {
     tool::bound(command, libc::SIGKILL).spawn().map_err(Error::file("start", command.get_program()))
 }
 
-/// Removes directories of killed laboratories: those named after a process that no longer exists.
+/// Removes directories of killed laboratories: nobody holds a lock on them.
 fn sweep(runs: &Path) {
     let Ok(entries) = fs::read_dir(runs) else { return };
     for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let pid = name.split('-').next().unwrap_or_default();
-        if !Path::new("/proc").join(pid).exists() {
+        if File::open(entry.path()).is_ok_and(|dir| dir.try_lock().is_ok()) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -383,6 +392,21 @@ mod tests {
         let why = |frame| heard([frame]).err().unwrap();
         assert!(why(boot(false, &[])).contains("no /dev/kvm (no such module)"));
         assert!(why(boot(true, &["kvm.x=1: it is N"])).contains("kvm.x=1: it is N"));
+    }
+
+    #[test]
+    fn a_directory_that_a_killed_run_left_goes_whoever_has_its_process_id_now() {
+        let root = std::env::temp_dir().join(format!("vellum-sweep-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&root);
+        let cache = Cache::at(root.clone()).unwrap();
+        let running = Scratch::new(&cache).unwrap();
+        // Process 1 exists always.
+        let left = cache.dir("running/1-0").unwrap();
+        let next = Scratch::new(&cache).unwrap();
+        assert!(running.0.exists() && next.0.exists() && !left.exists());
+        drop((running, next));
+        assert_eq!(fs::read_dir(cache.path("running")).unwrap().count(), 0);
+        fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

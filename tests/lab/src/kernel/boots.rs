@@ -13,7 +13,7 @@ use super::report;
 use super::series::{self, Series};
 use super::tree::Tree;
 use crate::artifacts::{self, Programs};
-use crate::cache::{Cache, digest};
+use crate::cache::{Cache, code, digest};
 use crate::hosts::wire::Frame;
 use crate::hosts::{self, Ran};
 use crate::lanes::side_by_side;
@@ -37,9 +37,10 @@ pub fn once_each(cache: &Cache, image: &Image, stack: &[Series], tests: &[Bench]
     let (oracles, programs) = (oracles(), Programs::build_for(image.architecture)?);
     // A command runs vellum and the series' scripts.
     let mut ran = Vec::new();
-    for path in bench::scripts()?.into_iter().map(|(path, _)| path).chain([programs.vellum.clone()]) {
-        ran.push(fs::read(&path).map_err(Error::file("read", &path))?);
+    for (path, _) in bench::scripts()? {
+        ran.push(code(&path, &fs::read(&path).map_err(Error::file("read", &path))?));
     }
+    ran.push(fs::read(&programs.vellum).map_err(Error::file("read", &programs.vellum))?);
     let ran = digest(ran.iter().map(Vec::as_slice));
     let name = &image.name;
     let entry = |bench: &Bench| -> Result<String> {

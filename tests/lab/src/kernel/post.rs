@@ -292,8 +292,8 @@ fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
         tool::output(git(&at).args(COMMITTER).arg("am").args(&mails))?;
         tool::text(git(&at).args(["diff", "--stat", "--summary", tag, "HEAD"]))
     })();
-    tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(&at))?;
-    stat
+    let removed = tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(&at));
+    stat.and_then(|stat| removed.map(|_| stat))
 }
 
 /// The same in a new repository with the files that the patches touch, from Debian's source.
@@ -329,8 +329,8 @@ fn applied_to_debians(
         tool::output(git(&at).args(["tag", tag]))?;
         applied(&at, tag, mails)
     })();
-    tree::remove(&at)?;
-    made
+    let removed = tree::remove(&at);
+    made.and_then(|stat| removed.map(|()| stat))
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
@@ -343,6 +343,8 @@ fn write(path: &Path, text: &str) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     const PATCH: &str = "From 0000 Mon Sep 17 00:00:00 2001\nDate: x\nSubject: [PATCH 2/3] KVM: A title that is\n folded\n\n\
@@ -455,6 +457,14 @@ mod tests {
         assert!(stat.contains("1 file changed, 1 insertion(+), 1 deletion(-)"), "{stat}");
         assert!(applied(&linux, "v1.2.4", &mails).is_err());
         assert_eq!(git(&["worktree", "list"]).lines().count(), 1, "a work tree was left");
+
+        // git removes no work tree that is locked.
+        let hook = linux.join(".git/hooks/applypatch-msg");
+        fs::create_dir_all(hook.parent().unwrap()).unwrap();
+        fs::write(&hook, "#!/bin/sh\ngit worktree lock .\necho the hook refuses >&2\nexit 1\n").unwrap();
+        fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
+        let error = applied(&linux, "v1.2.3", &mails).unwrap_err().to_string();
+        assert!(error.contains("the hook refuses"), "the error of the removal hides git am's: {error}");
         fs::remove_dir_all(&home).unwrap();
     }
 }

@@ -201,8 +201,7 @@ pub fn build(
         make.args(["EXTRA_CFLAGS=-static", "LDFLAGS=-static -pthread -no-pie"]).env("LC_ALL", "C");
         fs::create_dir_all(&tests).map_err(Error::file("create", &tests))?;
         let made = tool::output(&mut make);
-        tree.carry(&[])?;
-        made?;
+        made.map(drop).and(tree.carry(&[]))?;
         keep_programs(&tests, out, prefix)?;
         for done in [objects, tests] {
             fs::remove_dir_all(&done).map_err(Error::file("remove", &done))?;
