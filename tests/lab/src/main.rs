@@ -164,8 +164,8 @@ enum LabCommand {
     /// Measure a command in a guest, and its shared directories, in instructions on an emulated
     /// host, compared with a bare boot of the kernel and with the host's own files
     Speed,
-    /// Check a series: it applies, checkpatch, warnings, other configurations, boots, the oracle,
-    /// selftests; and its base's stack as modules, and with lockdep and KASAN
+    /// Check a series: it applies, checkpatch, warnings, other configurations, explore, boots, the
+    /// oracle, selftests; and its base's stack as modules, and with lockdep and KASAN
     Check {
         series: Vec<String>,
         /// Only these steps

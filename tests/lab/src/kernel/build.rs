@@ -315,10 +315,15 @@ pub fn command_for(tree: &Tree, architecture: Architecture, objects: &Path) -> C
     if !prefix.is_empty() {
         command.arg(format!("CROSS_COMPILE={prefix}"));
     }
+    remember(&mut command, tree);
+    command
+}
+
+/// Lets the compilers that `command` runs keep what they made beside `tree`, if ccache is there.
+pub fn remember(command: &mut Command, tree: &Tree) {
     if let Some(path) = remembering(std::env::var_os("PATH").as_deref()) {
         command.env("PATH", path).env("CCACHE_DIR", tree.home.join("ccache"));
     }
-    command
 }
 
 /// A PATH on which compilers are links to ccache, if Debian's ccache is installed. A file that one

@@ -13,6 +13,7 @@ use super::bench::Bench;
 use super::boots;
 use super::build::{self, Image};
 use super::complaints::complaints;
+use super::explore;
 use super::objects;
 use super::selftests::{self, Results};
 use super::series::{self, Series};
@@ -43,6 +44,8 @@ pub enum Step {
     Architectures,
     /// Its tool passes, and catches the planted faults.
     UserSpace,
+    /// `cargo lab explore` finds its fault and its planted faults, and nothing with it.
+    Explore,
     /// Its image boots under the oracle and its tests.
     Boots,
     /// The kernel's selftests end on its base's whole stack as on the base.
@@ -63,6 +66,7 @@ impl Step {
             Self::Configurations => "other configurations",
             Self::Architectures => "other architectures",
             Self::UserSpace => "in user space",
+            Self::Explore => "explore",
             Self::Boots => "boots",
             Self::Selftests => "selftests",
             Self::Modules => "modules",
@@ -81,6 +85,7 @@ impl ValueEnum for Step {
             Configurations,
             Architectures,
             UserSpace,
+            Explore,
             Boots,
             Selftests,
             Modules,
@@ -125,6 +130,7 @@ fn take(step: Step, cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
         Step::Configurations => objects::configurations(cache, tree, series),
         Step::Architectures => objects::elsewhere(cache, tree, series),
         Step::UserSpace => in_user_space(cache, tree, series),
+        Step::Explore => explore::check(cache, series),
         Step::Boots => {
             boots::with_mistakes(cache, series)?;
             boots::once_each(cache, &build(None)?, std::slice::from_ref(series), &sound(series))
@@ -368,10 +374,9 @@ fn selftests_without_splat(cache: &Cache, base: &Base, stack: &[Series], image: 
 /// afterwards.
 pub fn applies(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> {
     let _lock = cache.lock(&format!("kernel/{}", tree.package.version))?;
-    tree.carry(&series.patches)?;
     let stack = stack_of(series.base)?;
-    tree.carry(&series::stacked(&stack))?;
-    tree.carry(&[])?;
+    let applied = tree.carry(&series.patches).and_then(|()| tree.carry(&series::stacked(&stack)));
+    applied.and(tree.carry(&[]))?;
     report(
         &series.name,
         &format!(
@@ -440,8 +445,8 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
                     .any(|test| test.is_of_its_guest(&name, planted))
         };
         let in_here = |planted: &&PathBuf| -> bool {
-            // A fault that no tool can see is for a test that boots a kernel with it.
-            !booted(planted) || says(planted).is_ok()
+            // A fault that no tool can see is for a test that boots a kernel with it, or for explore.
+            !(booted(planted) || explore::is_for(series, planted)) || says(planted).is_ok()
         };
         let here: Vec<&PathBuf> = series.planted.iter().filter(in_here).collect();
         for planted in &here {
@@ -462,8 +467,7 @@ pub fn in_user_space(cache: &Cache, tree: &Tree, series: &Series) -> Result<()> 
         Ok(())
     };
     let caught = caught();
-    tree.carry(&[])?;
-    caught
+    caught.and(tree.carry(&[]))
 }
 
 /// The text that a tool prints for a planted fault: the first line of the fault's patch.

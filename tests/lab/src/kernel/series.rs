@@ -50,11 +50,31 @@ pub struct About {
     /// A program in `kernel-patches/tools` and its arguments, split at blanks. It runs the patched
     /// code in user space and must exit with 0. `{source}` stands for the tree with the series.
     pub tool: Option<String>,
+    /// What `cargo lab explore` finds without the series, and not with it.
+    #[serde(default)]
+    pub explore: Vec<Explored>,
     /// The mainline commit that already has the change. Stable kernels should take that commit.
     pub upstream: Option<String>,
     /// Commands that must exit with 0 on the patched kernel, besides the boot and the oracle.
     #[serde(default)]
     pub test: Vec<Bench>,
+}
+
+/// Runs of `cargo lab explore`, from seed 1 on.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Explored {
+    /// The harness's setup.
+    pub setup: String,
+    /// The number of random runs. Without the series one of them fails, with it none.
+    pub runs: u64,
+    /// Other series of the base that the kernels have, because a fault hides this one.
+    #[serde(default)]
+    pub with: Vec<String>,
+    /// What the failing run says.
+    pub says: String,
+    /// A planted fault: the run fails with the series and this on top.
+    pub planted: Option<String>,
 }
 
 /// Every series of every base, in stacking order.
@@ -272,8 +292,24 @@ fn read(root: &Path, base: &'static Base, name: &str) -> Result<Series> {
     }
     let planted = dir.join(PLANTED);
     let planted = if planted.is_dir() { patches_in(&planted)? } else { Vec::new() };
-    if !planted.is_empty() && about.tool.is_none() {
-        return Err(wrong("planted/ has mistakes, and there is no `tool` to catch them".into()));
+    let explored = |path: &Path| {
+        let mut named = about.explore.iter().filter_map(|explored| explored.planted.as_deref());
+        named.any(|name| path.file_stem().is_some_and(|stem| stem == name))
+    };
+    if about.tool.is_none()
+        && let Some(path) = planted.iter().find(|path| !explored(path))
+    {
+        let path = path.display();
+        return Err(wrong(format!("{path} is a mistake that no `tool` and no [[explore]] catches")));
+    }
+    let is_missing = |explored: &&Explored| {
+        explored.planted.as_ref().is_some_and(|name| !dir.join(planted_file(name)).is_file())
+    };
+    if let Some(explored) = about.explore.iter().find(is_missing) {
+        return Err(wrong(format!(
+            "[[explore]] of {}: `planted` is a file of planted/, without its .patch",
+            explored.setup
+        )));
     }
     Ok(Series { base, name: name.to_owned(), patches, with, planted, about })
 }
@@ -306,6 +342,7 @@ mod tests {
     #[test]
     fn what_is_committed_can_be_read() {
         let all = all().unwrap();
+        let setups = fs::read_to_string(series_directory().join("tools/explore/drive.c")).unwrap();
         for series in &all {
             assert!(!series.about.claim.is_empty(), "{}", series.name);
             // A with- directory of an unknown series would never be applied, unnoticed.
@@ -318,6 +355,11 @@ mod tests {
                     "{}: with-{name}, but below it are {known:?}",
                     series.name
                 );
+            }
+            for explored in &series.about.explore {
+                of_base(series.base, &explored.with).unwrap();
+                let setup = format!("{{ \"{}\", {{", explored.setup);
+                assert!(setups.contains(&setup), "{}: no setup {}", series.name, explored.setup);
             }
             let beds = series.about.bench.iter().flat_map(|bench| &bench.beds);
             let commands = series.about.bench.iter().chain(&series.about.test);
