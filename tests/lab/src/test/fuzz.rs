@@ -4,6 +4,7 @@
 //! Rust itself checks bounds and overflows. Inputs that reach new code are cached, and the next run
 //! starts from them.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,10 +22,10 @@ const HOST: &str = "fuzz";
 /// Compiles libFuzzer's runtime.
 pub const PROGRAMS: [&str; 1] = ["g++"];
 
-/// Instruments for libFuzzer, and keeps the checks that a release build omits.
+/// Instruments for libFuzzer. tests/fuzz/Cargo.toml keeps the checks that a release build omits.
 const RUSTFLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
                          -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
-                         -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks";
+                         -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1";
 
 /// libFuzzer's runtime is C++, for which rustup has no static library.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -59,13 +60,17 @@ pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
     eprintln!("lab: {HOST}: building {}", targets.join(", "));
     let mut cargo = Command::new(artifacts::cargo());
     cargo.current_dir(&shell).env("RUSTFLAGS", RUSTFLAGS).env("CARGO_TARGET_DIR", &build);
-    tool::lines(cargo.args(["build", "--release", "--locked", "--bins", "--target", TARGET]), |_| ())?;
+    cargo.args(["build", "--release", "--locked", "--target", TARGET]);
+    for target in &targets {
+        cargo.args(["--bin", target]);
+    }
+    tool::lines(&mut cargo, |_| ())?;
     let share = options.time.unwrap_or(TIME) / targets.len() as u32;
     for target in &targets {
         eprintln!("lab: {HOST}: {target} for {share:?}");
         let (found, failures) = (cache.dir(&format!("fuzz/corpus/{target}"))?, cache.dir("fuzz/failures")?);
         let program = build.join(TARGET).join("release").join(target);
-        let mut last = String::new();
+        let (mut last, before) = (String::new(), names(&failures)?);
         let success = here::watched(
             &mut fuzzer(&program, share, &[&found, &shell.join("corpus").join(target)], &failures),
             |row| {
@@ -81,10 +86,21 @@ pub fn run(options: &Options, tally: &mut Tally) -> Result<()> {
         if success {
             tally.pass(HOST, target);
         } else {
-            tally.fail(HOST, &format!("{target}: the input is in {}", failures.display()));
+            let new: Vec<_> = names(&failures)?.difference(&before).cloned().collect();
+            let kept = match new.is_empty() {
+                true => "it left no input".into(),
+                false => format!("the input is {} in {}", new.join(", "), failures.display()),
+            };
+            tally.fail(HOST, &format!("{target}: {kept}"));
         }
     }
     Ok(())
+}
+
+/// The names of the files in `dir`.
+fn names(dir: &Path) -> Result<BTreeSet<String>> {
+    let entries = fs::read_dir(dir).map_err(Error::file("read", dir))?;
+    Ok(entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
 /// The targets in the manifest.
