@@ -352,6 +352,69 @@ fn what_does_not_boot_is_said_in_one_line() -> Result<(), Failed> {
     ensure(answers[0] > 0, || format!("{answers:?}"))
 }
 
+/// What cannot be an image, and one that is cut off, is refused in one line that names it, with
+/// status 2. Nothing is left behind, not even for a machine that is kept. A name may have spaces.
+#[test(makers(), tools::program("qemu-img"))]
+fn what_is_no_whole_image_is_refused_in_one_line_and_leaves_nothing() -> Result<(), Failed> {
+    let (scratch, home, runtime) = (Scratch::new()?, Scratch::new()?, Scratch::new()?);
+    let image = with_cloud_init(&scratch, KERNEL)?;
+    let at = |name: &str| scratch.path(name);
+    let whole = at("a whole image.qcow2");
+    run(Command::new("qemu-img")
+        .args(["convert", "-O", "qcow2", "-o", "cluster_size=4k"])
+        .args([&image, &whole]))?;
+    let bytes = fs::read(&whole)?;
+    fs::write(at("cut off.qcow2"), &bytes[..bytes.len() / 2])?;
+    fs::write(at("a header.qcow2"), &bytes[..100])?;
+    fs::write(at("empty"), "")?;
+    fs::write(at("a text"), "hello")?;
+    fs::create_dir(at("a directory"))?;
+    run(Command::new("mkfifo").arg(at("a FIFO")))?;
+    std::os::unix::fs::symlink("itself", at("itself"))?;
+    let there = || -> Result<Vec<PathBuf>, Failed> {
+        let names = |dir: &Path| fs::read_dir(dir).map(|all| all.flatten().map(|entry| entry.path()));
+        let mut all: Vec<_> = names(scratch.dir())?.chain(names(home.dir())?).collect();
+        all.sort();
+        Ok(all)
+    };
+    let before = there()?;
+    let out = at("out.raw");
+    let refused = |words: &[&str], last: &[&Path], named: &str| {
+        let mut command = Command::new(VELLUM);
+        command.args(words).args(last).stdin(Stdio::null());
+        command.env("XDG_DATA_HOME", home.dir()).env("XDG_RUNTIME_DIR", runtime.dir());
+        let output = command.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let is_due = output.status.code() == Some(2) && said.lines().count() == 1 && said.contains(named);
+        ensure(is_due, || format!("{words:?} {last:?}: {output:?}"))?;
+        let now = there()?;
+        ensure(now == before, || format!("{words:?} {last:?} leaves {now:?} of {before:?}"))
+    };
+    const RUN: [&str; 5] = ["run", "--keep", "--name", "x", "-d"];
+    for name in
+        ["cut off.qcow2", "a header.qcow2", "empty", "a text", "a directory", "a FIFO", "itself", "none"]
+    {
+        let path = at(name);
+        // What is not read is raw, so `info` describes these two.
+        if !["empty", "a text"].contains(&name) {
+            refused(&["disk", "info"], &[&path], name)?;
+        }
+        refused(&["disk", "convert"], &[&path, &out], name)?;
+        refused(&RUN, &[&path], name)?;
+    }
+    for device in ["/dev/null", "/dev/zero"].map(Path::new) {
+        refused(&["disk", "info"], &[device], "neither a file nor a block device")?;
+        refused(&["disk", "convert"], &[device, &out], "neither a file nor a block device")?;
+        refused(&RUN, &[device], "neither a file nor a block device")?;
+    }
+    refused(&["disk", "convert"], &[&whole, &at("none/out")], "none/out")?;
+    refused(&["disk", "create"], &[&at("none/out"), Path::new("1g")], "none/out")?;
+    refused(&["disk", "create"], &[&out, Path::new("0")], "512")?;
+    let small = format!("{},size=1m", whole.display());
+    refused(&RUN, &[Path::new(&small)], "can only be made larger")?;
+    refused(&["run", "-d"], &[Path::new(&small)], "can only be made larger")
+}
+
 /// An image of a system with cloud-init and this kernel.
 fn with_cloud_init(scratch: &Scratch, kernel: &[u8]) -> Result<PathBuf, Failed> {
     let files = [("boot/vmlinuz-1", kernel), ("usr/bin/cloud-init", b""), ("etc/fstab", b"")];

@@ -311,6 +311,36 @@ fn what_cannot_be_read_is_refused_by_name() -> Result<(), Failed> {
     Ok(())
 }
 
+/// An image that was not copied to its end is refused, wherever it ends. QEMU reads the rest as
+/// zeroes.
+#[test(tools::program("qemu-img"))]
+fn an_image_that_is_cut_off_is_refused() -> Result<(), Failed> {
+    let (mut random, scratch) = (Random::new(), Scratch::new()?);
+    let raw = file(&scratch, "a.raw");
+    let bytes: Vec<u8> = (0..SIZE).map(|_| random.below(256) as u8).collect();
+    fs::write(&raw, bytes)?;
+    for (number, (options, more)) in KINDS.into_iter().enumerate() {
+        let path = file(&scratch, &number.to_string());
+        let line = [&["convert", "-f", "raw", "-O", "qcow2", "-o", options], more, &[&raw, &path]].concat();
+        run("qemu-img", &line)?;
+        let image = open(&path, true)?;
+        let mut clusters = [0; 4];
+        image.read_exact_at(&mut clusters, 20)?;
+        let mut length = image.metadata()?.len();
+        // The last cluster may be partial, and clusters behind it may count the others.
+        length -= 8 << u32::from_be_bytes(clusters).min(18);
+        while length > 104 {
+            image.set_len(length)?;
+            let refused = Qcow2::open(open(&path, false)?, false, Named::default()).map(drop);
+            let is_due = matches!(refused, Err(Error::CutOff { .. } | Error::Header { .. }));
+            ensure(is_due, || format!("{options} {more:?}, {length} bytes: {refused:?}"))?;
+            length = random.below(length);
+        }
+        fs::remove_file(&path)?;
+    }
+    Ok(())
+}
+
 /// An image that another machine uses is refused before any byte of it changes. imago clears the
 /// autoclear features of an image when it opens it for writing.
 #[test(tools::program("qemu-img"))]

@@ -146,18 +146,24 @@ pub fn make_ssh_directory(name: &str) -> Result<PathBuf, Error> {
 }
 
 /// The directory of what is kept of machine `name` from one run to the next, in the user's data
-/// directory (XDG_DATA_HOME). Creates it.
+/// directory (XDG_DATA_HOME). It may not exist.
 ///
 /// # Errors
-/// As [`own_socket`].
-pub fn make_kept_directory(name: &str) -> Result<PathBuf, Error> {
+/// The name is not valid.
+pub fn kept_directory(name: &str) -> Result<PathBuf, Error> {
     check(name)?;
     let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
     let data = data.or_else(home).unwrap_or_else(place);
-    let path = data.join("vellum").join(name);
-    private_directory(&path)?;
-    Ok(path)
+    Ok(data.join("vellum").join(name))
+}
+
+/// Creates [`kept_directory`], which only this user can read.
+///
+/// # Errors
+/// As [`own_socket`].
+pub fn make_kept_directory(name: &str) -> Result<(), Error> {
+    private_directory(&kept_directory(name)?)
 }
 
 fn private_directory(path: &Path) -> Result<(), Error> {

@@ -96,7 +96,7 @@ impl Format {
             // The command would empty the image before it reads it.
             raw = path.with_extension("raw.raw");
         }
-        let (from, to) = (path.display(), raw.display());
+        let (from, to) = (quoted(path), quoted(&raw));
         match self {
             Self::Gzip => format!("gzip -dc {from} >{to}"),
             Self::Bzip2 => format!("bzip2 -dc {from} >{to}"),
@@ -105,6 +105,13 @@ impl Format {
             _ => format!("qemu-img convert -O raw {from} {to}"),
         }
     }
+}
+
+/// `path` as a word of a shell.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+=:,@%".contains(&byte);
+    if text.bytes().all(is_plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 #[cfg(test)]
@@ -148,5 +155,7 @@ mod tests {
         assert_eq!(qcow2, "qemu-img convert -O raw /a/debian.qcow2 /a/debian.raw");
         assert_eq!(Format::Xz.conversion(Path::new("a.raw.xz")), "xz -dc a.raw.xz >a.raw.raw");
         assert_eq!(Format::Gzip.conversion(Path::new("a.raw")), "gzip -dc a.raw >a.raw.raw");
+        let odd = Format::Xz.conversion(Path::new("my dog's.xz"));
+        assert_eq!(odd, r"xz -dc 'my dog'\''s.xz' >'my dog'\''s.raw'");
     }
 }

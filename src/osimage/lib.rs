@@ -217,6 +217,9 @@ type Refused = Vec<String>;
 /// # Errors
 /// The content of the disk and why each way to boot failed, as text.
 pub fn find(disk: &Disk) -> Result<Boot, String> {
+    if disk.volumes.is_empty() {
+        return Err("no kernel was found in it: it is smaller than a sector".into());
+    }
     let mut refused = Refused::new();
     let ways = [grub::entries, bls::entries, uki::entries, newest::entries];
     for way in ways {

@@ -11,6 +11,7 @@
 //! larger than the file or than any disk needs, and encryption. A backing file or an external data
 //! file is opened only if the user names it, because an image could name any file of the host.
 
+mod end;
 mod file;
 mod header;
 
@@ -28,6 +29,7 @@ use crate::extents::Extents;
 #[cfg(test)]
 use crate::power;
 use crate::unpacked::Unpacked;
+use end::check_end;
 use file::{ImageFile, Synced, read_or_zero};
 pub use header::Header;
 use header::MAGIC;
@@ -47,6 +49,16 @@ pub enum Error {
         value: u64,
         /// The valid values.
         limit: String,
+    },
+    /// The file ends before a part of the disk, as that of a download that was interrupted.
+    #[error(
+        "it is cut off: it has {length} bytes, and a part of the disk is at byte {at}; download or copy it again"
+    )]
+    CutOff {
+        /// The file's size in bytes.
+        length: u64,
+        /// The offset of the part.
+        at: u64,
     },
     /// The image is encrypted.
     #[error("it is encrypted; `qemu-img convert` writes it without")]
@@ -132,6 +144,7 @@ fn backing_access(file: File) -> Result<FormatAccess<ImageFile>, Error> {
     read_or_zero(&file, &mut magic, 0)?;
     if magic == MAGIC {
         let header = Header::read(&file)?;
+        check_end(&file, &header)?;
         return access(Arc::new(Synced::new(file)), &header, false, None, None);
     }
     let raw = imago::raw::Raw::builder(ImageFile::new(file)).open(DenyImplicitOpenGate::default())?;
@@ -145,6 +158,7 @@ impl Qcow2 {
     /// Why it cannot be used.
     pub fn open(file: File, writable: bool, named: Named) -> Result<Self, Error> {
         let header = Header::read(&file)?;
+        check_end(&file, &header)?;
         let image = Synced::new(file);
         #[cfg(test)]
         let trace = image.trace.clone();

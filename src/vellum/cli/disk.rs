@@ -255,7 +255,9 @@ fn convert(from: &Path, backing: Option<&PathBuf>, to: &Path, format: DiskFormat
     let files = blk::Files::open(&config(from, backing)).map_err(|error| refuse(&error))?;
     let open = || {
         let image = files.image().map_err(|error| refuse(&error).message)?;
-        check_size(image.size().map_err(|error| error.to_string())?).map_err(|failure| failure.message)?;
+        let named = |why: String| format!("{}: {why}", from.display());
+        let size = image.size().map_err(|error| named(error.to_string()))?;
+        check_size(size).map_err(|failure| named(failure.message))?;
         Ok(image)
     };
     let style = ProgressStyle::with_template("{bytes}/{total_bytes} {bar:40} {bytes_per_sec}");

@@ -83,6 +83,10 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
             (kernel, Some(format!("--disk {}: {path}", disk.path.display())))
         }
     };
+    // What is refused up to here leaves no directory behind.
+    if let (Some(_), Some(name)) = (&kept, name) {
+        names::make_kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    }
     args.devices.set_disk(disk);
     if is_installed {
         // PCI devices interrupt by messages, which a GICv2 does not take.
@@ -137,7 +141,7 @@ impl Prepared {
     }
 }
 
-/// Gives `disk` an overlay that is kept under the machine's name.
+/// Gives `disk` an overlay that is kept under the machine's name, in a directory that may not exist.
 fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<Kept, Failure> {
     if disk.readonly || disk.overlay.is_some() || disk.into_image {
         return Err(Failure::usage(
@@ -145,7 +149,7 @@ fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<Kept, Failure> {
         ));
     }
     let name = name.ok_or_else(|| Failure::usage("--keep needs a name to keep it under: --name NAME"))?;
-    let directory = names::make_kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    let directory = names::kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
     let overlay = directory.join(OVERLAY);
     let has_disk = overlay.exists();
     disk.overlay = Some(Place::File(overlay));
@@ -171,6 +175,7 @@ fn find(
         Failed::Open(why) => Failure::usage(why),
         Failed::Work(why) => Failure::usage(format!("--disk {path}: {why}")),
     })?;
+    disk.check_growth(examined.bytes).map_err(|error| Failure::of(&error, FLAGS))?;
     let found = examined.boots.map_err(|why| Failure::usage(format!("--disk {path}: {why}{remedy}")))?;
     let about = found.about;
     if args.image.login.is_some() && about.has_cloud_init == Some(false) {

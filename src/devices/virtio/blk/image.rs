@@ -145,7 +145,24 @@ impl Diagnose for BlkError {
     }
 }
 
-/// Checks that an image of `size` bytes can have `wanted`. Makes it so large if it is raw.
+impl BlkConfig {
+    /// Checks that the image, which has `size` bytes, is not larger than the disk that is wanted.
+    ///
+    /// # Errors
+    /// A disk cannot be made smaller.
+    pub fn check_growth(&self, size: u64) -> Result<(), BlkError> {
+        match self.size.filter(|&wanted| wanted < size) {
+            None => Ok(()),
+            Some(wanted) => {
+                let why = format!("it has {size}, and a disk can only be made larger");
+                Err(cannot_grow(self, wanted, why))
+            }
+        }
+    }
+}
+
+/// Checks that an image of `size` bytes can have `wanted`, which is no less. Makes it so large if it
+/// is raw.
 fn grow(
     config: &BlkConfig,
     format: ImageFormat,
@@ -154,9 +171,6 @@ fn grow(
     wanted: u64,
 ) -> Result<(), BlkError> {
     let refuse = |why: String| cannot_grow(config, wanted, why);
-    if wanted < size {
-        return Err(refuse(format!("it has {size}, and a disk can only be made larger")));
-    }
     if wanted == size || format == ImageFormat::Qcow2 {
         return Ok(());
     }
@@ -240,6 +254,7 @@ impl Files {
                 files.header()?.map_or(0, |header| header.size)
             }
         };
+        config.check_growth(size)?;
         if let (Some(wanted), None) = (config.size, &config.overlay) {
             grow(config, format, &files.file, size, wanted)?;
             size = wanted;
