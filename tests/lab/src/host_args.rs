@@ -57,7 +57,8 @@ pub struct Host {
     /// A file of this machine and its path in the host
     #[arg(long, value_name = "FILE:PATH", value_parser = shipped)]
     file: Vec<(PathBuf, String)>,
-    /// Wall-clock seconds until the host is ended with exit code 124
+    /// Seconds until the host is ended with exit code 124, not counting those in which the emulator
+    /// waits for a CPU of this machine
     #[arg(long, value_name = "SECONDS", default_value_t = 1200)]
     time_limit: u64,
 }

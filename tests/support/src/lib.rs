@@ -27,7 +27,7 @@ mod signals;
 pub mod tools;
 pub mod virtio;
 mod wait;
-mod watchdog;
+pub mod watchdog;
 
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;

@@ -14,6 +14,7 @@ pub mod image;
 pub mod initramfs;
 pub mod kexec;
 pub mod parameter;
+mod progress;
 mod qemu;
 mod request;
 mod run;

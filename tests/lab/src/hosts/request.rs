@@ -105,8 +105,10 @@ pub struct Request {
     pub env: Vec<(String, String)>,
     /// The commands.
     pub commands: Vec<Vec<String>>,
-    /// The wall-clock limit, boot included.
+    /// The limit of the host's own time, boot included.
     pub time_limit: Duration,
+    /// The limit of the host's own time without output.
+    pub silence_limit: Option<Duration>,
 }
 
 impl Request {
@@ -133,6 +135,7 @@ impl Request {
             env: Vec::new(),
             commands: Vec::new(),
             time_limit: Duration::from_secs(20 * 60),
+            silence_limit: None,
         }
     }
 

@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::progress::Progress;
 use super::{Pace, Request, Results, Start, image, kexec};
 use crate::artifacts::Programs;
 use crate::cache::Cache;
@@ -188,7 +189,9 @@ struct Host<'a> {
     request: &'a Request,
     emulator: Process,
     frames: Receiver<io::Result<Option<Frame>>>,
-    deadline: Instant,
+    progress: Progress,
+    /// The host's time at its last frame.
+    heard: Duration,
 }
 
 impl<'a> Host<'a> {
@@ -197,10 +200,6 @@ impl<'a> Host<'a> {
         let errors = errors(start);
         let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
-        let now = Instant::now();
-        // A limit that overflows Instant becomes one year.
-        let deadline =
-            now.checked_add(start.request.time_limit).unwrap_or(now + Duration::from_secs(365 * 24 * 3600));
         let mut emulator = Process(spawn(&mut command)?);
         let stdout = emulator.0.stdout.take().expect("stdout is piped");
         let frames = match results {
@@ -209,7 +208,8 @@ impl<'a> Host<'a> {
             // run ends too.
             Results::Fifo(path) => frames(move || File::open(path)),
         };
-        Ok(Self { request: start.request, emulator, frames, deadline })
+        let progress = Progress::of(emulator.0.id());
+        Ok(Self { request: start.request, emulator, frames, progress, heard: Duration::ZERO })
     }
 
     /// Passes every frame to `watch` until the host is done.
@@ -224,21 +224,37 @@ impl<'a> Host<'a> {
         }
     }
 
+    /// Fails if the host has had more time than it may have.
+    fn check_limits(&mut self) -> std::result::Result<(), End> {
+        let had = self.progress.had();
+        let over = |what: String| Err(End { what, timed_out: true });
+        if had >= self.request.time_limit {
+            return over(format!(
+                "the emulated host did not finish within {} s of its own time",
+                self.request.time_limit.as_secs()
+            ));
+        }
+        match self.request.silence_limit.filter(|&limit| had - self.heard >= limit) {
+            None => Ok(()),
+            Some(limit) => {
+                over(format!("the emulated host said nothing within {} s of its own time", limit.as_secs()))
+            }
+        }
+    }
+
     fn next_frame(&mut self, up: bool) -> std::result::Result<Frame, End> {
         loop {
-            let left = self.deadline.saturating_duration_since(Instant::now());
-            match self.frames.recv_timeout(left.min(Duration::from_secs(1))) {
-                Ok(Ok(Some(frame))) => return Ok(frame),
+            self.check_limits()?;
+            match self.frames.recv_timeout(Duration::from_secs(1)) {
+                Ok(Ok(Some(frame))) => {
+                    self.heard = self.progress.had();
+                    return Ok(frame);
+                }
                 Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => {
                     let when = if up { "during its commands" } else { "before it was up" };
                     return Err(format!("the emulated host ended {when}").into());
                 }
                 Ok(Err(error)) => return Err(error.to_string().into()),
-                Err(RecvTimeoutError::Timeout) if left.is_zero() => {
-                    let limit = self.request.time_limit.as_secs();
-                    let what = format!("the emulated host did not finish within {limit} s");
-                    return Err(End { what, timed_out: true });
-                }
                 Err(RecvTimeoutError::Timeout) if up => (),
                 // An emulator that ends before it opens its FIFO never closes the line.
                 Err(RecvTimeoutError::Timeout) => {

@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use support::record::{self, Line};
+use support::watchdog::{OUTSIDE, OVERALL};
 
 use super::tally::Tally;
 use crate::architecture::Architecture;
@@ -16,7 +17,7 @@ use crate::artifacts::{Executable, Programs};
 use crate::cache::Cache;
 use crate::hosts::guest::Guest;
 use crate::hosts::wire::{Frame, OUT_DIR};
-use crate::hosts::{self, HostKernel, Request};
+use crate::hosts::{self, HostKernel, Pace, Request};
 use crate::lanes::side_by_side;
 use crate::{Error, Result};
 
@@ -220,6 +221,10 @@ fn with_tests(
 
 /// Adds the files of `tests` and `guests` to a host.
 fn with_files(mut request: Request, programs: &Programs, tests: &[Executable], guests: &[Made]) -> Request {
+    request.silence_limit = Some(OVERALL);
+    if request.pace != Pace::Counted {
+        request.env.push((OUTSIDE.into(), "yes".into()));
+    }
     // The tests find vellum at the path at which cargo built it.
     request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
     for test in tests {
