@@ -404,14 +404,9 @@ pub fn live_update(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     const HOST: &str = "live-update";
     let cache = Cache::open()?;
     let mut next = Vec::new();
-    for base in REPLACED {
-        let image = build::build(
-            &cache,
-            kernel::Base::named(if base == "7.3" { "7.2" } else { base })?,
-            &[],
-            Some(variants::LIVE_UPDATE),
-        )?; // LOCAL
-        next.push((base.to_owned(), image.file()));
+    for base in REPLACED.iter().filter(|base| options.base.as_ref().is_none_or(|asked| asked == *base)) {
+        let image = build::build(&cache, kernel::Base::named(base)?, &[], Some(variants::LIVE_UPDATE))?;
+        next.push(((*base).to_owned(), image.file()));
     }
     tally.lap(HOST, "building kernels");
     let guests = guests(&cache, Architecture::X86, true)?;
