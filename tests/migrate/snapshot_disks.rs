@@ -188,6 +188,11 @@ fn a_clone_is_the_disk_as_it_was_at_the_pause() -> Result<Completion, Failed> {
         let name = format!("disk0-{point}");
         ensure(files(&dir)?.contains(&name), || format!("{:?}", files(&dir)))?;
     }
+    // The guest prints a number when it has written it.
+    let printed = fs::read(env.path("out"))?.len();
+    eventually(LIMIT, "the guest writes after the snapshot", || {
+        Ok((fs::read(env.path("out"))?.len() > printed + 8).then_some(()))
+    })?;
     succeeds(&env.vellum("ctl here stop")?)?;
     ends_with(here, 0)?;
     ensure(guest.refused(&dir)?.contains("has been written to since"), || "its disk is taken".into())?;
