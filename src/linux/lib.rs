@@ -168,8 +168,6 @@ pub struct LinuxMachine {
     pub virtio: Virtio,
     /// Its VM generation ID, if it has one.
     pub vmgenid: Option<VmGenId>,
-    /// The path of the pseudo-terminal that is the serial port's target.
-    pub pty: Option<String>,
     /// The vCPU that has ended, and how.
     pub ended: Option<(usize, Ended)>,
     /// KVM's counters at the end, if they were requested and this KVM has them.
@@ -327,7 +325,14 @@ impl Board {
         let cpuid = cpuid.leaves()?;
         let features = Features { irqchip: config.irqchip, cpuid, tsc_khz, test_devices };
         let counters = config.counters.then(|| Counters::open(&vm.fd, &vcpus).ok()).flatten();
-        let pty = opened.pty.clone();
+        // A machine that is restored has a new one, which nobody could find otherwise.
+        if let Some(pty) = &opened.pty {
+            tracing::info!("the serial port is {pty}");
+        }
+        let beside = virtio.find::<console::Opened>().and_then(|(console, _)| console.pty.as_ref());
+        if let Some(pty) = beside {
+            tracing::info!("the virtio console is {pty}");
+        }
         let console =
             Console::new(serial.clone(), opened, wakes.quit.clone()).map_err(host("the terminal"))?;
         let console = Arc::new(Mutex::new(console));
@@ -339,7 +344,6 @@ impl Board {
             rtc,
             virtio,
             vmgenid,
-            pty,
             ended: None,
             last_counters: None,
             counters,

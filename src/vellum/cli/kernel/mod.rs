@@ -21,7 +21,7 @@ use super::failure::Failure;
 use super::run_flags::failure;
 use crate::session::{self, kernel::Outcome};
 use vellum_control::ChildDevice;
-use vellum_devices::console::{Opened, Target};
+use vellum_devices::console::Target;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::transport::Codec;
 use vellum_devices::virtio::{DeviceConfig, vsock};
@@ -208,13 +208,6 @@ pub(super) fn boot(
     let ready =
         session::kernel::ready(&process, memory, config, boot, on_panic.transpose()?).map_err(failure)?;
     drop(told.word);
-    let machine = &ready.machine.machine;
-    if let Some(pty) = &machine.pty {
-        tracing::info!("the serial port is {pty}");
-    }
-    if let Some(pty) = machine.virtio.find::<Opened>().and_then(|(console, _)| console.pty.as_ref()) {
-        tracing::info!("the virtio console is {pty}");
-    }
     let outcome = ready.run().map_err(failure)?;
     tell(&outcome);
     Ok(outcome.exit)
