@@ -17,6 +17,8 @@ use support::results::every_page_is_right;
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, is_caught, test};
 use vellum_control::client::Client;
 use vellum_control::{Do, Event};
+use vellum_judge::image::{Format, image};
+use vellum_judge::read::{Finding, Log, Verdict, read};
 use vellum_migration::commit_flag::{CommitFlag, Ownership};
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::mmap::memfd;
@@ -160,6 +162,49 @@ fn add_planted(tests: &mut Tests) {
         let caught =
             || -> Result<Completion, Failed> { is_caught(|| goes_on(WRITE, Some("page-after-save"))) };
         tests.add("planted_page-after-save_is_caught", kvm(), caught);
+        let caught = || -> Result<(), Failed> {
+            let log = is_judged(Some("no-clock"))?;
+            let back = |fault: &Finding| fault.kind == "kvmclock-back" && fault.found < fault.expected;
+            ensure(log.faults.iter().any(back), || format!("{log:?}"))
+        };
+        tests.add("planted_no-clock_is_caught", judge(), caught);
+    }
+}
+
+/// The image of `vellum judge`, which watches its clocks, goes on in another process to its end.
+/// Returns its log.
+fn is_judged(planted: Option<&'static str>) -> Result<Log, Failed> {
+    let env = TestEnv::planted(planted)?;
+    let [elf, before, after] = ["judge.elf", "before.log", "after.log"].map(|name| env.path(name));
+    fs::write(&elf, image(Format::Elf))?;
+    let mut command = env.command("run --cpus 2 --memory 16m,backing=memfd");
+    command.arg("--kernel").arg(&elf).args(["--cmdline", "passes=40 rate=8000 seed=5 report=500ms"]);
+    command.args(["--serial", &format!("file={}", before.display())]);
+    let machine = env.start("here", &mut command)?;
+    eventually(LIMIT, "the image has passed", || {
+        Ok((read(&fs::read(&before)?).pass > Some(2)).then_some(()))
+    })?;
+    let saved = save(&env, "here")?;
+    env.ctl("here stop")?;
+    machine.end()?;
+    let again = start(&env, "here", &saved, &format!("--serial file={}", after.display()))?;
+    again.runs()?;
+    again.process.output()?;
+    Ok(read(&[fs::read(&before)?, fs::read(&after)?].concat()))
+}
+
+#[test(judge())]
+fn clocks_go_on() -> Result<(), Failed> {
+    let log = is_judged(None)?;
+    ensure(log.verdict() == Verdict::Whole, || format!("{log:?}"))
+}
+
+/// The image of `vellum judge` is for x86-64.
+fn judge() -> Need {
+    kvm()?;
+    match cfg!(target_arch = "x86_64") {
+        true => Ok(()),
+        false => Err("the image that watches its clocks is for x86-64".into()),
     }
 }
 
