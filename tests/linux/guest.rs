@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 
 use guest_agent::{Event, Request};
 use serde_json::Value;
+pub use support::linux::for_this_bed;
 use support::{Failed, LIMIT, Scratch, ensure, eventually};
 use vellum_control::agent;
 
@@ -139,18 +140,6 @@ impl Source {
     pub fn arguments(&self) -> Vec<&str> {
         let initrd = self.initrd.iter().flat_map(|path| ["--initrd", path]);
         ["--kernel", &self.kernel].into_iter().chain(initrd).collect()
-    }
-}
-
-/// Flags for the emulated AMD host alone. Its emulator delivers an injected interrupt a second time
-/// if its own time slice ends before the guest's next exit, whatever the interrupt flag is (QEMU's
-/// svm_helper.c leaves exception_index set behind VMRUN). Without PV EOI that exit comes before the
-/// interrupt is acknowledged, and there is no harm. The emulator also has no size for the compacted
-/// form of XSAVE, which Linux warns about.
-pub fn for_this_bed() -> (&'static [&'static str], &'static str) {
-    match std::env::var("VELLUM_BED").as_deref() {
-        Ok("svm") => (&["--cpuid=-pv-eoi"], "noxsave"),
-        _ => (&[], ""),
     }
 }
 

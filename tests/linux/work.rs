@@ -1,34 +1,17 @@
 //! A guest's work while it migrates or is saved, and its checks afterwards: data in memory, a disk
 //! that is written, clocks.
 
-use std::fs;
 use std::ops::RangeInclusive;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::Instant;
 
+use support::linux::WORKERS;
+pub use support::linux::{empty, holds};
 use support::{Failed, ensure};
 
 use crate::guest::Guest;
 
-/// The sectors of the disk that is written.
-const SECTORS: u64 = 2048;
 /// How far the guest's clock may deviate from the host's, in seconds.
 const CLOCK: f64 = 0.05;
-
-/// The programs in the guest: one writes each sector of the disk in turn with increasing numbers,
-/// one checks the clock.
-const WORKERS: &str = "\
-    (i=0; while i=$((i+1)); do
-       printf %-512d $i | dd of=/dev/vda bs=512 seek=$((i % 2048)) conv=notrunc,fsync 2>/dev/null && echo $i > /tmp/flushed.new &&
-         mv /tmp/flushed.new /tmp/flushed; done) > /dev/null 2>&1 &
-    (last=0; while :; do now=$(cut -d' ' -f1 /proc/uptime | tr -d .)
-       [ $now -ge $last ] || echo back from $last to $now >> /tmp/backwards; last=$now; done) > /dev/null 2>&1 &";
-
-/// Creates an empty disk.
-pub fn empty(disk: &Path) -> Result<(), Failed> {
-    Ok(fs::write(disk, vec![0; SECTORS as usize * 512])?)
-}
 
 /// Starts the work, with `mib` MiB of data with a known checksum.
 pub fn begin(guest: &Guest, mib: u64) -> Result<(), Failed> {
@@ -48,21 +31,6 @@ pub fn is_as_it_was(guest: &Guest) -> Result<(), Failed> {
 /// The last number that was written and flushed.
 pub fn count(guest: &Guest) -> Result<u64, Failed> {
     Ok(guest.shell("cat /tmp/flushed")?.trim().parse()?)
-}
-
-/// Checks that each sector that was flushed up to number `last` holds its number or a later one.
-pub fn holds(disk: &Path, last: u64) -> Result<(), Failed> {
-    let disk = fs::File::open(disk)?;
-    for number in last.saturating_sub(SECTORS).max(1)..=last {
-        let mut sector = [0; 512];
-        disk.read_exact_at(&mut sector, number % SECTORS * 512)?;
-        let text = String::from_utf8_lossy(&sector).trim().to_owned();
-        let found: u64 =
-            text.parse().map_err(|_| format!("number {number} was flushed, and {text:?} is there"))?;
-        let later = found >= number && (found - number).is_multiple_of(SECTORS);
-        ensure(later, || format!("number {number} was flushed, and {found} is there"))?;
-    }
-    Ok(())
 }
 
 /// The guest's uptime in seconds, and the host's times before and after it was read.

@@ -14,6 +14,7 @@ pub mod faults;
 pub mod guests;
 pub mod hosts;
 pub mod kexec;
+pub mod linux;
 pub mod page;
 #[cfg(target_arch = "x86_64")]
 pub mod pc;
