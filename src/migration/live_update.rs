@@ -240,8 +240,8 @@ impl Saved {
     /// # Errors
     /// The record cannot be read, or no memory is left.
     pub fn files(&self, record: &File) -> io::Result<Files> {
-        let copy = |pieces: &[Piece]| -> io::Result<File> {
-            let file = memfd(c"vellum-live-update", 0, None)?;
+        let copy = |pieces: &[Piece], len: u64| -> io::Result<File> {
+            let file = memfd(c"vellum-live-update", len, None)?;
             let mut buffer = vec![0; 1 << 20];
             for Piece { at, offset, len } in pieces {
                 for done in (0..*len).step_by(buffer.len()) {
@@ -253,7 +253,9 @@ impl Saved {
             Ok(file)
         };
         let [ram, map, state] = &self.files;
-        Ok(Files { ram: copy(ram)?, map: copy(map)?, state: copy(state)?, clones: Vec::new() })
+        // The file of pages has a hole for each that is preserved. If all are, it has no piece.
+        let len = self.point.pages.saturating_mul(PAGE_SIZE);
+        Ok(Files { ram: copy(ram, len)?, map: copy(map, 0)?, state: copy(state, 0)?, clones: Vec::new() })
     }
 
     /// Checks that `ram` is the file of this machine's RAM.
@@ -332,6 +334,18 @@ mod tests {
         let mut bytes = vec![0; 3 << 20];
         state.read_exact_at(&mut bytes, 0).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 3));
+    }
+
+    #[test]
+    fn a_file_of_pages_that_are_all_preserved_has_its_length() {
+        let ram = memfd(c"vellum-test", 7 * PAGE_SIZE, None).unwrap();
+        let files =
+            Files { ram, map: file(&[(0, b"map")]), state: file(&[(0, b"state")]), clones: Vec::new() };
+        let mut list = List { vellum: "1".into(), machines: vec![saved("a")] };
+        let record = memfd(c"vellum-test", 0, None).unwrap();
+        write(&record, &mut list, &[files]).unwrap();
+        let Files { ram, map, .. } = list.machines[0].files(&record).unwrap();
+        assert_eq!([ram, map].map(|file| file.metadata().unwrap().len()), [7 * PAGE_SIZE, 3]);
     }
 
     #[test]
