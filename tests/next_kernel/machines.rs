@@ -2,8 +2,9 @@
 //! has what they wrote, in all kernels that they ran in.
 
 use std::fs::{self, File};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -15,11 +16,13 @@ use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Random, ensure, eventually, test};
 use vellum_control::client::Client;
 use vellum_control::{Do, Event};
+use vellum_launch::config::unpacked;
 use vellum_migration::live_update::{self, HostSide, List, RECORD, Saved};
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::liveupdate::{Orchestrator, Session};
 use vellum_sys::mmap::memfd;
+use vellum_sys::socket;
 
 /// The machines of a test: their names and arguments.
 const MACHINES: [(&str, &str); 3] = [
@@ -28,7 +31,7 @@ const MACHINES: [(&str, &str); 3] = [
     ("large", "--memory 1g,backing=memfd --workload write,rate=1000"),
 ];
 
-fn kept(name: &str) -> PathBuf {
+pub fn kept(name: &str) -> PathBuf {
     Path::new(KEPT).join(name)
 }
 
@@ -41,19 +44,19 @@ fn run(env: &TestEnv, name: &str, line: &str) -> Result<(), Failed> {
 }
 
 /// Runs a command that must succeed.
-fn succeeds(env: &TestEnv, line: &str) -> Result<String, Failed> {
+pub fn succeeds(env: &TestEnv, line: &str) -> Result<String, Failed> {
     let output = env.vellum(line)?;
     ensure(output.status.success(), || format!("{line}: {output:?}"))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Restores machines. An emulated host's kernel measures its TSC anew, and finds another frequency.
-fn restore(which: &str) -> String {
+pub fn restore(which: &str) -> String {
     format!("live-update restore --tsc-mismatch allow {which}")
 }
 
 /// Checks that the command fails with `status` and says `what` in one line.
-fn refuses(env: &TestEnv, line: &str, status: i32, what: &str) -> Result<(), Failed> {
+pub fn refuses(env: &TestEnv, line: &str, status: i32, what: &str) -> Result<(), Failed> {
     let output = env.vellum(line)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let right = output.status.code() == Some(status) && said.contains(what) && said.lines().count() == 1;
@@ -171,6 +174,137 @@ fn runs_on(env: &TestEnv) -> Result<(), Failed> {
         env.has_written(name, done + 100)?;
     }
     Ok(())
+}
+
+/// A kernel with other versions, or a file that is none, is refused before a machine is looked for.
+#[test(kexec::host())]
+fn a_kernel_that_cannot_take_over_is_refused_before_anything() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    run(&env, MACHINES[0].0, MACHINES[0].1)?;
+    let name = kexec::next()?;
+    kexec::load(&name)?;
+    let kernel = Path::new(kexec::KERNELS).join(name);
+    let image = fs::read(&kernel)?;
+    let image = unpacked(&image).ok_or("the kernel cannot be unpacked")?;
+    let other = kept("other");
+    for (from, to, says) in [
+        ("kho-v", "kho-x", "and that one takes none"),
+        ("luo-v", "luo-x", "and that one takes none"),
+        ("memfd-v", "memfd-x", "that kernel takes no memfd"),
+    ] {
+        let mut changed = image.clone();
+        let starts = |at: &usize| changed[*at..].starts_with(from.as_bytes());
+        let places: Vec<usize> = (0..changed.len()).filter(starts).collect();
+        ensure(!places.is_empty(), || format!("the kernel has no {from}"))?;
+        places.into_iter().for_each(|at| changed[at..at + to.len()].copy_from_slice(to.as_bytes()));
+        fs::write(&other, changed)?;
+        refuses(&env, &format!("live-update save nobody --kernel {}", other.display()), 2, says)?;
+    }
+    let mut changed = image;
+    let at = changed.windows(5).position(|window| window == b"luo-v").ok_or("no luo")?;
+    let (here, there) = (changed[at + 5], changed[at + 5] ^ 1);
+    changed[at + 5] = there;
+    fs::write(&other, changed)?;
+    let says = format!("in luo-v{}, and that one takes luo-v{}", char::from(here), char::from(there));
+    refuses(&env, &format!("live-update save --all --kernel {}", other.display()), 2, &says)?;
+    fs::write(&other, b"#!/bin/sh\n")?;
+    for (file, says) in [(other.as_path(), "that one takes none"), (Path::new(KEPT), "not a file")] {
+        refuses(&env, &format!("live-update save --all --kernel {}", file.display()), 2, says)?;
+    }
+    // It runs as it did, and the right kernel is taken.
+    env.has_written("small", env.done("small")? + 100)?;
+    let mut held = env.migration_client(&format!("live-update save small --kernel {}", kernel.display()))?;
+    eventually(LIMIT, "it is saved", || {
+        Ok((env.standing("small").as_deref() == Some("live-updating")).then_some(()))
+    })?;
+    held.kill()?;
+    drop(held.output()?);
+    eventually(LIMIT, "it runs on", || {
+        Ok((env.standing("small").as_deref() == Some("running")).then_some(()))
+    })?;
+    ends_right(&env, "small")
+}
+
+/// Another process holds what is saved: first it gives that up, and then it keeps it for the kexec.
+#[test(kexec::host())]
+fn what_is_handed_over_is_held_by_its_receiver() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    if kexec::past() > 0 {
+        succeeds(&env, &restore(""))?;
+        return MACHINES[..2].iter().try_for_each(|(name, _)| {
+            goes_on(&env, name)?;
+            ends_right(&env, name)
+        });
+    }
+    for (name, line) in &MACHINES[..2] {
+        run(&env, name, line)?;
+    }
+    kexec::load(&kexec::next()?)?;
+    let path = env.path("holder");
+    let listener = UnixListener::bind(&path)?;
+    let received = || -> Result<Vec<OwnedFd>, Failed> {
+        succeeds(&env, &format!("live-update save --all --hand-over {}", path.display()))?;
+        let (mut line, mut all) = ([0; 64], Vec::new());
+        let (stream, _) = listener.accept()?;
+        let count = socket::receive(&stream, &mut line, &mut all)?;
+        ensure(&line[..count] == b"vellum live-update\n" && all.len() == 3, || format!("{all:?}"))?;
+        for (name, _) in &MACHINES[..2] {
+            let standing = env.standing(name);
+            ensure(standing.as_deref() == Some("live-updating"), || format!("{name} is {standing:?}"))?;
+        }
+        Ok(all)
+    };
+    // The session first, and then the connections.
+    received()?.into_iter().for_each(drop);
+    runs_on(&env)?;
+    refuses(&env, "live-update save --all --hand-over /nobody", 2, "--hand-over /nobody")?;
+    runs_on(&env)?;
+    std::mem::forget(received()?);
+    for (name, _) in &MACHINES[..2] {
+        fs::write(kept(&format!("{name}.done")), env.done(name)?.to_string())?;
+    }
+    Err(kexec::go_on())
+}
+
+/// A machine whose process stands still cannot be paused. It is named, and all run on.
+#[test(kexec::host())]
+fn a_machine_that_cannot_pause_is_named_and_nothing_is_saved() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for (name, line) in &MACHINES[..2] {
+        run(&env, name, line)?;
+    }
+    kexec::load(&kexec::next()?)?;
+    let status: Value = serde_json::from_str(&env.ctl("slots status")?)?;
+    let pid = status["pid"].as_u64().ok_or("no process")?;
+    let signal = |name: &str| {
+        let sent = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status()?;
+        ensure(sent.success(), || format!("kill -{name} {pid}"))
+    };
+    let mut random = Random::new();
+    for at in [0, 200_000, 400_000, 800_000] {
+        let told = env.path("told");
+        let mut saving =
+            env.migration_client(&format!("live-update save --all --json {}", told.display()))?;
+        let after = random.below(at + 1);
+        std::thread::sleep(Duration::from_micros(after));
+        signal("STOP")?;
+        let is_saved = eventually(LIMIT, "it is saved or fails", || {
+            let has_failed = saving.try_wait()?.is_some();
+            Ok((has_failed || told.exists()).then_some(!has_failed))
+        })?;
+        if is_saved {
+            saving.kill()?;
+        }
+        let output = saving.output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        eprintln!("stopped after {after} us: {}", if is_saved { "it was saved" } else { said.trim_end() });
+        let is_one = output.status.code() == Some(1) && said.lines().count() == 1 && said.contains("slots");
+        ensure(is_saved || is_one, || format!("{output:?}"))?;
+        signal("CONT")?;
+        let _ = fs::remove_file(told);
+        runs_on(&env)?;
+    }
+    MACHINES[..2].iter().try_for_each(|(name, _)| ends_right(&env, name))
 }
 
 /// A kexec without a save. Then clients and the keeper are killed while machines are restored.
