@@ -3,12 +3,14 @@
 //! It starts processes of this program as a user would: machines with the built-in guest, which fill
 //! their memory and then write, and `vellum live-update save`. That says how long the kernel took to
 //! preserve each memory, and how long the guests had stood still when their state was written. Beside
-//! it the kernel preserves files of the same size, with the same pages, for nobody.
+//! it the kernel preserves files of the same size, with the same pages, for nobody: with pages of the
+//! usual size, as machines have them, and with transparent huge pages.
 //!
 //! Without a file for what lies between two kernels the machines run on after each round, and every
 //! page is checked. With one ([`Config::between`]) there is one round, which ends in the middle: the
 //! machines stay saved. The same command in the next kernel finds the file, restores them, and has the
-//! other figures.
+//! other figures. Beside these it makes machines of the same size and gives them the state of a vCPU:
+//! KVM's own part of a restore.
 
 use std::fs;
 use std::io;
@@ -21,7 +23,12 @@ use super::process::{Directory, Process, printed};
 use super::{Common, Error, of_rounds};
 use vellum_control::Do;
 use vellum_control::client::{self, Client};
-use vellum_guests::guest;
+use vellum_guests::guest::{self, Guest, GuestConfig};
+use vellum_kvm::arch::clocks::ClockPolicy;
+use vellum_kvm::arch::layout;
+use vellum_kvm::arch::state::{Context, Error as StateError, State};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
+use vellum_kvm::vm::{self, Vm};
 use vellum_report::{Answer, Premise, Report, json};
 use vellum_sys::diagnose::Field;
 use vellum_sys::liveupdate::Orchestrator;
@@ -71,7 +78,7 @@ struct Times {
 struct Between {
     machines: u32,
     bytes: u64,
-    bare: f64,
+    bare: [Option<f64>; 2],
     times: Times,
     /// The pages that each machine had written.
     done: Vec<u64>,
@@ -79,8 +86,9 @@ struct Between {
 
 /// One round. Times are in seconds.
 struct Round {
-    /// The kernel's own time for files of the same size.
-    bare: f64,
+    /// The kernel's own time for files of the same size: with pages of the usual size, and with huge
+    /// ones, if this host has them.
+    bare: [Option<f64>; 2],
     times: Times,
 }
 
@@ -90,6 +98,8 @@ struct Restored {
     retrieve: f64,
     /// From the start of a machine's process until it runs, the longest of all.
     restore: f64,
+    /// KVM's own part of it.
+    bare: f64,
     /// From the start of the command until each machine has written a page.
     written: f64,
 }
@@ -162,11 +172,13 @@ fn add(report: &mut Report, rounds: &[Round], restored: Option<Restored>) {
         report.samples(name, "s", of_rounds(rounds, value));
     };
     samples("preserve", &|round| Some(sum(&round.times.preserve_us)));
-    samples("preserve_bare", &|round| Some(round.bare));
+    samples("preserve_bare", &|round| round.bare[0]);
+    samples("preserve_bare_huge", &|round| round.bare[1]);
     samples("pause", &|round| Some(most(&round.times.pause_us)));
     samples("record", &|round| Some(round.times.record_us as f64 / 1e6));
     samples("retrieve", &|_| restored.map(|restored| restored.retrieve));
     samples("restore", &|_| restored.map(|restored| restored.restore));
+    samples("restore_bare", &|_| restored.map(|restored| restored.bare));
     samples("first_write", &|_| restored.map(|restored| restored.written));
     report.set_headline("pause");
     let told = |name: &str| report.told(name).unwrap_or_else(|| "unknown".into());
@@ -197,7 +209,7 @@ fn interrupted() -> Result<(), Error> {
 
 /// Starts machines and saves them, once their memory is full. They run on unless they are `kept`.
 fn save(config: &Config, directory: &Directory, kept: bool) -> Result<(Round, Vec<Machine>), Error> {
-    let bare = bare(config)?;
+    let bare = [bare(config, libc::MADV_NOHUGEPAGE)?, bare(config, libc::MADV_HUGEPAGE)?];
     let mut machines = Vec::new();
     for number in 0..config.machines {
         machines.push(Machine::start(config, directory, &format!("m{number}"))?);
@@ -232,8 +244,9 @@ fn save(config: &Config, directory: &Directory, kept: bool) -> Result<(Round, Ve
     Ok((Round { bare, times }, machines))
 }
 
-/// The time in which the kernel preserves files of the same size and number.
-fn bare(config: &Config) -> Result<f64, Error> {
+/// The time in which the kernel preserves files of the same size and number. None if it has no huge
+/// pages for them.
+fn bare(config: &Config, advice: i32) -> Result<Option<f64>, Error> {
     let failed = |what| move |error| Error::Host(what, error);
     let orchestrator = Orchestrator::open().map_err(|error| {
         Error::Lacking(format!("/dev/liveupdate: {error}; vellum live-update status says what it takes"))
@@ -241,14 +254,63 @@ fn bare(config: &Config) -> Result<f64, Error> {
     let mut all = 0.0;
     for number in 0..config.machines {
         let file = freezable_memfd(c"vellum-bench", config.bytes, None).map_err(failed("memfd_create"))?;
-        let mapping = Mapping::new(config.bytes, PAGE_SIZE, Source::Shared(&file)).map_err(failed("mmap"))?;
+        let mapping = Mapping::new(config.bytes, HUGE_PAGE, Source::Shared(&file)).map_err(failed("mmap"))?;
+        // A kernel without huge pages refuses advice about them.
+        if mapping.advise(advice).is_err() && advice == libc::MADV_HUGEPAGE {
+            return Ok(None);
+        }
+        let before = huge_pages();
         mapping.populate(0, config.bytes).map_err(failed("MADV_POPULATE_WRITE"))?;
+        if advice == libc::MADV_HUGEPAGE && huge_pages().saturating_sub(before) < config.bytes * 9 / 10 {
+            return Ok(None);
+        }
         let session = orchestrator.create(&format!("{SESSION}-{number}")).map_err(failed("a session"))?;
         let start = Instant::now();
         session.preserve(&file, 0).map_err(failed("preserving a file"))?;
         all += start.elapsed().as_secs_f64();
     }
-    Ok(all)
+    Ok(Some(all))
+}
+
+/// The size of a transparent huge page.
+const HUGE_PAGE: u64 = 2 << 20;
+
+/// The bytes of huge pages that files in memory have (proc_meminfo(5)).
+fn huge_pages() -> u64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("ShmemHugePages:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).map_or(0, |kib| kib << 10)
+}
+
+/// The time in which KVM makes as many machines of this size, each with the state of a vCPU of the
+/// built-in guest.
+fn bare_restore(config: &Config) -> Result<f64, Error> {
+    let failed = |what| move |error: StateError| Error::Host(what, io::Error::other(error.to_string()));
+    let memory = || {
+        let memory = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(config.bytes) };
+        Memory::map(layout::RAM, memory)
+    };
+    let kvm = vm::open()?;
+    let guest = Guest::build(&kvm, memory()?, GuestConfig::new(1))?;
+    let context = Context::new(&kvm, &guest.vm.fd, false).map_err(failed("KVM's capabilities"))?;
+    let saved =
+        guest.vcpus[0].with(move |fd| State::save(fd, &context))?.map_err(failed("a vCPU's state"))?;
+    drop(guest);
+    let start = Instant::now();
+    let mut all = Vec::new();
+    for _ in 0..config.machines {
+        let kvm = vm::open()?;
+        let vm = Vm::new(&kvm, memory()?)?;
+        let mut context = Context::new(&kvm, &vm.fd, false).map_err(failed("KVM's capabilities"))?;
+        context.allows_other_tsc = true;
+        let vcpu = vm.create_vcpu(0)?;
+        let passes = ClockPolicy::Passes;
+        let onward = saved.onward(&vcpu, &context, passes).map_err(failed("a vCPU's clock"))?;
+        saved.restore(&vcpu, &context, onward, passes).map_err(failed("a vCPU's state"))?;
+        saved.commit(&vcpu, &context).map_err(failed("a vCPU's state"))?;
+        all.push((vcpu, vm));
+    }
+    Ok(start.elapsed().as_secs_f64())
 }
 
 impl Machine {
@@ -322,7 +384,7 @@ fn judge(report: &mut Report, part: &str, result: &Report) {
 
 /// Restores the machines in the next kernel, and ends them.
 fn restore(report: &mut Report, config: &Config, between: &Path, lies: &Between) -> Result<Restored, Error> {
-    let directory = Directory::new()?;
+    let (directory, bare) = (Directory::new()?, bare_restore(config)?);
     let start = Instant::now();
     let mut restoring = Process::start(&directory, "the restore", "restore", &(config.lines.restore)())?;
     if !restoring.wait()?.success() {
@@ -357,5 +419,5 @@ fn restore(report: &mut Report, config: &Config, between: &Path, lies: &Between)
         judge(report, &name, &read(&name, &path)?);
         let _ = fs::remove_file(path);
     }
-    Ok(Restored { retrieve: retrieve.unwrap_or(0.0) / 1e3, restore: longest / 1e3, written })
+    Ok(Restored { retrieve: retrieve.unwrap_or(0.0) / 1e3, restore: longest / 1e3, bare, written })
 }

@@ -85,5 +85,5 @@ fn save(times: &Path, kept: bool) -> Vec<String> {
 
 /// The arguments of `vellum live-update restore`.
 fn restore() -> Vec<String> {
-    words(&format!("live-update restore --session {SESSION}"))
+    words(&format!("live-update restore --session {SESSION} --tsc-mismatch allow"))
 }
