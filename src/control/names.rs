@@ -49,14 +49,42 @@ impl Diagnose for Error {
 /// have another user's environment: root would create files there that lock that user out, and
 /// could see that user's machines as its own.
 fn place() -> PathBuf {
-    let (own, _) = effective();
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
+    place_of(effective().0, std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from))
+}
+
+/// The directory of root's logins (pam_systemd(8)). It ends with the last of them, and root's services
+/// do not have it.
+const LOGINS_OF_ROOT: &str = "/run/user/0";
+
+fn place_of(own: u32, runtime: Option<PathBuf>) -> PathBuf {
     let others = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|metadata| metadata.uid() != own);
-    match runtime.filter(|path| !others(path)) {
+    let is_of_login = |path: &Path| own == 0 && path == Path::new(LOGINS_OF_ROOT);
+    match runtime.filter(|path| path.is_absolute() && !is_of_login(path) && !others(path)) {
         Some(runtime) => runtime.join("vellum"),
         None if own == 0 => "/run/vellum".into(),
         None => PathBuf::from(format!("/tmp/vellum-{own}")),
     }
+}
+
+/// The directory for what outlives a boot: in XDG_DATA_HOME, or root's in /var/lib. It may not exist.
+pub fn state_directory() -> PathBuf {
+    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
+    match data {
+        Some(data) => data.join("vellum"),
+        None if effective().0 == 0 => "/var/lib/vellum".into(),
+        None => home().unwrap_or_else(place).join("vellum"),
+    }
+}
+
+/// The same, which is created if it does not exist.
+///
+/// # Errors
+/// As [`make_directory`].
+pub fn make_state_directory() -> Result<PathBuf, Error> {
+    let path = state_directory();
+    private_directory(&path)?;
+    Ok(path)
 }
 
 /// Whether only this user can create sockets in the directory. False if it does not exist.
@@ -181,7 +209,18 @@ pub fn find(target: &str) -> Result<PathBuf, Error> {
 }
 
 /// All names with a socket, sorted.
+///
+/// # Errors
+/// The directory cannot be used.
 pub fn all() -> Result<Vec<(String, PathBuf)>, Error> {
+    all_with("sock")
+}
+
+/// All names of files with this extension in the directory of sockets, sorted.
+///
+/// # Errors
+/// The directory cannot be used.
+pub fn all_with(extension: &str) -> Result<Vec<(String, PathBuf)>, Error> {
     let path = place();
     if !is_private(&path)? {
         return Ok(Vec::new());
@@ -190,7 +229,27 @@ pub fn all() -> Result<Vec<(String, PathBuf)>, Error> {
     let named = |path: PathBuf| Some((Path::new(path.file_name()?).file_stem()?.to_str()?.to_owned(), path));
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
     let mut names: Vec<_> =
-        paths.filter(|path| path.extension().is_some_and(|end| end == "sock")).filter_map(named).collect();
+        paths.filter(|path| path.extension().is_some_and(|end| end == extension)).filter_map(named).collect();
     names.sort();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A service of root and a login of root find the same machines.
+    #[test]
+    fn all_of_root_s_processes_use_one_directory() {
+        let of = |own: u32, runtime: &str| {
+            place_of(own, Some(runtime).filter(|text| !text.is_empty()).map(PathBuf::from))
+        };
+        assert_eq!(of(0, ""), Path::new("/run/vellum"));
+        assert_eq!([of(0, "/run/user/0"), of(0, "/run/user/0/")], [of(0, ""), of(0, "")]);
+        assert_eq!(of(0, "relative"), of(0, ""));
+        // Root may name one, and others have theirs.
+        assert_eq!(of(0, "/nothing/here"), Path::new("/nothing/here/vellum"));
+        assert_eq!(of(7, "/nothing/here"), Path::new("/nothing/here/vellum"));
+        assert_eq!(of(7, ""), Path::new("/tmp/vellum-7"));
+    }
 }
