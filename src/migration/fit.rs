@@ -31,6 +31,9 @@ pub struct Tsc {
     pub allowed: bool,
 }
 
+/// What is said of a TSC with another frequency.
+pub const TSC: &str = "TSC";
+
 /// Every misfit between a machine like `source` and the machine assembled here.
 pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
     let mut found = Vec::new();
@@ -56,7 +59,7 @@ pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {
             );
         } else {
             let remedy = "use a target whose TSC is within 250 ppm of it, or one that scales TSCs, or allow the mismatch there";
-            found.push(misfit("TSC", &format!("{theirs} kHz"), &format!("{ours} kHz"), remedy));
+            found.push(misfit(TSC, &format!("{theirs} kHz"), &format!("{ours} kHz"), remedy));
         }
     }
     for device in source.devices {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::commit_flag::CommitFlag;
 use super::fetching::{Fetching, Work};
+use super::fit;
 use super::pages::fresh;
 use super::receiver::{Demand, Done, Offer, Place, Ram, ReceiverCommand, Said};
 use super::threads::{Mine, Orphaned};
@@ -35,6 +36,8 @@ enum End {
     Refused(String),
     /// Its disks have changed.
     DiskChanged(String),
+    /// Its TSC would have another frequency.
+    OtherTsc(String),
     /// The host or the operator prevents it.
     Gone(String),
 }
@@ -145,6 +148,7 @@ impl Loading {
             Err(End::Orphaned) => return,
             Err(End::Refused(why)) => Said::Refused(why),
             Err(End::DiskChanged(why)) => Said::DiskChanged(why),
+            Err(End::OtherTsc(why)) => Said::OtherTsc(why),
             Err(End::Gone(why)) => Said::Gone(why),
         };
         // If it fails, the event loop's thread is gone.
@@ -180,15 +184,21 @@ impl Loading {
         let mut place = match self.answer()? {
             Done::Fits(place) => *place,
             Done::Misfits(misfits) => {
+                // The remedies are for the operator of a migration, who has another target.
+                let is_saved = self.way != Way::Base || self.flag.is_some();
                 let each = misfits.iter().map(|misfit| {
                     let (what, there, here) = (&misfit.what, &misfit.source, &misfit.target);
                     let remedy = &misfit.remedy;
-                    match self.way {
-                        Way::Base => format!("{what}: {from} has {there}, and the new one {here}: {remedy}"),
-                        _ => format!("{what}: {from} has {there}, and this host {here}"),
+                    match is_saved {
+                        false => format!("{what}: {from} has {there}, and the new one {here}: {remedy}"),
+                        true => format!("{what}: {from} has {there}, and this host {here}"),
                     }
                 });
-                return Err(End::Refused(each.collect::<Vec<_>>().join("; ")));
+                let why = each.collect::<Vec<_>>().join("; ");
+                return Err(match misfits.iter().all(|misfit| misfit.what == fit::TSC) {
+                    true => End::OtherTsc(why),
+                    false => End::Refused(why),
+                });
             }
             _ => return Err(End::Gone("the machine cannot be made".into())),
         };

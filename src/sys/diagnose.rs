@@ -43,6 +43,8 @@ pub enum Field {
     Device(&'static str),
     /// Whether a disk is accepted although it has changed.
     DiskChanged,
+    /// Whether the guest's TSC may have another frequency.
+    OtherTsc,
     /// Where a debugger connects.
     Gdb,
     /// The guest-physical address at which memory starts.

@@ -257,6 +257,7 @@ impl Incoming {
                 Said::Gone(why) => self.gone = Some(Error::Gone(format!("no machine has come: {why}"))),
                 Said::Refused(why) => self.gone = Some(Error::Refused(why)),
                 Said::DiskChanged(why) => self.gone = Some(Error::DiskChanged(why)),
+                Said::OtherTsc(why) => self.gone = Some(Error::OtherTsc(why)),
                 Said::Lacks(lacks) => self.lacks = lacks,
                 Said::Severed(why) => {
                     self.lacks = Some(true);

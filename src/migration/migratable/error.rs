@@ -24,6 +24,9 @@ pub enum Error {
     /// The disks of a machine to be restored have changed.
     #[error("{0}")]
     DiskChanged(String),
+    /// The guest of a machine to be restored would have a TSC of another frequency.
+    #[error("{0}")]
+    OtherTsc(String),
     /// A file that is mapped as its memory was truncated.
     #[error("{0} became shorter while it was mapped: the guest's memory is gone")]
     Shortened(String),
@@ -50,6 +53,7 @@ impl Diagnose for Error {
             Self::Guest(error) => error.origin(),
             Self::Refused(_) => ErrorOrigin::USER,
             Self::DiskChanged(_) => ErrorOrigin::user(Field::DiskChanged),
+            Self::OtherTsc(_) => ErrorOrigin::user(Field::OtherTsc),
             Self::Gone(_)
             | Self::Shortened(_)
             | Self::HandedOver

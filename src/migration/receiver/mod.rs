@@ -154,6 +154,8 @@ pub enum Said {
     Refused(String),
     /// As `Gone`, because its disks have changed.
     DiskChanged(String),
+    /// As `Gone`, because its TSC would have another frequency.
+    OtherTsc(String),
     /// All memory has been fetched.
     Fetched(Fetched),
     /// Some memory is missing, and whether the link to it has dropped. None when all memory has

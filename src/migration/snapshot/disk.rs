@@ -137,8 +137,8 @@ pub fn differences(then: &[Disk], here: &[machine::Disk]) -> Result<Option<Strin
         let unchanged = is.changed.is_none() || known.contains(&is.changed) || was.changed.is_none();
         let what = match is.bytes == was.bytes {
             true if unchanged => continue,
-            true => "has been written to since the snapshot, or is another".to_owned(),
-            false => format!("has {} bytes, and had {} when the snapshot was made", is.bytes, was.bytes),
+            true => "has been written to since the machine was saved, or is another".to_owned(),
+            false => format!("has {} bytes, and had {} when the machine was saved", is.bytes, was.bytes),
         };
         all.push(format!("{} ({}) {what}", disk.name, disk.image.path.display()));
     }
