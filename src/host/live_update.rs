@@ -6,11 +6,12 @@
 //! the kexec handover it boots, and memory is lost.
 
 use std::fs;
+use std::io;
 use std::path::Path;
 
 use super::doctor::Check;
 use vellum_sys::host::kernel_release;
-use vellum_sys::liveupdate::DEVICE;
+use vellum_sys::liveupdate::{DEVICE, Orchestrator};
 
 /// The parameters that both kernels take.
 const PARAMETERS: [&str; 2] = ["kho=on", "liveupdate=on"];
@@ -41,6 +42,13 @@ impl Versions {
         };
         let (handover, orchestrator) = (read("fdt")?, read("sub_fdts/LUO")?);
         Ok(Self([string(&handover, FORMATS[0]), string(&orchestrator, FORMATS[1]), None]))
+    }
+
+    /// Takes what is not known here from `image`, which is this kernel's own.
+    pub fn fill(&mut self, image: Self) {
+        for (here, there) in self.0.iter_mut().zip(image.0) {
+            *here = here.take().or(there);
+        }
     }
 
     /// What differs in `next`, or is missing there, in words. What is not known here does not differ.
@@ -94,6 +102,18 @@ pub fn memory_of(image: &[u8]) -> u64 {
 pub fn examine() -> Check {
     const NAME: &str = "live update";
     if Path::new(DEVICE).exists() {
+        // A kernel that cannot read what the last one has handed over refuses every open. Who may not
+        // open it is not told that.
+        if let Err(error) = Orchestrator::open()
+            && error.raw_os_error() != Some(libc::EBUSY)
+            && error.kind() != io::ErrorKind::PermissionDenied
+        {
+            return Check::warn(
+                NAME,
+                format!("no: {DEVICE}: {error}"),
+                "this kernel cannot read what the last one has handed over, and dmesg says why; after the next reboot it works again",
+            );
+        }
         let scratch = scratch().map_or(String::new(), |parts| {
             let parts: Vec<String> = parts.iter().map(|part| format!("{}", part >> 20)).collect();
             format!("; the next kernel and its initramfs fit into {} MiB of scratch area", parts.join(" + "))
@@ -150,6 +170,12 @@ mod tests {
         };
         let here = versions(["kho-v4", "luo-v5", ""]);
         assert_eq!(here.differences(&versions(["kho-v4", "luo-v5", "memfd-v2"])), None);
+        // What debugfs does not tell is in the running kernel's image.
+        let mut known = here.clone();
+        known.fill(versions(["kho-v3", "luo-v5", "memfd-v2"]));
+        assert_eq!(known, versions(["kho-v4", "luo-v5", "memfd-v2"]));
+        let differs = known.differences(&versions(["kho-v4", "luo-v5", "memfd-v3"])).unwrap();
+        assert_eq!(differs, "this kernel hands over in memfd-v2, and that one takes memfd-v3");
         let differs = here.differences(&versions(["kho-v4", "luo-v6", "memfd-v2"])).unwrap();
         assert_eq!(differs, "this kernel hands over in luo-v5, and that one takes luo-v6");
         assert!(

@@ -89,10 +89,18 @@ pub(super) fn memory_under(root: &Path) -> HostMemory {
     }
 }
 
-/// Bytes of the available memory that the kernel keeps for pages that it can move. A kernel with the
-/// kexec handover has its scratch area there.
-pub fn movable_only() -> u64 {
-    meminfo(["CmaFree"]).map_or(0, |[free]| free)
+/// The available memory in bytes in which the kernel can preserve pages (kexec handover). It moves them
+/// out of the memory that it keeps for pages that it can move, where its scratch area is. `None` if it
+/// is not known.
+pub fn preservable() -> Option<u64> {
+    preservable_under(Path::new("/"))
+}
+
+fn preservable_under(root: &Path) -> Option<u64> {
+    let [available] = meminfo_under(root, ["MemAvailable"])?;
+    let movable = meminfo_under(root, ["CmaFree"]).map_or(0, |[free]| free);
+    let host = available.saturating_sub(movable);
+    Some(cgroup::memory_limit(root).map_or(host, |limit| host.min(limit.left())))
 }
 
 /// Bytes that the kernel uses in vmalloc areas and in unreclaimable slabs. KVM's allocations for a
@@ -183,6 +191,27 @@ mod tests {
         // A group with more room than the host has does not matter.
         host.write("cg/a/memory.max", 1u64 << 40);
         assert_eq!(host.available(), (1000, None));
+    }
+
+    /// What a control group's limit leaves has nothing to do with where the host's free memory is.
+    #[test]
+    fn memory_for_pages_that_move_cannot_be_preserved() {
+        let host = Picture::new("movable");
+        assert_eq!(preservable_under(&host.0), Some(1000 << 20));
+        let movable = |kb: u32| {
+            host.write("proc/meminfo", format!("MemAvailable: 1024000 kB\nCmaFree: {kb} kB\n"));
+        };
+        movable(1000 << 10);
+        assert_eq!(preservable_under(&host.0), Some(0));
+        movable(400 << 10);
+        assert_eq!(preservable_under(&host.0), Some(600 << 20));
+        host.write("proc/self/cgroup", "0::/a\n");
+        host.write("proc/self/mountinfo", "31 2 0:28 / /cg rw shared:1 - cgroup2 none rw\n");
+        host.write("cg/a/memory.max", 64 << 20);
+        host.write("cg/a/memory.current", 20 << 20);
+        assert_eq!(preservable_under(&host.0), Some(44 << 20));
+        host.write("proc/meminfo", "MemTotal: 2048000 kB\n");
+        assert_eq!(preservable_under(&host.0), None);
     }
 
     #[test]

@@ -112,6 +112,8 @@ pub struct HostSide {
     pub lock: bool,
     /// The number of entries of each vCPU's dirty ring.
     pub dirty_ring: Option<u32>,
+    /// The CPU of the host that each vCPU is pinned to.
+    pub pins: Option<Vec<usize>>,
     /// Its virtio devices.
     pub devices: Vec<ChildDevice>,
 }
@@ -274,7 +276,8 @@ impl Saved {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vellum_control::WrittenPoint;
+
+    use vellum_control::{Disk, WrittenPoint};
 
     fn saved(name: &str) -> Saved {
         let written = WrittenPoint {
@@ -334,6 +337,46 @@ mod tests {
         let mut bytes = vec![0; 3 << 20];
         state.read_exact_at(&mut bytes, 0).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 3));
+    }
+
+    /// A list in which every field has a value.
+    fn full() -> List {
+        let mut machine = saved("web");
+        machine.host = HostSide {
+            serial: "file=/a.log".into(),
+            sandbox: "on".into(),
+            user: Some((1, 2)),
+            limit_ms: Some(3),
+            result: Some("/a.json".into()),
+            lock: true,
+            dirty_ring: Some(4096),
+            pins: Some(vec![2, 3]),
+            devices: vec![ChildDevice { kind: "rng".into(), config: serde_json::json!({}) }],
+        };
+        machine.files[2].push(Piece { at: 4096, offset: 0, len: 2 });
+        machine.point.disks.push(Disk {
+            name: "disk0".into(),
+            path: "/a.img".into(),
+            bytes: 512,
+            changed: Some(-1),
+            clone_changed: None,
+        });
+        List { vellum: "0.1.0".into(), machines: vec![machine] }
+    }
+
+    /// A list of this version that is not read frees the memory of all guests. The version keeps other
+    /// programs from retrieving it. `VELLUM_GOLDEN=PATH cargo test -p vellum-migration golden` writes the
+    /// file of a new version.
+    #[test]
+    fn the_golden_list_is_read_and_written_as_its_version_has_it() {
+        let bytes = serde_json::to_vec_pretty(&full()).unwrap();
+        if let Some(path) = std::env::var_os("VELLUM_GOLDEN") {
+            std::fs::write(path, &bytes).unwrap();
+        }
+        let golden = include_bytes!("../../tests/golden/live-update-1.json");
+        assert_eq!(serde_json::from_slice::<List>(golden).expect("it is read"), full());
+        let same = bytes == golden.trim_ascii_end();
+        assert!(same, "the list is written otherwise: raise live_update::VERSION, and add its file");
     }
 
     #[test]

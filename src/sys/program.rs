@@ -1,7 +1,11 @@
 //! How programs are started, and the memory of this program's own code.
 
+use std::fs::{self, Metadata};
+use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -10,6 +14,19 @@ use rustix::thread::CapabilitySet;
 
 use super::identity;
 use super::mmap::host_page;
+
+/// A command for this program, which may have been replaced on disk since it was started.
+///
+/// # Errors
+/// /proc is not there.
+pub fn own() -> io::Result<Command> {
+    const RUNNING: &str = "/proc/self/exe";
+    let (path, number) = (std::env::current_exe()?, |about: Metadata| (about.dev(), about.ino()));
+    let is_same = fs::metadata(&path).map(number).ok() == fs::metadata(RUNNING).map(number).ok();
+    let mut command = Command::new(if is_same { path.as_path() } else { Path::new(RUNNING) });
+    command.arg0(std::env::args_os().next().unwrap_or_else(|| "vellum".into()));
+    Ok(command)
+}
 
 /// Lets the program of `command` inherit these descriptors under the same numbers, without a
 /// controlling terminal. It may then read and write a terminal that it is given, whichever process

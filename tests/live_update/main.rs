@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{ExitCode, Stdio};
+use std::process::{Command, ExitCode, Output, Stdio};
 
 use serde_json::{Value, json};
 use support::env::{Machine, Process, TestEnv};
@@ -20,6 +20,8 @@ use vellum_control::{Do, Event};
 use vellum_judge::image::{Format, image};
 use vellum_judge::read::{Finding, Log, Verdict, read};
 use vellum_migration::commit_flag::{CommitFlag, Ownership};
+use vellum_migration::live_update::{self, HostSide, List};
+use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::mmap::memfd;
 use vellum_sys::program::detached_with;
@@ -227,6 +229,13 @@ fn without_its_client_a_machine_runs_on() -> Result<(), Failed> {
             ensure(said.contains("another operation is under way (live-update for process "), || said)?;
             let others = Client::connect(&env.socket("here"))?.ask(&Do::LiveUpdatePause {});
             ensure(others.is_err(), || "another client has paused it".into())?;
+            // The restored machine would know nothing of these.
+            for lost in [Do::Balloon { bytes: 1 << 20 }, Do::Nmi {}, Do::Sysrq { key: 'h' }] {
+                let refused =
+                    Client::connect(&env.socket("here"))?.ask(&lost).map_err(|error| error.to_string());
+                let is_told = refused.as_ref().is_err_and(|why| why.contains("saved for a live update"));
+                ensure(is_told, || format!("{lost:?}: {refused:?}"))?;
+            }
             ensure(env.done("here")? == done, || "it runs".into())?;
             drop(saved);
         } else {
@@ -328,11 +337,185 @@ fn a_host_that_cannot_is_one_line_with_what_would_help() -> Result<(), Failed> {
         ("live-update save web --session a/b", "a session's name"),
         ("live-update restore --name other", "of which machine?"),
         ("live-update restore --give-up", "MACHINE"),
-        ("live-update save --all --kernel /nothing", "--kernel /nothing: "),
+        ("live-update restore --serial file=x", "--serial file: of which machine?"),
+        ("live-update restore a b --json x", "--json: of which machine?"),
     ] {
         let output = env.vellum(line)?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure(output.status.code() == Some(2) && said.contains(says), || format!("{line}: {output:?}"))?;
     }
     Ok(())
+}
+
+/// What is wrong with several machines and with the command line is one line, before anything is done.
+#[test(kvm())]
+fn a_save_tells_all_that_is_wrong_at_once() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let machines = [("one", "anonymous"), ("two", "shmem")]
+        .map(|(name, backing)| env.run(name, &format!("run --memory 16m,backing={backing} --passes 0")));
+    let output = env.vellum("live-update save --all --check --kernel /nothing --json /nothing/x")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    for what in [
+        "--kernel /nothing: ",
+        "one: its memory is anonymous",
+        "two: its memory is shmem",
+        "--json /nothing/x: ",
+    ] {
+        ensure(said.contains(what), || format!("{what}: {said}"))?;
+    }
+    ensure(said.lines().count() == 1, || said.clone())?;
+    let output = env.vellum("live-update save --all --hand-over /nothing --not-loaded")?;
+    let other = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure(other.contains("--hand-over /nothing: "), || other.clone())?;
+    let is_loaded =
+        fs::read_to_string("/sys/kernel/kexec_loaded").map(|text| text.trim() != "0").unwrap_or(true);
+    ensure(said.contains("no kernel is loaded") != is_loaded, || said)?;
+    ensure(!other.contains("no kernel is loaded"), || other)?;
+    for (machine, name) in machines.into_iter().zip(["one", "two"]) {
+        ensure(env.standing(name).as_deref() == Some("running"), || format!("{name} does not run"))?;
+        env.ctl(&format!("{name} stop"))?;
+        machine?.end()?;
+    }
+    Ok(())
+}
+
+/// `command` with the file of notes in the test's directory.
+fn noted(env: &TestEnv, mut command: Command) -> Result<Output, Failed> {
+    Ok(command.env("XDG_DATA_HOME", env.dir()).current_dir(env.dir()).output()?)
+}
+
+/// Runs a command that must end with `status` and say `what`.
+fn says(env: &TestEnv, line: &str, status: i32, what: &str) -> Result<(), Failed> {
+    let output = noted(env, env.command(line))?;
+    let said = String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned();
+    ensure(output.status.code() == Some(status) && said.contains(what), || {
+        format!("{line}: not {status}, `{what}`: {output:?}")
+    })
+}
+
+/// Runs a command that must say `what`. Its status depends on whether this host has an orchestrator.
+fn tells(env: &TestEnv, line: &str, what: &str) -> Result<(), Failed> {
+    let output = noted(env, env.command(line))?;
+    let said = String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned();
+    ensure(said.contains(what), || format!("{line}: not `{what}`: {output:?}"))
+}
+
+/// Starts a keeper of the session `test`, as a save does that is cancelled after the machine's process
+/// has ended. The client that it would tell has ended too.
+fn keeper(env: &TestEnv, mut command: Command, name: &str, saved: &Saved) -> Result<Process, Failed> {
+    let (memory, position) = live_update::marked(&saved.memory)?;
+    let host = HostSide { serial: "null".into(), sandbox: "on".into(), ..HostSide::default() };
+    let line = ["vellum", "run", "--append", "it's one word"].map(Into::into).into();
+    let machine = live_update::Saved {
+        name: name.into(),
+        line,
+        host,
+        position,
+        point: saved.point.clone(),
+        files: Default::default(),
+    };
+    let [ram, map, state] = [&saved.files[0], &saved.files[1], &saved.files[2]].map(File::try_clone);
+    let files = Files { ram: ram?, map: map?, state: state?, clones: Vec::new() };
+    let (record, mut list) =
+        (memfd(c"record", 0, None)?, List { vellum: "test".into(), machines: vec![machine] });
+    live_update::write(&record, &mut list, &[files])?;
+    let (waits, inherited) = (UnixStream::pair()?.1, memfd(c"list", 0, None)?);
+    let saved = json!({ "record": record.as_raw_fd(), "memory": [memory.as_raw_fd()] });
+    serde_json::to_writer(&inherited, &json!({ "waits": waits.as_raw_fd(), "saved": saved }))?;
+    let descriptors = [&record, &memory, &inherited].map(AsRawFd::as_raw_fd);
+    let child = inherited.as_raw_fd().to_string();
+    command.args(["live-update", "restore", "--session", "test", "--keeper", "--child", &child]);
+    command.env("XDG_RUNTIME_DIR", env.dir()).env("XDG_DATA_HOME", env.dir()).current_dir("/");
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    detached_with(&mut command, descriptors.into_iter().chain([waits.as_raw_fd()]).collect());
+    let keeper = Process::spawn(&mut command)?;
+    let socket = env.path("vellum/live-update-test.keeper");
+    eventually(LIMIT, "the keeper listens", || Ok(UnixStream::connect(&socket).is_ok().then_some(())))?;
+    Ok(keeper)
+}
+
+/// A keeper outlives the client that started it and a new version of its program. A save is refused
+/// meanwhile. What it starts has the client's directory.
+#[test(kvm())]
+fn a_machine_is_kept_until_it_has_run() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let machine = env.run("here", &format!("run {WRITE}"))?;
+    env.has_written("here", 2000)?;
+    let saved = save(&env, "here")?;
+    ends_without_running(&env, "here", machine, &saved)?;
+    says(&env, "live-update status --machine here", 0, "here may be started")?;
+    let program = env.path("program");
+    fs::copy(VELLUM, &program)?;
+    let keeper = keeper(&env, Command::new(&program), "here", &saved)?;
+    // As the package manager does.
+    fs::remove_file(&program)?;
+    drop(saved);
+    says(
+        &env,
+        "live-update restore --session test --print",
+        0,
+        "here: vellum run --append 'it'\\''s one word'\n",
+    )?;
+    says(
+        &env,
+        "live-update status --machine here",
+        1,
+        "is kept: vellum live-update restore --session test here",
+    )?;
+    says(&env, "live-update status --machine other", 0, "other may be started")?;
+    tells(&env, "live-update save --all --check", "not restored yet: here of session test")?;
+    says(&env, "live-update restore --session test here other", 2, "other: no machine of this name is kept")?;
+    says(&env, "live-update restore --session test here --rng", 2, "kept: here")?;
+    says(&env, "live-update restore --session test here --json result.json", 0, "here runs, process ")?;
+    says(&env, "live-update status --machine here", 1, "here runs")?;
+    let output = keeper.output()?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    let line = started_as(&env, "here")?;
+    ensure(line.contains(r#"--started-as=["vellum","run","--append","it's one word"]"#), || line)?;
+    let done = env.done("here")?;
+    env.has_written("here", done + 2000)?;
+    env.ctl("here stop")?;
+    let json = env.path("result.json");
+    eventually(LIMIT, "it ends", || Ok(fs::read(&json).is_ok_and(|text| !text.is_empty()).then_some(())))?;
+    ensure(every_page_is_right(&json)?, || "a page is wrong".into())
+}
+
+/// The command line of the machine's process.
+fn started_as(env: &TestEnv, name: &str) -> Result<String, Failed> {
+    let status: Value = serde_json::from_str(&env.ctl(&format!("{name} status"))?)?;
+    let line = fs::read(format!("/proc/{}/cmdline", status["pid"]))?;
+    Ok(String::from_utf8_lossy(&line).replace('\0', " "))
+}
+
+/// After a kexec that has lost the machines, a restore says which, once.
+#[test]
+fn machines_that_a_kexec_has_lost_are_named() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let restore = "live-update restore --if-any --session test";
+    says(&env, restore, 0, "")?;
+    fs::create_dir_all(env.path("vellum"))?;
+    let note = env.path("vellum/live-update-test.json");
+    let write = |format: u32, boot: &str, holder: u32| {
+        let text = json!({
+            "vellum": "9.9", "format": format, "boot": boot, "holder": holder, "machines": ["web", "db"]
+        });
+        fs::write(&note, text.to_string())
+    };
+    write(live_update::VERSION + 1, "another", 1)?;
+    for _ in 0..2 {
+        says(&env, restore, 1, "Vellum 9.9 has saved web, db in format")?;
+    }
+    write(live_update::VERSION, "another", 1)?;
+    says(&env, "live-update status --machine db", 1, "db was saved and has not been restored")?;
+    tells(&env, "live-update status", "saved before this boot, and not restored yet: web, db")?;
+    says(&env, restore, 1, "lost: web, db")?;
+    says(&env, "live-update status --machine db", 0, "db may be started")?;
+    says(&env, restore, 0, "")?;
+    // In this boot, they are saved as long as a process holds that.
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    write(live_update::VERSION, boot.trim(), std::process::id())?;
+    says(&env, restore, 0, "")?;
+    says(&env, "live-update status --machine db", 1, "db was saved")?;
+    write(live_update::VERSION, boot.trim(), u32::MAX)?;
+    says(&env, "live-update status --machine db", 0, "db may be started")
 }

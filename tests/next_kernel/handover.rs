@@ -108,7 +108,8 @@ fn the_kernel_refuses_with_these_errors() -> Result<(), Failed> {
     Ok(other.preserve(&file, 1)?)
 }
 
-/// A session that is closed, and one that nobody asks for in the next kernel, leave nothing.
+/// A session that is closed, and one that nobody asks for in the next kernel, leave nothing. Another
+/// one beside them arrives each time.
 #[test(kexec::host())]
 fn only_open_sessions_are_handed_over() -> Result<(), Failed> {
     match kexec::past() {
@@ -118,13 +119,27 @@ fn only_open_sessions_are_handed_over() -> Result<(), Failed> {
             orchestrator.create("closed")?.preserve(&file, 1)?;
             let left: Session = orchestrator.create("left")?;
             left.preserve(&file, 1)?;
+            let (other, arrives) = (memfd(100)?, orchestrator.create(SESSION)?);
+            arrives.preserve(&other, 1)?;
             Err(kexec::go_on())
         }
         1 => {
-            refused("a closed session", Orchestrator::open()?.retrieve("closed"), libc::ENOENT)?;
+            let orchestrator = Orchestrator::open()?;
+            refused("a closed session", orchestrator.retrieve("closed"), libc::ENOENT)?;
+            let arrived = orchestrator.retrieve(SESSION)?;
+            let file = arrived.retrieved(1)?;
+            arrived.finish()?;
+            let arrives = orchestrator.create(SESSION)?;
+            arrives.preserve(&file, 1)?;
             Err(kexec::go_on())
         }
-        _ => refused("a session of two kernels before", Orchestrator::open()?.retrieve("left"), libc::ENOENT),
+        _ => {
+            let orchestrator = Orchestrator::open()?;
+            refused("a session of two kernels before", orchestrator.retrieve("left"), libc::ENOENT)?;
+            let arrived = orchestrator.retrieve(SESSION)?;
+            arrived.retrieved(1)?;
+            Ok(arrived.finish()?)
+        }
     }
 }
 

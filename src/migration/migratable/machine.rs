@@ -222,6 +222,13 @@ where
                 let file = descriptors.pop().ok_or("it takes a descriptor")?;
                 self.dump(by, file.into())?;
             }
+            Do::Balloon { .. } | Do::Nmi {} | Do::Sysrq { .. } | Do::Serial { .. }
+                if self.operation.leaving().is_some_and(|leaving| leaving.preserved) =>
+            {
+                return Err(
+                    "it is saved for a live update of the host's kernel, and the restored machine would not have it".into()
+                );
+            }
             // vCPUs can be queried only while they are paused.
             Do::Nmi {} => {
                 let stood = self.stands();

@@ -302,7 +302,7 @@ pub fn list(args: &ListArgs) -> Result<Exit, Failure> {
                 let mut status = status;
                 status["name"] = name.into();
                 if let Some(pages) = status["pid"].as_u64().filter(|_| args.memory).and_then(Resident::of) {
-                    let Resident { shared, private, part } = pages;
+                    let Resident { shared, private, part, .. } = pages;
                     status["resident"] = json!({ "shared": shared, "private": private, "part": part });
                 }
                 print(format_args!("{status}\n"))?;
@@ -405,6 +405,7 @@ pub(super) struct Resident {
     shared: u64,
     pub private: u64,
     part: u64,
+    pub swapped: u64,
 }
 
 impl Resident {
@@ -426,6 +427,7 @@ impl Resident {
             // The kernel counts no huge pages of the pool in it, and does not tell how many processes
             // share them.
             part: kib("Pss") + private_huge,
+            swapped: kib("Swap"),
         }
     }
 
@@ -433,7 +435,7 @@ impl Resident {
     fn columns(pid: u32) -> Vec<String> {
         let mib = |bytes: u64| format!("{:.1}m", bytes as f64 / f64::from(1 << 20));
         match Self::of(pid.into()) {
-            Some(Self { shared, private, part }) => [shared, private, part].map(mib).to_vec(),
+            Some(Self { shared, private, part, .. }) => [shared, private, part].map(mib).to_vec(),
             None => vec!["?".to_owned(); 3],
         }
     }
@@ -534,8 +536,9 @@ mod tests {
     fn what_is_in_memory_is_the_sum_of_the_kernels_figures() {
         let text = "55e0-7ffd ---p 00000000 00:00 0    [rollup]\nRss:   100 kB\nPss:    30 kB\nPss_Dirty:  1 kB\n\
             Shared_Clean:  8 kB\nShared_Dirty:  4 kB\nPrivate_Clean:  2 kB\nPrivate_Dirty:  1 kB\n\
-            Shared_Hugetlb:  2048 kB\nPrivate_Hugetlb:  4096 kB\n";
-        let expected = Resident { shared: 2060 << 10, private: 4099 << 10, part: 4126 << 10 };
+            Shared_Hugetlb:  2048 kB\nPrivate_Hugetlb:  4096 kB\nSwap:  5 kB\nSwapPss:  2 kB\n";
+        let expected =
+            Resident { shared: 2060 << 10, private: 4099 << 10, part: 4126 << 10, swapped: 5 << 10 };
         assert_eq!(Resident::parse(text), expected);
     }
 }

@@ -25,7 +25,7 @@ use super::failure::Failure;
 use super::flags::Flags;
 use super::host::{self, HostArgs};
 use super::output::print;
-use super::starting::{Log, Starting, inherited};
+use super::starting::{Log, Starting, inherited, this_program};
 use crate::session::incoming::{Fork, Listen};
 use crate::session::log::{self, Beside};
 use vellum_control::client::{Client, Error};
@@ -475,7 +475,7 @@ impl Source {
             };
             (inherited, descriptors)
         };
-        Starting::spawn(name, words, inherit, outputs, log)
+        Starting::spawn(name, this_program(words, outputs)?, inherit, log)
     }
 }
 

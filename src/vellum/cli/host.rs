@@ -108,6 +108,7 @@ pub(super) struct Fork {
 pub(super) const FLAGS: &[(Field, &str)] = &[
     (Field::Cr3Cache, "--cr3-cache on:"),
     (Field::Name, "--name:"),
+    (Field::OtherTsc, "--tsc-mismatch allow accepts it:"),
     (Field::RingEntries, "--dirty-ring="),
     (Field::Sandbox, "--sandbox:"),
     (Field::Serial, "--serial"),
@@ -132,6 +133,17 @@ impl HostArgs {
     /// The names of the devices, as a machine with them has them.
     pub fn device_names(&self) -> Vec<String> {
         self.devices.clone().config().names()
+    }
+
+    /// What is given that only one machine can have.
+    pub fn of_one_machine(&self) -> Option<&'static str> {
+        let given = [
+            (self.name.is_some(), "--name"),
+            (matches!(self.serial, Target::File(_)), "--serial file"),
+            (self.result.path().is_some(), "--json"),
+            (!self.device_names().is_empty(), "devices"),
+        ];
+        given.into_iter().find(|(is_given, _)| *is_given).map(|(_, flag)| flag)
     }
 
     /// The names of the disks with an overlay.

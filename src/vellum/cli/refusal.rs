@@ -76,7 +76,7 @@ pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error)
         }
         // Behind an argument, as in `ctl NAME stpo`, clap does not look for subcommands.
         if let Some(first) = first
-            && (line.definition)().find_subcommand(first).is_some_and(clap::Command::has_subcommands)
+            && command.has_subcommands()
         {
             return unknown(line, typed, Some(first));
         }
@@ -300,6 +300,8 @@ mod tests {
             (&["vellum", "run", "-d", "x.img", "--ssh"], "--login"),
             (&["vellum", "exec", "x"], "behind --"),
             (&["vellum", "sotp", "x"], "did you mean 'stop'"),
+            (&["vellum", "ctl", "x", "stpo"], "unknown command 'stpo' of ctl (did you mean 'stop'?)"),
+            (&["vellum", "live-update", "status", "web"], "unexpected argument 'web'"),
             (&["vellum", "halt", "x"], "unknown command 'halt': there are doctor, run"),
             (&["vellum", "run", "-m", "1g,hugepages=on"], "backing=hugetlb-2m"),
             (&["vellum", "run", "-k", "x", "--vsock", "3"], "PATH,cid=3"),

@@ -1,4 +1,4 @@
-//! The process of a machine that another process has prepared: `vellum fork` and
+//! A process that this program starts for itself, and that outlives it: `vellum fork` and
 //! `vellum live-update restore` start one for each machine. It inherits descriptors, and a file that
 //! says what they are.
 
@@ -22,8 +22,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::file::{self, taken};
 use vellum_sys::mmap::memfd;
 use vellum_sys::poll::Poll;
-use vellum_sys::program::detached_with;
-use vellum_sys::signal;
+use vellum_sys::{program, signal};
 
 /// How often signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
@@ -40,11 +39,29 @@ pub(super) fn inherited<L: DeserializeOwned>(list: RawFd) -> Result<L, Failure> 
     serde_json::from_slice(&bytes).map_err(|error| wrong(&error))
 }
 
-/// A machine that is being started.
+/// This program with the words of a command line. Standard output and error go to `outputs`.
+///
+/// # Errors
+/// /proc is not there.
+pub(super) fn this_program(
+    words: impl IntoIterator<Item = OsString>,
+    [stdout, stderr]: [Stdio; 2],
+) -> Result<Command, Failure> {
+    let mut command = program::own().map_err(Failure::host)?;
+    command.args(words).stdout(stdout).stderr(stderr);
+    Ok(command)
+}
+
+/// The last line of messages, without the program's name.
+fn last_line(text: &str) -> Option<String> {
+    text.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned())
+}
+
+/// A machine that is being started, or another process that this program starts for itself.
 pub(super) struct Starting {
     pub name: String,
     pub child: Child,
-    /// Receives a byte when the machine runs, and sends a byte when that was reported.
+    /// Receives a byte when it is ready, and sends a byte when that was reported.
     pub waits: UnixStream,
     log: Option<Log>,
 }
@@ -80,8 +97,7 @@ impl Log {
     fn last(&self) -> Option<String> {
         let mut bytes = vec![0; self.file.metadata().ok()?.len() as usize];
         self.file.read_exact_at(&mut bytes, 0).ok()?;
-        let text = String::from_utf8_lossy(&bytes);
-        text.lines().last().map(|line| line.trim_start_matches("vellum: ").to_owned())
+        last_line(&String::from_utf8_lossy(&bytes))
     }
 
     /// Removes its name, if it has it. A machine with a name in use does not get it.
@@ -95,18 +111,17 @@ impl Log {
 }
 
 impl Starting {
-    /// Starts this program by the words of a command line, for the machine `name`. `inherit` makes
-    /// the list of what the process inherits, which [`inherited`] reads, and the descriptors. It gets
-    /// the number of the socket on which the process is to send a byte when the machine runs. Standard
-    /// output and error go to `outputs`, the latter to `log`, if that is the machine's alone.
+    /// Starts `command`, [`this_program`] with a command line, as a process that outlives this one.
+    /// `inherit` makes the list of what it inherits, which [`inherited`] reads, and the descriptors. It
+    /// gets the number of the socket on which the process is to send a byte when it is ready. `log`
+    /// has its messages, if its standard error goes there.
     ///
     /// # Errors
     /// The host refuses it.
     pub fn spawn<L: Serialize>(
         name: &str,
-        words: impl IntoIterator<Item = OsString>,
+        mut command: Command,
         inherit: impl FnOnce(RawFd, Option<PathBuf>) -> (L, Vec<RawFd>),
-        outputs: [Stdio; 2],
         log: Option<Log>,
     ) -> Result<Self, Failure> {
         let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
@@ -115,12 +130,9 @@ impl Starting {
         let mut list = memfd(c"vellum-child", 0, None).map_err(Failure::host)?;
         let bytes = serde_json::to_vec(&inherited).map_err(Failure::host)?;
         list.write_all(&bytes).map_err(Failure::host)?;
-        let mut command = Command::new(std::env::current_exe().map_err(Failure::host)?);
-        command.args(words).arg(format!("--child={}", list.as_raw_fd()));
-        let [stdout, stderr] = outputs;
-        command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
+        command.arg(format!("--child={}", list.as_raw_fd())).stdin(Stdio::null());
         descriptors.extend([theirs.as_raw_fd(), list.as_raw_fd()]);
-        detached_with(&mut command, descriptors);
+        program::detached_with(&mut command, descriptors);
         let child = command.spawn().map_err(|error| Failure::host(format!("{name}: {error}")))?;
         Ok(Self { name: name.to_owned(), child, waits, log })
     }
@@ -130,9 +142,17 @@ impl Starting {
     /// # Errors
     /// It does not, for the reason that its process has told.
     pub fn runs(&mut self) -> Result<(), Failure> {
+        self.ready().map_err(|failed| failed.under(&format!("{}: ", self.name)))
+    }
+
+    /// Waits until the process is ready.
+    ///
+    /// # Errors
+    /// It has ended, for the reason that it has told.
+    pub fn ready(&mut self) -> Result<(), Failure> {
         loop {
             if signal::take().is_some() {
-                return Err(Failure::host(format!("{}: it was cancelled", self.name)));
+                return Err(Failure::host("it was cancelled"));
             }
             let mut poll = Poll::default();
             poll.readable(&self.waits);
@@ -146,19 +166,24 @@ impl Starting {
         }
     }
 
-    /// The error of a machine that does not run.
+    /// The error of a process that has ended.
     fn why(&mut self) -> Failure {
+        // It closes its standard error when it ends.
+        let mut piped = String::new();
+        if let Some(mut stderr) = self.child.stderr.take() {
+            let _ = stderr.read_to_string(&mut piped);
+        }
         let ended = self.child.wait();
         self.remove_log();
-        let why = self.log.as_ref().and_then(Log::last).unwrap_or_else(|| match ended {
+        let why = self.log.as_ref().and_then(Log::last).or_else(|| last_line(&piped));
+        let why = why.unwrap_or_else(|| match &ended {
             Ok(status) => format!("it ended by {status}"),
             Err(error) => error.to_string(),
         });
-        let exit = match self.child.wait() {
-            Ok(status) if status.code() == Some(i32::from(Exit::Usage.code())) => Exit::Usage,
-            _ => Exit::Error,
-        };
-        Failure::ended(exit, format!("{}: {why}", self.name))
+        let code = ended.ok().and_then(|status| status.code());
+        let mut known = [Exit::Usage, Exit::NotRun].into_iter();
+        let exit = known.find(|exit| code == Some(exit.code().into())).unwrap_or(Exit::Error);
+        Failure::ended(exit, why)
     }
 
     /// Ends the machine, because nobody waits for it.

@@ -42,14 +42,20 @@ pub fn past() -> u32 {
     std::env::var(KEXECS).ok().and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
-/// The kernel that is next: the host's kernels take turns, and the first is the one that it booted.
+/// The kernel that is next. It is loaded when the test begins.
 pub fn next() -> io::Result<String> {
+    after(past())
+}
+
+/// The kernel after `past` kexecs: the host's kernels take turns, and the first is the one that it
+/// booted.
+pub fn after(past: u32) -> io::Result<String> {
     let names = fs::read_dir(KERNELS)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
     let mut names = names.collect::<io::Result<Vec<_>>>()?;
     names.sort();
     match names.len() {
         0 => Err(io::Error::other(format!("{KERNELS} has no kernel"))),
-        count => Ok(names.swap_remove((past() as usize + 1) % count)),
+        count => Ok(names.swap_remove((past as usize + 1) % count)),
     }
 }
 

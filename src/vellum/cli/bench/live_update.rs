@@ -80,7 +80,10 @@ fn machine(config: &Config, name: &str, result: &Path) -> Vec<String> {
 /// The arguments of `vellum live-update save`.
 fn save(times: &Path, kept: bool) -> Vec<String> {
     let detach = if kept { " --detach" } else { "" };
-    words(&format!("live-update save --all --session {SESSION} --json {}{detach}", times.display()))
+    words(&format!(
+        "live-update save --all --not-loaded --session {SESSION} --json {}{detach}",
+        times.display()
+    ))
 }
 
 /// The arguments of `vellum live-update restore`.

@@ -3,6 +3,7 @@
 //! kernel. A *keeper* holds what was handed over until each machine has run or is given up.
 
 mod keeper;
+mod note;
 mod restore;
 mod save;
 mod status;
@@ -49,6 +50,14 @@ pub fn run(args: LiveUpdateArgs) -> Result<Exit, Failure> {
         LiveUpdate::Save(args) => save::run(&args),
         LiveUpdate::Restore(args) => restore::run(*args),
         LiveUpdate::Status(args) => status::run(&args),
+    }
+}
+
+/// The command that restores what was saved under this name.
+fn restore_of(session: &str) -> String {
+    match session {
+        SESSION => "vellum live-update restore".into(),
+        other => format!("vellum live-update restore --session {other}"),
     }
 }
 

@@ -2,10 +2,9 @@
 //! `--child` is one of them.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::RawFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,9 +16,10 @@ use super::super::failure::Failure;
 use super::super::flags::Flags;
 use super::super::host::{self, HostArgs};
 use super::super::output::print;
-use super::super::starting::{Starting, inherited};
+use super::super::starting::{Starting, inherited, this_program};
 use super::keeper::{self, Answer, Request};
-use super::{SESSION, session};
+use super::note::Note;
+use super::{SESSION, orchestrator, session};
 use crate::session::incoming::{Listen, Preserved};
 use crate::session::log::{self, Beside};
 use vellum_control::ChildDevice;
@@ -28,20 +28,22 @@ use vellum_kvm::memory::MemoryConfig;
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
+use vellum_migration::live_update;
 use vellum_migration::loading::{self, Forked};
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
+use vellum_sys::liveupdate::DEVICE;
 
 /// Run the machines that were saved before the kexec
 #[derive(Debug, Args)]
 #[command(args_override_self = true)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
 pub struct RestoreArgs {
-    /// The machine, by the name that it had [default: all that have not run yet]
+    /// The machines, by the names that they had [default: all that have not run yet]
     #[arg(value_name = "MACHINE")]
-    machine: Option<String>,
+    machines: Vec<String>,
 
     /// The name under which they were saved
     #[arg(long, value_name = "NAME", default_value = SESSION, value_parser = session)]
@@ -61,7 +63,8 @@ pub struct RestoreArgs {
     #[arg(long)]
     disk_changed: bool,
 
-    /// Do nothing if the last kernel has handed over no such session, as after any other boot
+    /// Succeed if nothing was saved before this boot, as after any other. What was saved and is lost
+    /// is an error
     #[arg(long)]
     if_any: bool,
 
@@ -69,8 +72,8 @@ pub struct RestoreArgs {
     #[arg(long, conflicts_with = "give_up")]
     print: bool,
 
-    /// Free the machine's memory: it will not run again
-    #[arg(long, requires = "machine")]
+    /// Free the machines' memory: they will not run again
+    #[arg(long, requires = "machines")]
     give_up: bool,
 
     /// Be one of the machines, from the file of this descriptor
@@ -81,9 +84,16 @@ pub struct RestoreArgs {
     #[arg(long, hide = true, requires = "child")]
     keeper: bool,
 
+    /// The words with which the machine was started first, as a JSON array
+    #[arg(long, value_name = "WORDS", hide = true, requires = "child")]
+    started_as: Option<String>,
+
     #[command(flatten)]
     host: HostArgs,
 }
+
+/// The flag of the words with which a machine was started first.
+pub(super) const STARTED_AS: &str = "--started-as=";
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Clock {
@@ -95,6 +105,7 @@ const EXAMPLES: &str = "\
 Examples:
   vellum live-update restore                       all, with the devices they had
   vellum live-update restore --print               how each was started
+  vellum live-update restore web db                these two
   vellum live-update restore web --disk /new/web.img --net user
   vellum live-update restore web --give-up         free its memory
 Each machine gets the name and the devices that it had. Flags replace what they
@@ -162,66 +173,104 @@ fn be(args: RestoreArgs, list: RawFd) -> Result<Exit, Failure> {
 
 /// Has the keeper restore the machines.
 fn restore(args: &RestoreArgs) -> Result<Exit, Failure> {
-    if args.machine.is_none() && (args.host.name.is_some() || !args.host.device_names().is_empty()) {
-        let flag = if args.host.name.is_some() { "--name" } else { "devices" };
-        return Err(Failure::usage(format!("{flag}: of which machine? vellum live-update restore MACHINE")));
+    if args.machines.len() != 1
+        && let Some(flag) = args.host.of_one_machine()
+    {
+        return Err(Failure::usage(format!(
+            "{flag}: of which machine? name one: vellum live-update restore MACHINE"
+        )));
     }
     let path = keeper::socket(&args.session)?;
     let stream = match UnixStream::connect(&path) {
         Ok(stream) => stream,
         Err(_) => {
-            match start_keeper(&args.session) {
-                Err(none) if none.exit == Exit::NotRun && args.if_any => return Ok(Exit::PowerOff),
-                Err(none) if none.exit == Exit::NotRun => return Err(Failure { exit: Exit::Usage, ..none }),
+            let started = match Path::new(DEVICE).exists() {
+                true => start_keeper(&args.session, None),
+                false => orchestrator().map(drop),
+            };
+            match started {
+                Err(none) if none.exit == Exit::NotRun => {
+                    return nothing_came(args, Failure { exit: Exit::Usage, ..none });
+                }
+                Err(none) if none.lacking => return nothing_came(args, none),
                 started => started?,
             }
             UnixStream::connect(&path)
                 .map_err(|error| Failure::host(format!("{}: {error}", path.display())))?
         }
     };
-    let machine = args.machine.clone();
+    let machines = args.machines.clone();
     let request = match (args.print, args.give_up) {
-        (true, _) => Request::List { machine },
-        (false, true) => Request::GiveUp { machine: machine.unwrap_or_default() },
-        (false, false) => Request::Restore { machine, words: words()? },
+        (true, _) => Request::List { machines },
+        (false, true) => Request::GiveUp { machines },
+        (false, false) => {
+            let directory = std::env::current_dir().map_err(Failure::host)?;
+            Request::Restore { machines, words: words()?, directory }
+        }
     };
-    let mut line = serde_json::to_vec(&request).map_err(Failure::host)?;
-    line.push(b'\n');
-    (&stream).write_all(&line).map_err(Failure::host)?;
+    let (answers, kept, retrieved_us) = keeper::ask(&stream, &request)?;
     let mut failed: Option<Failure> = None;
-    for line in BufReader::new(&stream).lines() {
-        let line = line.map_err(|error| Failure::host(format!("the keeper: {error}")))?;
-        let answer = serde_json::from_str(&line).map_err(Failure::host)?;
+    for answer in answers {
         match answer {
             Answer::Runs { name, pid, us } => {
                 let ms = us as f64 / 1000.0;
                 print(format_args!("{name} runs, process {pid}, after {ms:.1} ms\n"))?;
             }
-            Answer::Saved { name, line } => drop(print(format_args!("{name}: {line}\n"))?),
+            Answer::Saved { name, line } => drop(print(format_args!("{name}: {}\n", shell_line(&line)))?),
             Answer::GivenUp { name } => drop(print(format_args!("{name} was given up\n"))?),
             Answer::Failed { why, usage } => {
                 let exit = if usage { Exit::Usage } else { Exit::Error };
                 let before = failed.map_or(String::new(), |before| format!("{}; ", before.message));
                 failed = Some(Failure::ended(exit, before + &why));
             }
-            Answer::Over { kept, retrieved_us } => {
-                return match failed {
-                    None if args.print || args.give_up => Ok(Exit::PowerOff),
-                    None => {
-                        let ms = retrieved_us as f64 / 1000.0;
-                        print(format_args!("all memory was retrieved in {ms:.1} ms\n"))?;
-                        Ok(Exit::PowerOff)
-                    }
-                    Some(failed) if kept.is_empty() => Err(failed),
-                    Some(failed) => {
-                        let message = format!("{}; kept: {}", failed.message, kept.join(", "));
-                        Err(Failure { message, ..failed })
-                    }
-                };
-            }
+            Answer::Over { .. } => {}
         }
     }
-    Err(Failure::host("the keeper has ended before it answered; what had not run is lost"))
+    match failed {
+        None if args.print || args.give_up => Ok(Exit::PowerOff),
+        None => {
+            let ms = retrieved_us as f64 / 1000.0;
+            print(format_args!("all memory was retrieved in {ms:.1} ms\n"))?;
+            Ok(Exit::PowerOff)
+        }
+        Some(failed) if kept.is_empty() => Err(failed),
+        Some(failed) => {
+            let message = format!("{}; kept: {}", failed.message, kept.join(", "));
+            Err(Failure { message, ..failed })
+        }
+    }
+}
+
+/// This kernel has no such session. That is an error if one was saved.
+fn nothing_came(args: &RestoreArgs, none: Failure) -> Result<Exit, Failure> {
+    let Some(note) = Note::read(&args.session).filter(Note::is_of_another_boot) else {
+        return if args.if_any { Ok(Exit::PowerOff) } else { Err(none) };
+    };
+    let machines = note.machines.join(", ");
+    if note.format != live_update::VERSION {
+        return Err(Failure::host(format!(
+            "Vellum {} has saved {machines} in format {}, and this one reads {}: restore them with that one",
+            note.vellum,
+            note.format,
+            live_update::VERSION
+        )));
+    }
+    // It is told once.
+    Note::remove(&args.session);
+    Err(Failure::host(format!(
+        "lost: {machines}: they were saved before this boot, and the last kernel has not handed them over: {}",
+        none.message
+    )))
+}
+
+/// A command line as a shell reads it.
+fn shell_line(words: &[String]) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=+:,./@%".contains(&byte);
+    let quoted = words.iter().map(|word| match !word.is_empty() && word.bytes().all(is_plain) {
+        true => word.clone(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    });
+    quoted.collect::<Vec<_>>().join(" ")
 }
 
 /// The words of this command line after the subcommand.
@@ -232,25 +281,16 @@ fn words() -> Result<Vec<String>, Failure> {
     words.collect()
 }
 
-/// Starts the keeper of a session, which outlives this process. Returns when it listens.
+/// Starts the keeper of a session, which outlives this process. It keeps what was saved in this
+/// kernel, or retrieves what the last one has handed over. Returns when it listens.
 ///
 /// # Errors
 /// [`Exit::NotRun`] if nothing was handed over.
-fn start_keeper(session: &str) -> Result<(), Failure> {
+pub(super) fn start_keeper(session: &str, saved: Option<keeper::InKernel>) -> Result<(), Failure> {
     let words = ["live-update", "restore", "--session", session, "--keeper"];
-    let inherit = |waits: RawFd, _| (waits, Vec::new());
-    let outputs = [Stdio::null(), Stdio::piped()];
-    let mut keeper = Starting::spawn("keeper", words.map(Into::into), inherit, outputs, None)?;
-    if matches!((&keeper.waits).read(&mut [0]), Ok(1)) {
-        return Ok(());
-    }
-    let mut why = String::new();
-    if let Some(mut said) = keeper.child.stderr.take() {
-        let _ = said.read_to_string(&mut why);
-    }
-    let ended = keeper.child.wait().map_err(Failure::host)?;
-    let why = why.lines().last().map_or(format!("it ended by {ended}"), str::to_owned);
-    let mut known = [Exit::Usage, Exit::NotRun].into_iter();
-    let exit = known.find(|exit| ended.code() == Some(exit.code().into())).unwrap_or(Exit::Error);
-    Err(Failure::ended(exit, why.trim_start_matches("vellum: ")))
+    let descriptors = saved.iter().flat_map(|saved| saved.memory.iter().flatten().chain([&saved.record]));
+    let descriptors = descriptors.copied().collect();
+    let inherit = |waits: RawFd, _| (keeper::Inherited { waits, saved }, descriptors);
+    let command = this_program(words.map(Into::into), [Stdio::null(), Stdio::piped()])?;
+    Starting::spawn("the keeper", command, inherit, None)?.ready()
 }

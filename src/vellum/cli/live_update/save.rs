@@ -1,29 +1,35 @@
 //! `vellum live-update save`.
 //!
-//! All machines are checked before anything is done to one of them. Then their memory is preserved
+//! All that can be checked is checked before anything is done to a machine, and all that is wrong is
+//! told at once. Then their memory is preserved
 //! while they run, and only then are they paused and saved. Closing the session undoes the first, and
 //! closing the connections the second: in this order, so that no guest runs on memory that a kexec
 //! would hand over. That is also what happens if this process is killed before the kexec.
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::json;
 
 use super::super::client::{failure, heard, listen, may_leave, status};
+use super::super::control::Resident;
 use super::super::failure::Failure;
 use super::super::line::VERSION;
 use super::super::output::{print, say};
+use super::super::starting::{Starting, inherited, this_program};
 use super::super::upgrade::borrow;
-use super::{SESSION, orchestrator, read_image, session};
+use super::keeper::{self, InKernel};
+use super::note::Note;
+use super::restore::{STARTED_AS, start_keeper};
+use super::{SESSION, orchestrator, read_image, restore_of, session};
 use vellum_control::client::Client;
 use vellum_control::{ChildDevice, Do, Event, Status, names};
 use vellum_devices::virtio::blk;
@@ -36,10 +42,10 @@ use vellum_migration::live_update::{self, HostSide, List, RECORD, Saved};
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::file::{path_of, taken};
-use vellum_sys::liveupdate::Session;
+use vellum_sys::host::kernel_release;
+use vellum_sys::liveupdate::{Orchestrator, Session};
 use vellum_sys::mmap::memfd;
 use vellum_sys::poll::Poll;
-use vellum_sys::program::detached_with;
 use vellum_sys::{file, signal, socket};
 
 /// Save machines in memory that the next kernel takes over
@@ -67,28 +73,42 @@ pub struct SaveArgs {
     #[arg(id = "hold", long)]
     _hold: bool,
 
+    /// Only check whether the machines can be saved, with this command line
+    #[arg(long, conflicts_with_all = ["hold", "detach", "hand_over"])]
+    check: bool,
+
+    /// Save before the next kernel is loaded
+    #[arg(long)]
+    not_loaded: bool,
+
     /// Return when all is saved, and leave a process behind that keeps it so
     #[arg(long, conflicts_with_all = ["hold", "hand_over"])]
     detach: bool,
 
     /// Send what keeps the machines saved to the unix socket at this path, and return: the session's
-    /// descriptor first, then a connection to each machine. To undo it, close them in this order
+    /// descriptor first, then a connection to each machine, in one message or several. To undo it, close
+    /// them in this order
     #[arg(long, value_name = "SOCKET", conflicts_with = "hold")]
     hand_over: Option<PathBuf>,
+
+    /// Save even if machines of an earlier save have not been restored yet: a kexec loses them
+    #[arg(long)]
+    lose_kept: bool,
 
     /// Write as JSON how long each step took
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
-    /// Be the process that --detach leaves behind, which tells on this descriptor that all is saved
+    /// Be the process that --detach leaves behind, which tells on a descriptor that all is saved
     #[arg(long, value_name = "N", hide = true)]
-    holder: Option<RawFd>,
+    child: Option<RawFd>,
 }
 
 const EXAMPLES: &str = "\
 Examples:
   vellum live-update save web db --kernel /boot/vmlinuz-7.3
   vellum live-update save --all --detach
+  vellum live-update save --all --check            could it?
 Load the next kernel first, by kexec_file_load. The machines stand still from here
 to the kexec. If this process ends before, they run on, and nothing is saved.";
 
@@ -104,54 +124,131 @@ pub fn run(args: &SaveArgs) -> Result<Exit, Failure> {
         return detach();
     }
     signal::remember(&signal::ENDING).map_err(Failure::host)?;
-    if let Some(kernel) = &args.kernel {
-        check_kernel(kernel)
-            .map_err(|why| Failure::usage(format!("--kernel {}: {why}", kernel.display())))?;
+    let Checked { orchestrator, machines, receiver, times } = check(args)?;
+    if args.check {
+        let names: Vec<&str> = machines.iter().map(|machine| machine.name.as_str()).collect();
+        print(format_args!("nothing was done; these can be saved: {}\n", names.join(", ")))?;
+        return Ok(Exit::PowerOff);
     }
-    let opened = orchestrator()?;
-    let mut machines = targets(args)?
-        .iter()
-        .map(|(name, path)| Machine::check(name, path))
-        .collect::<Result<Vec<_>, _>>()?;
-    let session = opened.create(&live_update::session(&args.session)).map_err(|error| match error.raw_os_error() {
+    let created = orchestrator.create(&live_update::session(&args.session));
+    let session = created.map_err(|error| match error.raw_os_error() {
         Some(libc::EEXIST) => Failure::usage(format!(
             "--session {}: a session of this name is there already: end the process that holds it, or choose another name",
             args.session
         )),
         _ => Failure::host(format!("--session {}: {error}", args.session)),
     })?;
-    drop(opened);
-    let held = Held { session, machines: std::mem::take(&mut machines), record: record()? };
-    held.save(args)
+    drop(orchestrator);
+    let held = Held { session, machines, memory: Vec::new(), record: record()? };
+    held.save(args, receiver, times)
+}
+
+/// What a save begins with.
+struct Checked {
+    orchestrator: Orchestrator,
+    machines: Vec<Machine>,
+    /// The process that `--hand-over` is for.
+    receiver: Option<UnixStream>,
+    /// The file of `--json`.
+    times: Option<File>,
+}
+
+/// Checks everything. Nothing is done to a machine.
+///
+/// # Errors
+/// All that is wrong, in one line.
+fn check(args: &SaveArgs) -> Result<Checked, Failure> {
+    let mut wrong = Wrong(None);
+    let orchestrator = wrong.note(orchestrator());
+    if let Some(kernel) = &args.kernel {
+        let named = |failed: Failure| failed.under(&format!("--kernel {}: ", kernel.display()));
+        wrong.note(check_kernel(kernel).map_err(named));
+    }
+    if !args.not_loaded {
+        wrong.note(check_loaded());
+    }
+    if !args.lose_kept {
+        wrong.note(check_kept());
+    }
+    let mut machines = Vec::new();
+    for (name, path) in wrong.note(targets(args)).unwrap_or_default() {
+        let checked = Machine::check(&name, &path).map_err(|failed| failed.under(&format!("{name}: ")));
+        machines.extend(wrong.note(checked));
+    }
+    let receiver = args.hand_over.as_deref().and_then(|path| {
+        let named = |error| Failure::usage(format!("--hand-over {}: {error}", path.display()));
+        wrong.note(UnixStream::connect(path).map_err(named))
+    });
+    let times = args.json.as_deref().and_then(|path| {
+        let named = |error| Failure::usage(format!("--json {}: {error}", path.display()));
+        wrong.note(File::options().write(true).create(true).truncate(false).open(path).map_err(named))
+    });
+    match (wrong.0, orchestrator) {
+        (None, Some(orchestrator)) => Ok(Checked { orchestrator, machines, receiver, times }),
+        (Some(wrong), _) => Err(wrong),
+        (None, None) => unreachable!("it is wrong that it is not there"),
+    }
+}
+
+/// What is wrong. The exit status is that of the first.
+struct Wrong(Option<Failure>);
+
+impl Wrong {
+    fn note<T>(&mut self, result: Result<T, Failure>) -> Option<T> {
+        match (result, self.0.take()) {
+            (Ok(value), before) => {
+                self.0 = before;
+                return Some(value);
+            }
+            (Err(failed), None) => self.0 = Some(failed),
+            (Err(failed), Some(before)) => {
+                let message = format!("{}; {}", before.message, failed.message);
+                self.0 = Some(Failure { message, ..before });
+            }
+        }
+        None
+    }
+}
+
+/// Fails if no kernel is loaded that a kexec would start.
+fn check_loaded() -> Result<(), Failure> {
+    // A kernel without kexec has no such file, and no orchestrator.
+    match std::fs::read_to_string("/sys/kernel/kexec_loaded") {
+        Ok(text) if text.trim() == "0" => Err(Failure::usage(
+            "no kernel is loaded that a kexec would start: load it first, by kexec --kexec-file-syscall --load, or save with --not-loaded",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Fails if a keeper has machines that have not run: its memory ends with this kernel.
+fn check_kept() -> Result<(), Failure> {
+    let kept: Vec<String> = keeper::all()?
+        .into_iter()
+        .filter(|(_, machines)| !machines.is_empty())
+        .map(|(session, machines)| format!("{} of session {session}", machines.join(", ")))
+        .collect();
+    match kept.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "a kexec would lose machines that were not restored yet: {}: restore them or give them up, or save with --lose-kept",
+            kept.join("; ")
+        ))),
+    }
 }
 
 /// Runs this command again in a process that outlives this one. Waits until all is saved.
 fn detach() -> Result<Exit, Failure> {
-    let [waits, theirs] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
-    let mut command = Command::new(std::env::current_exe().map_err(Failure::host)?);
+    let words = std::env::args_os().skip(1).filter(|word| word != "--detach");
+    // Pipes: whoever waits for the end of this process's output must not wait for the kexec.
+    let mut command = this_program(words, [Stdio::piped(), Stdio::piped()])?;
     // The kill at the end of a shutdown by systemd spares processes of root with such a name.
-    command.arg0("@vellum").args(std::env::args_os().skip(1).filter(|word| word != "--detach"));
-    command.arg(format!("--holder={}", theirs.as_raw_fd()));
-    // Like this process's, but not these: whoever waits for their end must not wait for the kexec.
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    detached_with(&mut command, vec![theirs.as_raw_fd()]);
-    let mut child = command.spawn().map_err(Failure::host)?;
-    drop(theirs);
-    let is_saved = matches!((&waits).read(&mut [0]), Ok(1));
-    if !is_saved {
-        let ended = child.wait_with_output().map_err(Failure::host)?;
-        let why = String::from_utf8_lossy(&ended.stderr);
-        let why = why.lines().last().unwrap_or("the process that saves has ended without a word");
-        let exit = if ended.status.code() == Some(i32::from(Exit::Usage.code())) {
-            Exit::Usage
-        } else {
-            Exit::Error
-        };
-        return Err(Failure::ended(exit, why.trim_start_matches("vellum: ")));
-    }
+    command.arg0("@vellum");
+    let mut holder = Starting::spawn("the holder", command, |waits, _| (waits, Vec::new()), None)?;
+    holder.ready()?;
     let mut told = vec![0; 64 << 10];
-    let count = child.stdout.take().map_or(Ok(0), |mut out| out.read(&mut told)).map_err(Failure::host)?;
-    print(String::from_utf8_lossy(&told[..count]))?;
+    let said = holder.child.stdout.take().map_or(Ok(0), |mut out| out.read(&mut told));
+    print(String::from_utf8_lossy(&told[..said.map_err(Failure::host)?]))?;
     Ok(Exit::PowerOff)
 }
 
@@ -170,13 +267,34 @@ fn targets(args: &SaveArgs) -> Result<Vec<(String, PathBuf)>, Failure> {
 }
 
 /// Compares the versions of the running kernel with those in the image `next`.
-fn check_kernel(next: &Path) -> Result<(), String> {
-    let here = Versions::running().map_err(|why| {
-        format!("what the running kernel hands over cannot be told ({why}); it takes CONFIG_KEXEC_HANDOVER_DEBUGFS, and debugfs mounted")
+fn check_kernel(next: &Path) -> Result<(), Failure> {
+    let there = read_image(next).and_then(versions).map_err(Failure::usage)?;
+    let mut here = Versions::running().map_err(|why| {
+        Failure::host(format!(
+            "what the running kernel hands over cannot be told ({why}); it takes CONFIG_KEXEC_HANDOVER_DEBUGFS, and debugfs mounted"
+        ))
     })?;
-    let image = read_image(next)?;
-    let image = unpacked(&image).unwrap_or(image);
-    here.differences(&Versions::within(&image)).map_or(Ok(()), Err)
+    // debugfs tells the version of memfds only while one is preserved.
+    let own = PathBuf::from(format!("/boot/vmlinuz-{}", kernel_release()));
+    match read_image(&own).and_then(versions) {
+        Ok(image) => here.fill(image),
+        Err(why) => say(&format!(
+            "--kernel: the version in which this kernel hands over memfds is not known: {}: {why}",
+            own.display()
+        )),
+    }
+    here.differences(&there).map_or(Ok(()), |differs| Err(Failure::usage(differs)))
+}
+
+/// The versions in a kernel's image, which may be compressed.
+fn versions(image: Vec<u8>) -> Result<Versions, String> {
+    // An ELF file, or Arm's Image (Documentation/arch/arm64/booting.rst).
+    let is_plain = image.starts_with(b"\x7fELF") || image.get(0x38..0x3c) == Some(b"ARM\x64");
+    match unpacked(&image) {
+        Some(kernel) => Ok(Versions::within(&kernel)),
+        None if is_plain => Ok(Versions::within(&image)),
+        None => Err("it cannot be unpacked, or is no kernel; gzip, xz and zstd are known".into()),
+    }
 }
 
 /// The file for the record.
@@ -210,18 +328,19 @@ impl Machine {
             }
             None => name.to_owned(),
         };
-        check_disks(&name, &list, &descriptors)?;
+        check_disks(&list, &descriptors)?;
         let line = std::fs::read(format!("/proc/{}/cmdline", status.pid)).unwrap_or_default();
-        let words = line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-        let mut line: Vec<String> = words.collect();
-        line.pop();
-        let host = host_side(list, &descriptors);
-        Ok(Self { name, path: path.to_owned(), client, status, line, host, id: 0 })
+        let host = host_side(list, &descriptors, status.pid);
+        Ok(Self { name, path: path.to_owned(), client, status, line: started_as(&line), host, id: 0 })
     }
 
     /// Begins the operation. Returns the machine's memory, which gives back no page from now on, its
     /// position, and the files for its state.
     fn begin(&mut self) -> Result<(File, u64, Files), Failure> {
+        self.try_to_begin().map_err(|failed| failed.under(&format!("{}: ", self.name)))
+    }
+
+    fn try_to_begin(&mut self) -> Result<(File, u64, Files), Failure> {
         let file = |name| memfd(name, 0, None).map_err(Failure::host);
         let [ram, map, state] = [
             file(c"vellum-live-update-pages")?,
@@ -263,33 +382,38 @@ impl Machine {
     }
 }
 
+/// The words with which a machine was started first, from the command line of its process.
+fn started_as(line: &[u8]) -> Vec<String> {
+    let words = line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
+    let mut words: Vec<String> = words.collect();
+    words.pop();
+    let first = words.iter().find_map(|word| word.strip_prefix(STARTED_AS));
+    first.and_then(|first| serde_json::from_str(first).ok()).unwrap_or(words)
+}
+
 /// Fails if kernels do not preserve such memory.
 fn check_memory(name: &str, status: &Status) -> Result<(), Failure> {
     let backing = status.backing.as_deref().unwrap_or("unknown");
     if status.forked {
         return Err(Failure::usage(format!(
-            "the memory of {name} was forked, and no descriptor has all of it; vellum ctl {name} upgrade {} copies it, and \
-             then it can be saved",
+            "its memory was forked, and no descriptor has all of it; vellum ctl {name} upgrade {} copies it, and then it \
+             can be saved",
             std::env::current_exe().map_or("vellum".into(), |path| path.display().to_string())
         )));
     }
     match backing {
         "memfd" => Ok(()),
         huge if huge.contains("hugetlb") => Err(Failure::usage(format!(
-            "the memory of {name} is {huge}, which kernels do not preserve; start it with --memory SIZE,backing=memfd"
+            "its memory is {huge}, which kernels do not preserve; start it with --memory SIZE,backing=memfd"
         ))),
         other => Err(Failure::usage(format!(
-            "the memory of {name} is {other}, which belongs to its process; start it with --memory SIZE,backing=memfd"
+            "its memory is {other}, which belongs to its process; start it with --memory SIZE,backing=memfd"
         ))),
     }
 }
 
 /// Fails if a disk would be gone after the kexec.
-fn check_disks(
-    name: &str,
-    list: &handoff::List,
-    descriptors: &[std::os::fd::OwnedFd],
-) -> Result<(), Failure> {
+fn check_disks(list: &handoff::List, descriptors: &[OwnedFd]) -> Result<(), Failure> {
     let disks = list.devices.iter().filter(|device| device.kind == blk::KIND.key);
     for descriptor in disks.flat_map(|disk| &disk.descriptors).filter_map(|at| descriptors.get(*at)) {
         let opened = File::from(descriptor.try_clone().map_err(Failure::host)?);
@@ -297,12 +421,13 @@ fn check_disks(
         let path = std::fs::read_link(path_of(&opened)).unwrap_or_default();
         if about.is_file() && about.nlink() == 0 {
             return Err(Failure::usage(format!(
-                "--disk: {name} has an overlay without a name, which ends with its process: start it with overlay=FILE"
+                "--disk: {}: the file has no name, and ends with its process",
+                path.display()
             )));
         }
         if about.is_file() && file::is_in_memory(&opened).map_err(Failure::host)? {
             return Err(Failure::usage(format!(
-                "--disk: {} of {name} is on a file system in memory, which a kexec ends: move it to a disk",
+                "--disk: {} is on a file system in memory, which a kexec ends: move it to a disk",
                 path.display()
             )));
         }
@@ -310,8 +435,30 @@ fn check_disks(
     Ok(())
 }
 
+/// The CPU to which each vCPU of process `pid` is pinned. None if they are not.
+fn pins(pid: u32) -> Option<Vec<usize>> {
+    let allowed = |directory: &Path| {
+        let status = std::fs::read_to_string(directory.join("status")).ok()?;
+        let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        Some(list.trim().to_owned())
+    };
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    // The first thread is not pinned, unless the whole process is.
+    let others = allowed(&process)?;
+    let mut pins = Vec::new();
+    for task in std::fs::read_dir(process.join("task")).ok()?.flatten() {
+        let Ok(name) = std::fs::read_to_string(task.path().join("comm")) else { continue };
+        let Some(Ok(vcpu)) = name.trim().strip_prefix("vcpu").map(str::parse::<usize>) else { continue };
+        let own = allowed(&task.path())?;
+        // A list of several CPUs is no pin.
+        pins.push((vcpu, own.parse().ok().filter(|_| own != others)?));
+    }
+    pins.sort_unstable();
+    (!pins.is_empty()).then(|| pins.into_iter().map(|(_, cpu)| cpu).collect())
+}
+
 /// What a machine's process has of the host.
-fn host_side(list: handoff::List, descriptors: &[std::os::fd::OwnedFd]) -> HostSide {
+fn host_side(list: handoff::List, descriptors: &[OwnedFd], pid: u32) -> HostSide {
     let output = list.serial.as_ref().and_then(|serial| descriptors.get(serial.output?));
     let serial = match (output, list.serial.as_ref().is_some_and(|serial| serial.slave.is_some())) {
         (_, true) => "pty".to_owned(),
@@ -330,6 +477,7 @@ fn host_side(list: handoff::List, descriptors: &[std::os::fd::OwnedFd]) -> HostS
         result: list.result,
         lock: list.lock,
         dirty_ring: list.dirty_ring,
+        pins: pins(pid),
         devices: list
             .devices
             .into_iter()
@@ -342,12 +490,19 @@ fn host_side(list: handoff::List, descriptors: &[std::os::fd::OwnedFd]) -> HostS
 struct Held {
     session: Session,
     machines: Vec<Machine>,
+    /// The memory of each, once it is preserved.
+    memory: Vec<File>,
     record: File,
 }
 
 impl Held {
     /// Saves the machines, and holds them.
-    fn save(mut self, args: &SaveArgs) -> Result<Exit, Failure> {
+    fn save(
+        mut self,
+        args: &SaveArgs,
+        receiver: Option<UnixStream>,
+        times: Option<File>,
+    ) -> Result<Exit, Failure> {
         let mut begun = Vec::with_capacity(self.machines.len());
         for machine in &mut self.machines {
             begun.push(machine.begin()?);
@@ -365,7 +520,8 @@ impl Held {
         }
         let mut list = List { vellum: VERSION.into(), machines: Vec::new() };
         let (mut files, mut told, mut pause_us) = (Vec::new(), String::new(), Vec::new());
-        for (machine, (_, position, own)) in self.machines.iter_mut().zip(begun) {
+        for (machine, (memory, position, own)) in self.machines.iter_mut().zip(begun) {
+            self.memory.push(memory);
             let (point, us) = machine.saved()?;
             let (name, line, host) = (machine.name.clone(), machine.line.clone(), machine.host.clone());
             told += &format!("{name} is saved, and had stood still for {:.1} ms\n", us as f64 / 1000.0);
@@ -378,14 +534,22 @@ impl Held {
         drop(files);
         let preserved = self.session.preserve(&self.record, RECORD);
         preserved.map_err(|error| not_preserved("the state of the machines", &error))?;
-        if let Some(path) = &args.json {
+        if let Some(mut file) = times {
             let memory: Vec<u64> = self.machines.iter().map(|machine| machine.status.memory).collect();
-            let times = json!({
+            let steps = json!({
                 "memory": memory, "preserve_us": preserve_us, "pause_us": pause_us,
                 "record_us": start.elapsed().as_micros() as u64
             });
-            std::fs::write(path, times.to_string())
-                .map_err(|error| Failure::usage(format!("--json {}: {error}", path.display())))?;
+            let written = file.set_len(0).and_then(|()| file.write_all(steps.to_string().as_bytes()));
+            written.map_err(|error| Failure::host(format!("--json: {error}")))?;
+        }
+        let names = self.machines.iter().map(|machine| machine.name.clone()).collect();
+        let holder = receiver
+            .as_ref()
+            .map_or(Ok(std::process::id()), |at| socket::peer_pid(at).map(i32::cast_unsigned));
+        let written = holder.map_err(Failure::host).and_then(|pid| Note::write(&args.session, pid, names));
+        if let Err(failed) = written {
+            say(&format!("if the next kernel loses the machines, no restore will tell: {}", failed.message));
         }
         let (session, own) = (&args.session, std::process::id());
         told += &match &args.hand_over {
@@ -393,26 +557,25 @@ impl Held {
             None => format!("session {session}: kexec now, or end process {own}, and they run on\n"),
         };
         print(told)?;
-        if let Some(path) = &args.hand_over {
-            return self.hand_over(path);
+        if let Some(receiver) = receiver {
+            return self.hand_over(&receiver);
         }
-        if let Some(holder) = args.holder {
-            let waits =
-                taken(holder).ok_or_else(|| Failure::usage("--holder: no such descriptor is open"))?;
+        if let Some(list) = args.child {
+            let waits: RawFd = inherited(list)?;
+            let waits = taken(waits)
+                .ok_or_else(|| Failure::usage(format!("--child {list}: no such descriptor is open")))?;
             UnixStream::from(waits).write_all(&[1]).map_err(Failure::host)?;
         }
-        self.hold()
+        self.hold(args)
     }
 
     /// Holds what is saved until the kexec.
-    fn hold(mut self) -> Result<Exit, Failure> {
+    fn hold(mut self, args: &SaveArgs) -> Result<Exit, Failure> {
         // In turns, because each connection is looked at by its own reader.
         let mut ended = vec![false; self.machines.len()];
         loop {
             if signal::take().is_some() {
-                return Err(Failure::host(
-                    "nothing is saved any more: it was cancelled, and the machines run on",
-                ));
+                return Err(self.give_up(&ended, args, "it was cancelled"));
             }
             let mut poll = Poll::default();
             for (machine, _) in self.machines.iter().zip(&ended).filter(|(_, ended)| !**ended) {
@@ -421,14 +584,12 @@ impl Held {
             if !poll.wait(Some(LOOK)).map_err(Failure::host)? {
                 continue;
             }
+            let mut gone = None;
             for (machine, ended) in self.machines.iter_mut().zip(&mut ended).filter(|(_, ended)| !**ended) {
                 match heard(&mut machine.client, Some(machine.id), "the kexec") {
                     Ok(Some(line)) => {
                         if let Ok(Event::NotPreserved { why }) = serde_json::from_value(line) {
-                            let name = &machine.name;
-                            return Err(Failure::host(format!(
-                                "nothing is saved any more: {name} runs on: {why}"
-                            )));
+                            gone = Some(format!("{}: {why}", machine.name));
                         }
                     }
                     Ok(None) => {}
@@ -438,24 +599,56 @@ impl Held {
                     }
                 }
             }
+            if let Some(why) = gone {
+                return Err(self.give_up(&ended, args, &why));
+            }
         }
     }
 
-    /// Sends what holds it to the process that listens at `path`.
-    fn hand_over(self, path: &Path) -> Result<Exit, Failure> {
-        let failed =
-            |error: std::io::Error| Failure::usage(format!("--hand-over {}: {error}", path.display()));
-        let stream = UnixStream::connect(path).map_err(failed)?;
+    /// Gives up what is preserved. Machines run on, and a keeper gets those whose processes have
+    /// `ended`. Returns what to tell.
+    fn give_up(self, ended: &[bool], args: &SaveArgs, why: &str) -> Failure {
+        let Self { session, machines, memory, record } = self;
+        drop(session);
+        Note::remove(&args.session);
+        let names = |is: bool| {
+            let named = machines.iter().zip(ended).filter(move |(_, ended)| **ended == is);
+            named.map(|(machine, _)| machine.name.as_str()).collect::<Vec<_>>().join(", ")
+        };
+        let (running, ended_names) = (names(false), names(true));
+        drop(machines);
+        let mut told = format!("nothing is saved any more: {why}");
+        if !running.is_empty() {
+            told += &format!("; running on: {running}");
+        }
+        if !ended_names.is_empty() {
+            let memory = memory.iter().zip(ended).map(|(file, ended)| ended.then(|| file.as_raw_fd()));
+            let saved = InKernel { record: record.as_raw_fd(), memory: memory.collect() };
+            let restore = restore_of(&args.session);
+            told += &match start_keeper(&args.session, Some(saved)) {
+                Ok(()) => format!("; kept, as their processes have ended: {ended_names}: {restore}"),
+                Err(failed) => {
+                    format!("; lost, as their processes have ended: {ended_names}: {}", failed.message)
+                }
+            };
+        }
+        Failure::host(told)
+    }
+
+    /// Sends what holds it to the process at the other end.
+    fn hand_over(self, receiver: &UnixStream) -> Result<Exit, Failure> {
         let connections = self.machines.iter().map(|machine| machine.client.connection().as_fd());
         let descriptors: Vec<BorrowedFd<'_>> =
             [self.session.as_fd()].into_iter().chain(connections).collect();
-        if descriptors.len() > socket::MAX_DESCRIPTORS {
-            let most = socket::MAX_DESCRIPTORS - 1;
-            return Err(failed(std::io::Error::other(format!("at most {most} machines can be handed over"))));
-        }
-        socket::send(&stream, b"vellum live-update\n", &descriptors).map_err(failed)?;
+        send_all(receiver, &descriptors).map_err(|error| Failure::host(format!("--hand-over: {error}")))?;
         Ok(Exit::PowerOff)
     }
+}
+
+/// Sends descriptors in order, as many in each message as it takes.
+fn send_all(receiver: &UnixStream, descriptors: &[BorrowedFd<'_>]) -> std::io::Result<()> {
+    let mut messages = descriptors.chunks(socket::MAX_DESCRIPTORS);
+    messages.try_for_each(|part| socket::send(receiver, b"vellum live-update\n", part))
 }
 
 fn not_preserved(what: &str, error: &std::io::Error) -> Failure {
@@ -469,21 +662,111 @@ fn not_preserved(what: &str, error: &std::io::Error) -> Failure {
     Failure::host(format!("nothing is saved: the kernel does not preserve {what}: {error}{remedy}"))
 }
 
-/// Fails if the host lacks memory for the holes of the machines' memory, each of which gets a page.
+/// Fails if the host lacks memory for the pages that the kernel allocates: those of the holes in the
+/// machines' memory, and those that are swapped.
 fn check_room(machines: &[Machine], begun: &[(File, u64, Files)]) -> Result<(), Failure> {
-    // The kernel moves preserved pages out of its scratch area.
-    let available = topology::memory().available.saturating_sub(topology::movable_only());
-    let mut needed = 0;
+    let (mut holes, mut swapped, mut all) = (0, 0, 0);
     for (machine, (memory, ..)) in machines.iter().zip(begun) {
+        // Pages that are swapped count as present.
         let present = memory.metadata().map_err(Failure::host)?.blocks() * 512;
-        needed += machine.status.memory.saturating_sub(present);
+        holes += machine.status.memory.saturating_sub(present);
+        swapped += Resident::of(machine.status.pid.into()).map_or(0, |resident| resident.swapped);
+        all += machine.status.memory;
     }
-    if available > 0 && needed > available {
-        let [needed, available] = [needed, available].map(|bytes| bytes >> 20);
-        return Err(Failure::host(format!(
-            "nothing is saved: {needed} MiB of the machines' memory were never written to and would be allocated, and \
-             {available} MiB are available"
-        )));
+    lacks_room(topology::preservable(), [holes, swapped, all]).map_or(Ok(()), |why| Err(Failure::host(why)))
+}
+
+/// Why memory with these bytes of holes, of swapped pages and in all cannot be preserved with what is
+/// available, if it cannot.
+fn lacks_room(available: Option<u64>, [holes, swapped, all]: [u64; 3]) -> Option<String> {
+    // The kernel lists each page, and cuts huge pages at the edges of its scratch area.
+    let needed = holes + swapped + all / 100;
+    let available = available.filter(|available| needed > *available)?;
+    let [needed, holes, swapped, available] = [needed, holes, swapped, available].map(|bytes| bytes >> 20);
+    Some(format!(
+        "nothing is saved: {needed} MiB would be allocated, and {available} MiB are available; {holes} MiB of the machines' memory were \
+         never written to, and {swapped} MiB are swapped"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_number_of_descriptors_is_handed_over_in_order() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let files: Vec<File> = (0..41).map(|at| memfd(c"test", at, None).unwrap()).collect();
+        let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        send_all(&ours, &descriptors).unwrap();
+        drop(ours);
+        let (mut came, mut buffer) = (Vec::<OwnedFd>::new(), [0; 64]);
+        while socket::receive(&theirs, &mut buffer, &mut came).unwrap() > 0 {}
+        let lengths = came.into_iter().map(|fd| File::from(fd).metadata().unwrap().len());
+        assert_eq!(lengths.collect::<Vec<_>>(), (0..41).collect::<Vec<_>>());
     }
-    Ok(())
+
+    #[test]
+    fn all_that_is_wrong_is_told_with_the_status_of_the_first() {
+        let mut wrong = Wrong(None);
+        assert_eq!(wrong.note(Ok(1)), Some(1));
+        assert_eq!(wrong.note::<()>(Err(Failure::host("a: one"))), None);
+        assert_eq!(wrong.note(Ok(2)), Some(2));
+        assert_eq!(wrong.note::<()>(Err(Failure::usage("b: two"))), None);
+        let failed = wrong.0.unwrap();
+        assert_eq!((failed.exit, failed.message.as_str()), (Exit::Error, "a: one; b: two"));
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_be_unpacked_is_not_said_to_take_nothing() {
+        assert_eq!(versions(b"\x7fELF\0kho-v1\0".to_vec()).unwrap().0[0].as_deref(), Some("kho-v1"));
+        assert!(versions(vec![0; 4096]).unwrap_err().contains("cannot be unpacked"));
+        // A bzImage whose payload, after its setup code of one sector, is lz4's.
+        let mut image = vec![0; 2048];
+        image[0x1f1] = 1;
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x24c] = 64;
+        image[1024..1028].copy_from_slice(&[0x02, 0x21, 0x4c, 0x18]);
+        assert!(versions(image).unwrap_err().contains("cannot be unpacked"));
+    }
+
+    #[test]
+    fn cpus_that_vcpus_are_pinned_to_are_found() {
+        let cpus = vellum_sys::host::allowed_cpus().unwrap();
+        assert_eq!(pins(std::process::id()), None);
+        let (pinned, is_pinned) = std::sync::mpsc::channel();
+        let (end, ends) = std::sync::mpsc::channel::<()>();
+        let cpu = cpus[0];
+        let body = move || {
+            pinned.send(vellum_sys::affinity::pin(cpu)).unwrap();
+            let _ = ends.recv();
+        };
+        let vcpu = std::thread::Builder::new().name("vcpu0".into()).spawn(body).unwrap();
+        is_pinned.recv().unwrap().unwrap();
+        // A process that may use one CPU has pinned nothing.
+        assert_eq!(pins(std::process::id()), (cpus.len() > 1).then(|| vec![cpu]));
+        drop(end);
+        vcpu.join().unwrap();
+    }
+
+    #[test]
+    fn a_host_without_room_is_told() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(lacks_room(None, [1 << 40, 0, 1 << 40]), None);
+        assert_eq!(lacks_room(Some(110 * MIB), [100 * MIB, 0, 1000 * MIB]), None);
+        // Nothing available is not unknown.
+        for (available, needs) in
+            [(0, [MIB, 0, MIB]), (109, [100 * MIB, 0, 1000 * MIB]), (109, [0, 100 * MIB, 1000 * MIB])]
+        {
+            let why = lacks_room(Some(available * MIB), needs).expect("there is no room");
+            assert!(why.contains(&format!("{available} MiB are available")), "{why}");
+        }
+    }
+
+    #[test]
+    fn the_first_command_line_is_carried_from_save_to_save() {
+        let line = b"vellum\0live-update\0restore\0--name\0a\0--started-as=[\"vellum\",\"run\",\"a b\"]\0--child=13\0";
+        assert_eq!(started_as(line), ["vellum", "run", "a b"]);
+        assert_eq!(started_as(b"vellum\0run\0"), ["vellum", "run"]);
+    }
 }

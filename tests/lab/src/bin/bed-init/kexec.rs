@@ -88,7 +88,7 @@ const KEXEC_FILE_LOAD: libc::c_long = libc::SYS_kexec_file_load;
 const KEXEC_FILE_LOAD: libc::c_long = 294;
 
 /// Loads the kernel `name`, with this host's own initramfs.
-fn load(name: &str, command_line: &str) -> io::Result<()> {
+pub fn load(name: &str, command_line: &str) -> io::Result<()> {
     let kernel = format!("{KERNELS}/{name}");
     let kernel =
         File::open(&kernel).map_err(|error| io::Error::new(error.kind(), format!("{kernel}: {error}")))?;

@@ -336,8 +336,10 @@ fn execute(job: &Job, words: &[String], kexecs: u32, line: &Arc<Line>) -> io::Re
     let mut command = Command::new(program);
     prepare(job, command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
     command.process_group(0);
-    if job.replaced.is_some() {
+    if let Some(replaced) = &job.replaced {
         command.env(KEXECS, kexecs.to_string());
+        // As an operator does it: `vellum live-update save` wants a loaded kernel.
+        kexec::load(&support::kexec::after(kexecs)?, &replaced.command_line)?;
     }
     let (before, idle_before) = (Instant::now(), idle()?);
     let mut child = match command.spawn() {
