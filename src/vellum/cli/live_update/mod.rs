@@ -2,6 +2,8 @@
 //! memory, and is the process that keeps it so until the kexec. `restore` runs them in the next
 //! kernel. A *keeper* holds what was handed over until each machine has run or is given up.
 
+mod checks;
+mod host_side;
 mod keeper;
 mod note;
 mod restore;

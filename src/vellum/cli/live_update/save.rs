@@ -1,14 +1,14 @@
 //! `vellum live-update save`.
 //!
 //! All that can be checked is checked before anything is done to a machine, and all that is wrong is
-//! told at once. Then their memory is preserved
-//! while they run, and only then are they paused and saved. Closing the session undoes the first, and
-//! closing the connections the second: in this order, so that no guest runs on memory that a kexec
-//! would hand over. That is also what happens if this process is killed before the kexec.
+//! told at once ([`checks`](super::checks)). Then their memory is preserved while they run, and only then
+//! are they paused and saved. Closing the session undoes the first, and closing the connections the
+//! second: in this order, so that no guest runs on memory that a kexec would hand over. That is also
+//! what happens if this process is killed before the kexec.
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -26,27 +26,24 @@ use super::super::line::VERSION;
 use super::super::output::{print, say};
 use super::super::starting::{Starting, inherited, this_program};
 use super::super::upgrade::borrow;
-use super::keeper::{self, InKernel};
+use super::checks::{Wrong, check_disks, check_kept, check_kernel, check_loaded, check_memory, lacks_room};
+use super::host_side::{host_side, started_as};
+use super::keeper::InKernel;
 use super::note::Note;
-use super::restore::{STARTED_AS, start_keeper};
-use super::{SESSION, orchestrator, read_image, restore_of, session};
+use super::restore::start_keeper;
+use super::{SESSION, orchestrator, restore_of, session};
 use vellum_control::client::Client;
-use vellum_control::{ChildDevice, Do, Event, Status, names};
-use vellum_devices::virtio::blk;
-use vellum_host::live_update::Versions;
+use vellum_control::{Do, Event, Status, names};
 use vellum_host::topology;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_launch::config::unpacked;
-use vellum_machine::handoff;
 use vellum_migration::live_update::{self, HostSide, List, RECORD, Saved};
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
-use vellum_sys::file::{path_of, taken};
-use vellum_sys::host::kernel_release;
+use vellum_sys::file::taken;
 use vellum_sys::liveupdate::{Orchestrator, Session};
 use vellum_sys::mmap::memfd;
 use vellum_sys::poll::Poll;
-use vellum_sys::{file, signal, socket};
+use vellum_sys::{signal, socket};
 
 /// Save machines in memory that the next kernel takes over
 #[derive(Debug, Args)]
@@ -190,53 +187,6 @@ fn check(args: &SaveArgs) -> Result<Checked, Failure> {
     }
 }
 
-/// What is wrong. The exit status is that of the first.
-struct Wrong(Option<Failure>);
-
-impl Wrong {
-    fn note<T>(&mut self, result: Result<T, Failure>) -> Option<T> {
-        match (result, self.0.take()) {
-            (Ok(value), before) => {
-                self.0 = before;
-                return Some(value);
-            }
-            (Err(failed), None) => self.0 = Some(failed),
-            (Err(failed), Some(before)) => {
-                let message = format!("{}; {}", before.message, failed.message);
-                self.0 = Some(Failure { message, ..before });
-            }
-        }
-        None
-    }
-}
-
-/// Fails if no kernel is loaded that a kexec would start.
-fn check_loaded() -> Result<(), Failure> {
-    // A kernel without kexec has no such file, and no orchestrator.
-    match std::fs::read_to_string("/sys/kernel/kexec_loaded") {
-        Ok(text) if text.trim() == "0" => Err(Failure::usage(
-            "no kernel is loaded that a kexec would start: load it first, by kexec --kexec-file-syscall --load, or save with --not-loaded",
-        )),
-        _ => Ok(()),
-    }
-}
-
-/// Fails if a keeper has machines that have not run: its memory ends with this kernel.
-fn check_kept() -> Result<(), Failure> {
-    let kept: Vec<String> = keeper::all()?
-        .into_iter()
-        .filter(|(_, machines)| !machines.is_empty())
-        .map(|(session, machines)| format!("{} of session {session}", machines.join(", ")))
-        .collect();
-    match kept.is_empty() {
-        true => Ok(()),
-        false => Err(Failure::usage(format!(
-            "a kexec would lose machines that were not restored yet: {}: restore them or give them up, or save with --lose-kept",
-            kept.join("; ")
-        ))),
-    }
-}
-
 /// Runs this command again in a process that outlives this one. Waits until all is saved.
 fn detach() -> Result<Exit, Failure> {
     let words = std::env::args_os().skip(1).filter(|word| word != "--detach");
@@ -263,37 +213,6 @@ fn targets(args: &SaveArgs) -> Result<Vec<(String, PathBuf)>, Failure> {
     match running.is_empty() {
         true => Err(Failure::usage("--all: no machine of this user runs")),
         false => Ok(running),
-    }
-}
-
-/// Compares the versions of the running kernel with those in the image `next`.
-fn check_kernel(next: &Path) -> Result<(), Failure> {
-    let there = read_image(next).and_then(versions).map_err(Failure::usage)?;
-    let mut here = Versions::running().map_err(|why| {
-        Failure::host(format!(
-            "what the running kernel hands over cannot be told ({why}); it takes CONFIG_KEXEC_HANDOVER_DEBUGFS, and debugfs mounted"
-        ))
-    })?;
-    // debugfs tells the version of memfds only while one is preserved.
-    let own = PathBuf::from(format!("/boot/vmlinuz-{}", kernel_release()));
-    match read_image(&own).and_then(versions) {
-        Ok(image) => here.fill(image),
-        Err(why) => say(&format!(
-            "--kernel: the version in which this kernel hands over memfds is not known: {}: {why}",
-            own.display()
-        )),
-    }
-    here.differences(&there).map_or(Ok(()), |differs| Err(Failure::usage(differs)))
-}
-
-/// The versions in a kernel's image, which may be compressed.
-fn versions(image: Vec<u8>) -> Result<Versions, String> {
-    // An ELF file, or Arm's Image (Documentation/arch/arm64/booting.rst).
-    let is_plain = image.starts_with(b"\x7fELF") || image.get(0x38..0x3c) == Some(b"ARM\x64");
-    match unpacked(&image) {
-        Some(kernel) => Ok(Versions::within(&kernel)),
-        None if is_plain => Ok(Versions::within(&image)),
-        None => Err("it cannot be unpacked, or is no kernel; gzip, xz and zstd are known".into()),
     }
 }
 
@@ -379,110 +298,6 @@ impl Machine {
                 _ => {}
             }
         }
-    }
-}
-
-/// The words with which a machine was started first, from the command line of its process.
-fn started_as(line: &[u8]) -> Vec<String> {
-    let words = line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-    let mut words: Vec<String> = words.collect();
-    words.pop();
-    let first = words.iter().find_map(|word| word.strip_prefix(STARTED_AS));
-    first.and_then(|first| serde_json::from_str(first).ok()).unwrap_or(words)
-}
-
-/// Fails if kernels do not preserve such memory.
-fn check_memory(name: &str, status: &Status) -> Result<(), Failure> {
-    let backing = status.backing.as_deref().unwrap_or("unknown");
-    if status.forked {
-        return Err(Failure::usage(format!(
-            "its memory was forked, and no descriptor has all of it; vellum ctl {name} upgrade {} copies it, and then it \
-             can be saved",
-            std::env::current_exe().map_or("vellum".into(), |path| path.display().to_string())
-        )));
-    }
-    match backing {
-        "memfd" => Ok(()),
-        huge if huge.contains("hugetlb") => Err(Failure::usage(format!(
-            "its memory is {huge}, which kernels do not preserve; start it with --memory SIZE,backing=memfd"
-        ))),
-        other => Err(Failure::usage(format!(
-            "its memory is {other}, which belongs to its process; start it with --memory SIZE,backing=memfd"
-        ))),
-    }
-}
-
-/// Fails if a disk would be gone after the kexec.
-fn check_disks(list: &handoff::List, descriptors: &[OwnedFd]) -> Result<(), Failure> {
-    let disks = list.devices.iter().filter(|device| device.kind == blk::KIND.key);
-    for descriptor in disks.flat_map(|disk| &disk.descriptors).filter_map(|at| descriptors.get(*at)) {
-        let opened = File::from(descriptor.try_clone().map_err(Failure::host)?);
-        let about = opened.metadata().map_err(Failure::host)?;
-        let path = std::fs::read_link(path_of(&opened)).unwrap_or_default();
-        if about.is_file() && about.nlink() == 0 {
-            return Err(Failure::usage(format!(
-                "--disk: {}: the file has no name, and ends with its process",
-                path.display()
-            )));
-        }
-        if about.is_file() && file::is_in_memory(&opened).map_err(Failure::host)? {
-            return Err(Failure::usage(format!(
-                "--disk: {} is on a file system in memory, which a kexec ends: move it to a disk",
-                path.display()
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// The CPU to which each vCPU of process `pid` is pinned. None if they are not.
-fn pins(pid: u32) -> Option<Vec<usize>> {
-    let allowed = |directory: &Path| {
-        let status = std::fs::read_to_string(directory.join("status")).ok()?;
-        let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
-        Some(list.trim().to_owned())
-    };
-    let process = PathBuf::from(format!("/proc/{pid}"));
-    // The first thread is not pinned, unless the whole process is.
-    let others = allowed(&process)?;
-    let mut pins = Vec::new();
-    for task in std::fs::read_dir(process.join("task")).ok()?.flatten() {
-        let Ok(name) = std::fs::read_to_string(task.path().join("comm")) else { continue };
-        let Some(Ok(vcpu)) = name.trim().strip_prefix("vcpu").map(str::parse::<usize>) else { continue };
-        let own = allowed(&task.path())?;
-        // A list of several CPUs is no pin.
-        pins.push((vcpu, own.parse().ok().filter(|_| own != others)?));
-    }
-    pins.sort_unstable();
-    (!pins.is_empty()).then(|| pins.into_iter().map(|(_, cpu)| cpu).collect())
-}
-
-/// What a machine's process has of the host.
-fn host_side(list: handoff::List, descriptors: &[OwnedFd], pid: u32) -> HostSide {
-    let output = list.serial.as_ref().and_then(|serial| descriptors.get(serial.output?));
-    let serial = match (output, list.serial.as_ref().is_some_and(|serial| serial.slave.is_some())) {
-        (_, true) => "pty".to_owned(),
-        (Some(output), false) => {
-            let path = std::fs::read_link(path_of(output)).unwrap_or_default();
-            let is_file = std::fs::metadata(&path).is_ok_and(|about| about.is_file());
-            if is_file { format!("file={}", path.display()) } else { "null".into() }
-        }
-        (None, false) => "null".into(),
-    };
-    HostSide {
-        serial,
-        sandbox: list.sandbox,
-        user: list.user,
-        limit_ms: list.limit_ms,
-        result: list.result,
-        lock: list.lock,
-        dirty_ring: list.dirty_ring,
-        pins: pins(pid),
-        devices: list
-            .devices
-            .into_iter()
-            .map(|device| ChildDevice { kind: device.kind, config: device.written })
-            .collect(),
     }
 }
 
@@ -676,21 +491,10 @@ fn check_room(machines: &[Machine], begun: &[(File, u64, Files)]) -> Result<(), 
     lacks_room(topology::preservable(), [holes, swapped, all]).map_or(Ok(()), |why| Err(Failure::host(why)))
 }
 
-/// Why memory with these bytes of holes, of swapped pages and in all cannot be preserved with what is
-/// available, if it cannot.
-fn lacks_room(available: Option<u64>, [holes, swapped, all]: [u64; 3]) -> Option<String> {
-    // The kernel lists each page, and cuts huge pages at the edges of its scratch area.
-    let needed = holes + swapped + all / 100;
-    let available = available.filter(|available| needed > *available)?;
-    let [needed, holes, swapped, available] = [needed, holes, swapped, available].map(|bytes| bytes >> 20);
-    Some(format!(
-        "nothing is saved: {needed} MiB would be allocated, and {available} MiB are available; {holes} MiB of the machines' memory were \
-         never written to, and {swapped} MiB are swapped"
-    ))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::fd::OwnedFd;
+
     use super::*;
 
     #[test]
@@ -704,69 +508,5 @@ mod tests {
         while socket::receive(&theirs, &mut buffer, &mut came).unwrap() > 0 {}
         let lengths = came.into_iter().map(|fd| File::from(fd).metadata().unwrap().len());
         assert_eq!(lengths.collect::<Vec<_>>(), (0..41).collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn all_that_is_wrong_is_told_with_the_status_of_the_first() {
-        let mut wrong = Wrong(None);
-        assert_eq!(wrong.note(Ok(1)), Some(1));
-        assert_eq!(wrong.note::<()>(Err(Failure::host("a: one"))), None);
-        assert_eq!(wrong.note(Ok(2)), Some(2));
-        assert_eq!(wrong.note::<()>(Err(Failure::usage("b: two"))), None);
-        let failed = wrong.0.unwrap();
-        assert_eq!((failed.exit, failed.message.as_str()), (Exit::Error, "a: one; b: two"));
-    }
-
-    #[test]
-    fn a_kernel_that_cannot_be_unpacked_is_not_said_to_take_nothing() {
-        assert_eq!(versions(b"\x7fELF\0kho-v1\0".to_vec()).unwrap().0[0].as_deref(), Some("kho-v1"));
-        assert!(versions(vec![0; 4096]).unwrap_err().contains("cannot be unpacked"));
-        // A bzImage whose payload, after its setup code of one sector, is lz4's.
-        let mut image = vec![0; 2048];
-        image[0x1f1] = 1;
-        image[0x202..0x206].copy_from_slice(b"HdrS");
-        image[0x24c] = 64;
-        image[1024..1028].copy_from_slice(&[0x02, 0x21, 0x4c, 0x18]);
-        assert!(versions(image).unwrap_err().contains("cannot be unpacked"));
-    }
-
-    #[test]
-    fn cpus_that_vcpus_are_pinned_to_are_found() {
-        let cpus = vellum_sys::host::allowed_cpus().unwrap();
-        assert_eq!(pins(std::process::id()), None);
-        let (pinned, is_pinned) = std::sync::mpsc::channel();
-        let (end, ends) = std::sync::mpsc::channel::<()>();
-        let cpu = cpus[0];
-        let body = move || {
-            pinned.send(vellum_sys::affinity::pin(cpu)).unwrap();
-            let _ = ends.recv();
-        };
-        let vcpu = std::thread::Builder::new().name("vcpu0".into()).spawn(body).unwrap();
-        is_pinned.recv().unwrap().unwrap();
-        // A process that may use one CPU has pinned nothing.
-        assert_eq!(pins(std::process::id()), (cpus.len() > 1).then(|| vec![cpu]));
-        drop(end);
-        vcpu.join().unwrap();
-    }
-
-    #[test]
-    fn a_host_without_room_is_told() {
-        const MIB: u64 = 1 << 20;
-        assert_eq!(lacks_room(None, [1 << 40, 0, 1 << 40]), None);
-        assert_eq!(lacks_room(Some(110 * MIB), [100 * MIB, 0, 1000 * MIB]), None);
-        // Nothing available is not unknown.
-        for (available, needs) in
-            [(0, [MIB, 0, MIB]), (109, [100 * MIB, 0, 1000 * MIB]), (109, [0, 100 * MIB, 1000 * MIB])]
-        {
-            let why = lacks_room(Some(available * MIB), needs).expect("there is no room");
-            assert!(why.contains(&format!("{available} MiB are available")), "{why}");
-        }
-    }
-
-    #[test]
-    fn the_first_command_line_is_carried_from_save_to_save() {
-        let line = b"vellum\0live-update\0restore\0--name\0a\0--started-as=[\"vellum\",\"run\",\"a b\"]\0--child=13\0";
-        assert_eq!(started_as(line), ["vellum", "run", "a b"]);
-        assert_eq!(started_as(b"vellum\0run\0"), ["vellum", "run"]);
     }
 }
