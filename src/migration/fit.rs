@@ -32,7 +32,7 @@ pub struct Tsc {
 }
 
 /// What is said of a TSC with another frequency.
-pub const TSC: &str = "TSC";
+pub(crate) const TSC: &str = "TSC";
 
 /// Every misfit between a machine like `source` and the machine assembled here.
 pub fn misfits(source: &Parts<'_>, here: &Parts<'_>, tsc: Tsc) -> Vec<Misfit> {

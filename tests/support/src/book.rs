@@ -370,6 +370,7 @@ pub const PAGES: &[Page] = &[
         &[
             ("vellum live-update…", Nothing("needs a kernel that hands memory over: tests/next_kernel")),
             ("kexec…", Nothing(OTHER_PROGRAM)),
+            ("mkdir /etc/systemd…", Nothing("installs what a host with systemd has")),
             ("cp resources/systemd…", Nothing("installs what a host with systemd has")),
             ("systemctl…", Nothing(OTHER_PROGRAM)),
             ("cargo lab test live-update…", Nothing(LAB)),
