@@ -20,7 +20,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::snapshot::layer::sum;
+use crate::snapshot::layer::{ENTRY, sum};
 use crate::snapshot::manifest::Point;
 use crate::snapshot::{Error, Files};
 use vellum_control::ChildDevice;
@@ -255,9 +255,10 @@ impl Saved {
             Ok(file)
         };
         let [ram, map, state] = &self.files;
-        // The file of pages has a hole for each that is preserved. If all are, it has no piece.
-        let len = self.point.pages.saturating_mul(PAGE_SIZE);
-        Ok(Files { ram: copy(ram, len)?, map: copy(map, 0)?, state: copy(state, 0)?, clones: Vec::new() })
+        // The file of pages and its map have holes for what is preserved. If all is, neither has a piece.
+        let all = |each: u64| self.point.pages.saturating_mul(each);
+        let (ram, map) = (copy(ram, all(PAGE_SIZE))?, copy(map, all(ENTRY))?);
+        Ok(Files { ram, map, state: copy(state, 0)?, clones: Vec::new() })
     }
 
     /// Checks that `ram` is the file of this machine's RAM.
@@ -333,7 +334,7 @@ mod tests {
         let mut bytes = vec![0; 4096];
         ram.read_exact_at(&mut bytes, 1 << 30).unwrap();
         assert_eq!(bytes, [9; 4096]);
-        assert_eq!(map.metadata().unwrap().len(), 3);
+        assert_eq!(map.metadata().unwrap().len(), 7 * ENTRY);
         let mut bytes = vec![0; 3 << 20];
         state.read_exact_at(&mut bytes, 0).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 3));
@@ -380,15 +381,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_pages_that_are_all_preserved_has_its_length() {
-        let ram = memfd(c"vellum-test", 7 * PAGE_SIZE, None).unwrap();
-        let files =
-            Files { ram, map: file(&[(0, b"map")]), state: file(&[(0, b"state")]), clones: Vec::new() };
+    fn files_of_pages_that_are_all_preserved_have_their_lengths() {
+        let [ram, map] = [PAGE_SIZE, ENTRY].map(|each| memfd(c"vellum-test", 7 * each, None).unwrap());
+        let files = Files { ram, map, state: file(&[(0, b"state")]), clones: Vec::new() };
         let mut list = List { vellum: "1".into(), machines: vec![saved("a")] };
         let record = memfd(c"vellum-test", 0, None).unwrap();
         write(&record, &mut list, &[files]).unwrap();
         let Files { ram, map, .. } = list.machines[0].files(&record).unwrap();
-        assert_eq!([ram, map].map(|file| file.metadata().unwrap().len()), [7 * PAGE_SIZE, 3]);
+        assert_eq!([ram, map].map(|file| file.metadata().unwrap().len()), [7 * PAGE_SIZE, 7 * ENTRY]);
     }
 
     #[test]
