@@ -68,13 +68,20 @@ fn place_of(own: u32, runtime: Option<PathBuf>) -> PathBuf {
 
 /// The directory for what outlives a boot: in XDG_DATA_HOME, or root's in /var/lib. It may not exist.
 pub fn state_directory() -> PathBuf {
-    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
-    match data {
-        Some(data) => data.join("vellum"),
+    match named_data() {
         None if effective().0 == 0 => "/var/lib/vellum".into(),
-        None => home().unwrap_or_else(place).join("vellum"),
+        named => named.unwrap_or_else(home_data).join("vellum"),
     }
+}
+
+/// The user's data directory, if the environment names one.
+fn named_data() -> Option<PathBuf> {
+    std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute())
+}
+
+/// The user's data directory, if the environment names none.
+fn home_data() -> PathBuf {
+    std::env::var_os("HOME").map_or_else(place, |home| PathBuf::from(home).join(".local/share"))
 }
 
 /// The same, which is created if it does not exist.
@@ -180,10 +187,7 @@ pub fn make_ssh_directory(name: &str) -> Result<PathBuf, Error> {
 /// The name is not valid.
 pub fn kept_directory(name: &str) -> Result<PathBuf, Error> {
     check(name)?;
-    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
-    let data = data.or_else(home).unwrap_or_else(place);
-    Ok(data.join("vellum").join(name))
+    Ok(named_data().unwrap_or_else(home_data).join("vellum").join(name))
 }
 
 /// Creates [`kept_directory`], which only this user can read.

@@ -6,6 +6,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use vellum_sys::quote;
+
 /// A format other than raw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -96,7 +98,7 @@ impl Format {
             // The command would empty the image before it reads it.
             raw = path.with_extension("raw.raw");
         }
-        let (from, to) = (quoted(path), quoted(&raw));
+        let [from, to] = [path, &raw].map(|path| quote::word(&path.to_string_lossy()));
         match self {
             Self::Gzip => format!("gzip -dc {from} >{to}"),
             Self::Bzip2 => format!("bzip2 -dc {from} >{to}"),
@@ -105,13 +107,6 @@ impl Format {
             _ => format!("qemu-img convert -O raw {from} {to}"),
         }
     }
-}
-
-/// `path` as a word of a shell.
-fn quoted(path: &Path) -> String {
-    let text = path.display().to_string();
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+=:,@%".contains(&byte);
-    if text.bytes().all(is_plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 #[cfg(test)]

@@ -4,8 +4,7 @@
 //! A [`plan`] names tests and benchmarks with typed arguments, never commands. Its tasks are
 //! numbered. A shared directory holds a copy of the plan and the results. [`task`] runs one task on
 //! a host and writes its [`result`] there atomically. [`merge`] reads all results and trusts none,
-//! and [`page`] prints the merged result. Only [`slurm`] knows Slurm. [`features`] selects hosts,
-//! and [`quote`] writes shell commands.
+//! and [`page`] prints the merged result. Only [`slurm`] knows Slurm. [`features`] selects hosts.
 //!
 //! The command line knows the meaning of arguments and passes in a function that checks them.
 
@@ -13,7 +12,6 @@ pub mod features;
 pub mod merge;
 pub mod page;
 pub mod plan;
-pub mod quote;
 pub mod result;
 pub mod slurm;
 pub mod task;

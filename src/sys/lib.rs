@@ -32,6 +32,7 @@ pub mod pagemap;
 pub mod plant;
 pub mod poll;
 pub mod program;
+pub mod quote;
 pub mod random;
 pub mod seccomp;
 pub mod sigbus;

@@ -10,11 +10,11 @@ use super::output::print;
 use super::refusal;
 use vellum_fleet::plan::{LARGEST, Plan, results};
 use vellum_fleet::result::{SHARD, ended, place};
-use vellum_fleet::{Error, merge, page, quote, slurm, task};
+use vellum_fleet::{Error, merge, page, slurm, task};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::Status;
 use vellum_report::output::{Kind, Writer};
-use vellum_sys::{keyvalue, open};
+use vellum_sys::{keyvalue, open, quote};
 
 /// Run tests and benchmarks on many hosts: one plan, and the results merged
 ///

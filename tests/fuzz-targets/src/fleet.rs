@@ -2,7 +2,8 @@
 //! tried again, and can be written again.
 
 use vellum_fleet::plan::Plan;
-use vellum_fleet::{quote, result};
+use vellum_fleet::result;
+use vellum_sys::quote;
 
 /// The target. `cargo fuzz` runs it, and `cargo test` runs it on the corpus.
 pub fn fleet(data: &[u8]) {

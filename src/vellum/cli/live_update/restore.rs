@@ -35,6 +35,7 @@ use vellum_migration::snapshot::manifest::Point;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
 use vellum_sys::liveupdate::DEVICE;
+use vellum_sys::quote;
 
 /// Run the machines that were saved before the kexec
 #[derive(Debug, Args)]
@@ -216,7 +217,7 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Failure> {
                 let ms = us as f64 / 1000.0;
                 print(format_args!("{name} runs, process {pid}, after {ms:.1} ms\n"))?;
             }
-            Answer::Saved { name, line } => drop(print(format_args!("{name}: {}\n", shell_line(&line)))?),
+            Answer::Saved { name, line } => drop(print(format_args!("{name}: {}\n", quote::line(&line)))?),
             Answer::GivenUp { name } => drop(print(format_args!("{name} was given up\n"))?),
             Answer::Failed { why, usage } => {
                 let exit = if usage { Exit::Usage } else { Exit::Error };
@@ -261,16 +262,6 @@ fn nothing_came(args: &RestoreArgs, none: Failure) -> Result<Exit, Failure> {
         "lost: {machines}: they were saved before this boot, and the last kernel has not handed them over: {}",
         none.message
     )))
-}
-
-/// A command line as a shell reads it.
-fn shell_line(words: &[String]) -> String {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=+:,./@%".contains(&byte);
-    let quoted = words.iter().map(|word| match !word.is_empty() && word.bytes().all(is_plain) {
-        true => word.clone(),
-        false => format!("'{}'", word.replace('\'', "'\\''")),
-    });
-    quoted.collect::<Vec<_>>().join(" ")
 }
 
 /// The words of this command line after the subcommand.
