@@ -273,23 +273,33 @@ impl Log {
         (hot && start.write <= 100 && (1..=MAX_VCPUS as u64).contains(&start.vcpus)).then_some(start)
     }
 
+    /// How the image broke off, if the log says so. It may have reported faults before.
+    pub fn stopped(&self) -> Option<String> {
+        if let Some(reason) = &self.refused
+            && (reason.starts_with("exception") || reason.contains("panicked"))
+        {
+            return Some(format!("the image stopped: {reason}"));
+        }
+        (self.starts > 1).then(|| "the image started more than once".into())
+    }
+
     /// The verdict, with the reason.
     pub fn verdict(&self) -> Verdict {
         let crashed = |reason: &str| Verdict::Crashed(reason.into());
-        if let Some(reason) = &self.refused {
-            return match reason.starts_with("exception") || reason.contains("panicked") {
-                true => crashed(&format!("the image stopped: {reason}")),
-                false => Verdict::Refused(reason.clone()),
-            };
-        }
+        // Faults count whatever the image does then: one that has lost its stack crashes.
         let lost = !self.faults.is_empty() || self.counts.iter().flatten().any(|count| *count > 0);
+        if self.start.is_some() && (lost || self.end == Some(false)) {
+            return Verdict::Lost;
+        }
+        if let Some(reason) = self.stopped() {
+            return Verdict::Crashed(reason);
+        }
+        if let Some(reason) = &self.refused {
+            return Verdict::Refused(reason.clone());
+        }
         match (&self.start, self.end) {
             (None, _) => crashed("the image's first line is missing"),
-            _ if self.starts > 1 => crashed("the image started more than once"),
-            // Faults count even if the log is incomplete.
-            (_, Some(false)) => Verdict::Lost,
-            _ if lost => Verdict::Lost,
-            (_, None) => crashed("the log ends without a verdict"),
+            (_, None | Some(false)) => crashed("the log ends without a verdict"),
             _ if self.nonsense > 0 => crashed("lines of the image make no sense"),
             _ if self.counts.iter().any(Option::is_none) => crashed("cases are missing"),
             (Some(start), Some(true)) => match self.check(start) {

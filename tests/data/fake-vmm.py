@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Answers the API of Firecracker or of Cloud Hypervisor, or the commands of crosvm or lkvm, by the name it is called by, as their
+"""Answers the API of Firecracker or of Cloud Hypervisor, QMP, or the commands of crosvm or lkvm, by the name it is called by, as their
 documents have it. Its guest is a recorded log of the image: it stands where a pass has begun until it has been moved or resumed, and then ends.
 
-FAKE_LOG is the log, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer (`endless`: byte by byte, for ever), and
-FAKE_VERSION the version. With FAKE_BOOTS the guest ends as soon as it has started."""
+FAKE_LOG is the log, FAKE_COPY that of the second machine of QEMU, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer (`endless`: byte by byte, for ever), and
+FAKE_VERSION the version. FAKE_CAPABILITIES is what QMP does when a migration's capabilities are asked for: `error`, `close`, or, with `again`, an error from the
+second round on. The machine whose console has FAKE_SILENT in its name ends without
+printing anything. With FAKE_BOOTS the guest ends as soon as it has started."""
 import json
 import os
 import socket
@@ -26,10 +28,11 @@ class Guest:
         self.ends = False
         # What comes after the answer.
         self.then = None
-        serial = option("--serial")
+        serial = option("--serial") or option("-serial")
         # crosvm: type=file,path=FILE,...
-        path = serial.removeprefix("type=file,path=").removeprefix("file=").split(",")[0] if serial else None
-        self.console = open(path, "w", newline="") if path else sys.stdout
+        path = serial.removeprefix("type=file,path=").removeprefix("file=").removeprefix("file:").split(",")[0] if serial else None
+        self.is_silent = path and os.environ.get("FAKE_SILENT", "no machine") in path
+        self.console = open(path, "w", newline="") if path and not self.is_silent else sys.stdout
 
     def prints(self, text):
         self.console.write(text)
@@ -41,7 +44,10 @@ class Guest:
             self.goes_on()
 
     def goes_on(self):
-        if self.saved:
+        if self.is_silent:
+            print("no such snapshot", file=sys.stderr)
+            self.ends = True
+        elif self.saved:
             # For another snapshot.
             self.saved = False
             self.prints("# pass 9 of 2 accesses=0 faults=0\r\n")
@@ -50,6 +56,34 @@ class Guest:
             logs = NAME == "firecracker" and not option("--log-path")
             self.prints("1.." + (TAIL.replace("ok 5 ", "ok [main] The API server received a request. 5 ") if logs else TAIL))
             self.ends = True
+
+
+def qemu(guest, stream):
+    """A connection to QMP. A machine that has moved stands still until QEMU is ended."""
+    is_copy = bool(option("-incoming"))
+    stream.write(b'{"QMP": {}}\r\n')
+    if not is_copy:
+        guest.starts()
+    for line in stream:
+        command = json.loads(line)["execute"]
+        record(command)
+        answer = {"return": {}}
+        asked = os.environ.get("FAKE_CAPABILITIES")
+        if command == "migrate-set-capabilities" and asked:
+            rounds = open(os.environ["FAKE_REQUESTS"]).read().count("migrate-start-postcopy")
+            if asked == "close":
+                sys.exit(1)
+            if asked == "error" or rounds > 0:
+                answer = {"error": {"desc": "no userfaultfd"}}
+        if command == "query-migrate":
+            answer = {"return": {"status": "completed"}}
+        if command == "query-status":
+            answer = {"return": {"status": "postmigrate"}}
+        stream.write(json.dumps(answer).encode() + b"\r\n")
+        stream.flush()
+        if command == "migrate-incoming":
+            guest.prints("# fault" + open(os.environ["FAKE_COPY"], newline="").read().split("# fault", 1)[1])
+            return
 
 
 def firecracker(guest, request, body):
@@ -173,6 +207,11 @@ def main():
         return
     guest = Guest()
     listener = socket.socket(socket.AF_UNIX)
+    if NAME.startswith("qemu"):
+        listener.bind(option("-qmp").removeprefix("unix:").split(",")[0])
+        listener.listen()
+        qemu(guest, listener.accept()[0].makefile("rwb"))
+        return
     listener.bind(option("--api-sock") or option("--api-socket"))
     listener.listen()
     if option("--kernel"):

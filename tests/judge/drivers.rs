@@ -41,22 +41,88 @@ fn a_driven_qemu_is_whole_in_each_scenario() -> Result<(), Failed> {
 /// The options of the image whose log `whole.log` is.
 const RECORDED: &str = "seed=3 passes=2";
 
-/// A directory with a program of this name that answers as the real one does by its documents
-/// (`tests/data/fake-vmm.py`).
-fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
+/// A directory with a program of this name, which is `tests/data/fake-vmm.py`.
+fn vmms(env: &TestEnv, name: &str) -> Result<std::path::PathBuf, Failed> {
     let vmms = env.path("vmms");
     fs::create_dir(&vmms)?;
-    let [script, log] = ["tests/data/fake-vmm.py", "tests/fuzz/corpus/judge/whole.log"].map(fs::canonicalize);
     let program = if name == "kvmtool" { "lkvm" } else { name };
-    std::os::unix::fs::symlink(script?, vmms.join(program))?;
-    let mut command = env.command(&format!("judge run --vmm {name} --scenario {scenario} --format ktap"));
+    std::os::unix::fs::symlink(fs::canonicalize("tests/data/fake-vmm.py")?, vmms.join(program))?;
+    Ok(vmms)
+}
+
+/// A driver of a program that answers as the real one does by its documents
+/// (`tests/data/fake-vmm.py`).
+fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
+    let log = fs::canonicalize("tests/fuzz/corpus/judge/whole.log")?;
+    let vmm = if name.starts_with("qemu") { "qemu" } else { name };
+    let mut command = env.command(&format!("judge run --vmm {vmm} --scenario {scenario} --format ktap"));
     // Those of the recorded log.
     command.args(["-p", RECORDED]);
-    command.env("VELLUM_VMMS", vmms).env("FAKE_LOG", log?).env("FAKE_REQUESTS", env.path("requests"));
+    command.env("VELLUM_VMMS", vmms(env, name)?).env("FAKE_LOG", log);
+    command.env("FAKE_REQUESTS", env.path("requests"));
     if scenario == "boot" {
         command.env("FAKE_BOOTS", "1");
     }
     Ok(command)
+}
+
+/// A log with a fault in place of the recorded one.
+fn lost_log(env: &TestEnv) -> Result<std::path::PathBuf, Failed> {
+    let lost = env.path("lost.log");
+    let fault = "# fault lost-write vcpu=1 address=0x200000 expected=0x3 found=0x2\r\n";
+    let whole = fs::read_to_string("tests/fuzz/corpus/judge/whole.log")?;
+    let lost_end = whole.replacen("1..", &format!("{fault}1.."), 1).replace("end WHOLE", "end LOST");
+    fs::write(
+        &lost,
+        lost_end.replace("\nok 1 ", "\nnot ok 1 ").replace(" lost-write\r", " lost-write # 1 found\r"),
+    )?;
+    Ok(lost)
+}
+
+/// The first machine loses something and ends before it is asked for anything. That is the result,
+/// and the round is not run again.
+#[test(python())]
+fn a_loss_before_a_move_is_the_result() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let lost = lost_log(&env)?;
+    let mut command = env.command("judge run --vmm firecracker --scenario snapshot -p seed=3");
+    command.env("VELLUM_VMMS", vmms(&env, "firecracker")?).env("FAKE_LOG", lost);
+    let output = command.env("FAKE_REQUESTS", env.path("requests")).env("FAKE_BOOTS", "1").output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let starts = fs::read_to_string(env.path("requests"))?.matches("InstanceStart").count();
+    let right = output.status.code() == Some(1) && said.contains("snapshot: LOST lost-write at 0x200000");
+    ensure(right && starts == 1, || format!("{starts} starts: {output:?}"))
+}
+
+/// QEMU lacks a feature only if it says so. A QEMU that ends while it is asked has crashed. A round
+/// that was LOST is not forgotten when a later one lacks the feature.
+#[test(python())]
+fn what_qemu_does_not_refuse_is_no_skip() -> Result<(), Failed> {
+    for (capabilities, times, status, says) in [
+        ("error", "1", 4, "no userfaultfd: allow userfaultfd"),
+        ("close", "1", 1, "QEMU closed QMP during migrate-set-capabilities"),
+        ("again", "2", 1, "migrate-postcopy: LOST lost-write at 0x200000 (round 1, "),
+    ] {
+        let env = TestEnv::new()?;
+        let lost = lost_log(&env)?;
+        let mut command = fake(&env, "qemu-system-x86_64", "migrate-postcopy")?;
+        let output = command.env("FAKE_CAPABILITIES", capabilities).env("FAKE_COPY", lost);
+        let output = output.args(["--times", times]).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(status) && said.contains(says) && said.lines().count() == 1;
+        ensure(right, || format!("{capabilities}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// A copy that is started and prints nothing has no verdict, whatever the others print.
+#[test(python())]
+fn a_copy_without_a_console_is_a_crash() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let output = fake(&env, "crosvm", "restore")?.env("FAKE_SILENT", "fourth").output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let right = said.contains("restore: the copy printed nothing: no such snapshot (round 1, ");
+    ensure(output.status.code() == Some(1) && right, || format!("{output:?}"))
 }
 
 fn python() -> Need {

@@ -109,9 +109,9 @@ fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
         limit: LIMIT,
         between: damage,
     };
-    let logs =
-        run(Vmm::Qemu, Scenario::Snapshot, &setup, env.dir()).map_err(|trouble| format!("{trouble:?}"))?;
-    let [log] = &logs[..] else { return Err(format!("{} logs", logs.len()).into()) };
+    let shown = run(Vmm::Qemu, Scenario::Snapshot, &setup, env.dir());
+    ensure(shown.trouble.is_none(), || format!("{:?}", shown.trouble))?;
+    let [log] = &shown.logs[..] else { return Err(format!("{} logs", shown.logs.len()).into()) };
     ensure(log.verdict() == Verdict::Lost, || format!("{log:?}"))?;
     let found = found(log);
     ensure(found == expected(), || format!("{found:x?}"))

@@ -70,6 +70,15 @@ fn a_verdict_is_an_exit_status_and_one_line() -> Result<(), Failed> {
             1,
             "LOST: 1 faults; the first is lost-write at 0x200000, seen by vCPU 1",
         ),
+        (
+            whole.replacen(
+                "1..",
+                &format!("{}\r\nBail out! exception 6 error 0x0\r\n1..", &fault[..fault.len() - 5]),
+                1,
+            ),
+            1,
+            "seen by vCPU 1; then the image stopped: exception 6 error 0x0",
+        ),
         (whole.replace("# end WHOLE", ""), 1, "no verdict: the log ends without a verdict"),
         ("Bail out! too little memory".into(), 1, "the image judged nothing: too little memory"),
         (String::new(), 1, "no verdict: the image's first line is missing"),

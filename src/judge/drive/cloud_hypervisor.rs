@@ -71,12 +71,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             if scenario == Scenario::MigratePostcopy {
                 has_postcopy(round)?;
             }
-            let done = moves(round, scenario);
-            // What the copies have printed, for the reader.
-            for name in COPIES {
-                let _ = fs::rename(round.path(name).join(FIRST), round.path(&format!("{name}.log")));
-            }
-            done
+            moves(round, scenario)
         }
     }
 }
@@ -147,6 +142,6 @@ fn migrates(round: &Round, first: &mut CloudHypervisor, postcopy: bool) -> Resul
         other => other,
     })?;
     let moved = round.first_length();
-    second.process.ended(limit)?;
+    round.copy_ends(&mut second.process, COPIES[0])?;
     round.has_not_grown(moved)
 }

@@ -66,6 +66,16 @@ impl Scenario {
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, scenario)| *scenario == self).map_or("", |(name, _)| name)
     }
+
+    /// The machines besides the first one. Each of them must print to the end.
+    fn copies(self) -> &'static [&'static str] {
+        match self {
+            Self::Boot | Self::Pause => &[],
+            Self::Snapshot | Self::SnapshotDiff | Self::Migrate | Self::MigratePostcopy => &COPIES[..1],
+            Self::Fork => &COPIES[..2],
+            Self::Restore => &COPIES,
+        }
+    }
 }
 
 /// Which VMM.
@@ -207,31 +217,27 @@ pub fn version(vmm: Vmm, setup: &Setup, dir: &Path) -> Result<String, Trouble> {
     }
 }
 
-/// Runs a scenario once, in a directory of its own, and reads what each machine printed that went
-/// on to the end, behind what the first one had printed before.
-///
-/// # Errors
-/// Where it did not come to an end.
-pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Result<Vec<Log>, Trouble> {
-    let round = Round { setup, dir };
-    fs::write(round.path(KERNEL), image(Format::Elf)).map_err(Trouble::io("the image"))?;
-    write_disk(&round.path(DISK)).map_err(Trouble::io("the disk"))?;
-    match vmm {
-        Vmm::CloudHypervisor => cloud_hypervisor::run(&round, scenario)?,
-        Vmm::Crosvm => crosvm::run(&round, scenario)?,
-        Vmm::Firecracker => firecracker::run(&round, scenario)?,
-        Vmm::Kvmtool => kvmtool::run(&round, scenario)?,
-        Vmm::Qemu => qemu::run(&round, scenario)?,
-        Vmm::Vellum => vellum::run(&round, scenario)?,
-        Vmm::Command => command::run(&round, scenario)?,
-    }
-    Ok(round.logs())
+/// The result of a round.
+#[derive(Debug)]
+pub struct Shown {
+    /// The log of each machine that went on to the end, after what the first machine had printed
+    /// before. With `trouble`, also that of the first machine.
+    pub logs: Vec<Log>,
+    /// The reason why the scenario did not come to its end.
+    pub trouble: Option<Trouble>,
 }
 
-/// Whether the first machine of a round in `dir` came to its end by itself.
+/// Runs a scenario once, in a directory of its own. Reads the consoles of all its machines, also if
+/// a step fails: an image that has lost something may not end.
+pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Shown {
+    let round = Round { setup, dir };
+    let trouble = round.run(vmm, scenario).err();
+    Shown { logs: round.logs(scenario, trouble.is_some()), trouble }
+}
+
+/// Whether the first machine of a round in `dir` came to its end by itself, and lost nothing.
 pub fn is_over(setup: &Setup, dir: &Path) -> bool {
-    let log = read(&Round { setup, dir }.console(FIRST));
-    matches!(log.verdict(), Verdict::Whole | Verdict::Lost)
+    read(&Round { setup, dir }.console("first")).verdict() == Verdict::Whole
 }
 
 /// The directory with the VMMs' programs that are not in PATH.
@@ -309,17 +315,31 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// What each machine has printed: a copy goes on where the first one was. A first one that is
-    /// forked goes on by itself.
-    fn logs(&self) -> Vec<Log> {
-        let text = |name: &str| self.console(name);
-        let first = text(FIRST);
+    fn run(&self, vmm: Vmm, scenario: Scenario) -> Result<(), Trouble> {
+        fs::write(self.path(KERNEL), image(Format::Elf)).map_err(Trouble::io("the image"))?;
+        write_disk(&self.path(DISK)).map_err(Trouble::io("the disk"))?;
+        match vmm {
+            Vmm::CloudHypervisor => cloud_hypervisor::run(self, scenario),
+            Vmm::Crosvm => crosvm::run(self, scenario),
+            Vmm::Firecracker => firecracker::run(self, scenario),
+            Vmm::Kvmtool => kvmtool::run(self, scenario),
+            Vmm::Qemu => qemu::run(self, scenario),
+            Vmm::Vellum => vellum::run(self, scenario),
+            Vmm::Command => command::run(self, scenario),
+        }
+    }
+
+    /// The log of each machine of a scenario. A copy goes on where the first one was. A first one
+    /// that is forked goes on by itself.
+    fn logs(&self, scenario: Scenario, is_broken_off: bool) -> Vec<Log> {
+        let first = self.console("first");
         let is_forked = self.path(BEFORE).exists();
-        let before = if is_forked { text(BEFORE) } else { first.clone() };
-        let copies = COPIES.map(|name| format!("{name}.log"));
-        let copies = copies.iter().filter(|name| self.path(name).exists());
-        let mut logs: Vec<Log> = copies.map(|name| read(&[before.clone(), text(name)].concat())).collect();
-        if is_forked || logs.is_empty() {
+        let before = if is_forked { self.console("before") } else { first.clone() };
+        // The console of a copy that was not started, or printed nothing, is empty: its log then
+        // has no end.
+        let of_copy = |name: &&str| read(&[before.clone(), self.console(name)].concat());
+        let mut logs: Vec<Log> = scenario.copies().iter().map(of_copy).collect();
+        if is_forked || logs.is_empty() || is_broken_off {
             logs.push(read(&first));
         }
         logs
@@ -334,11 +354,20 @@ impl Round<'_> {
         let groups = if scenario == Scenario::Restore { &GROUPS[..] } else { &[&COPIES[..1]] };
         for names in groups {
             let mut running = names.iter().map(|name| start(name)).collect::<Result<Vec<_>, _>>()?;
-            for process in &mut running {
-                process.ended(self.setup.limit)?;
+            for (process, name) in running.iter_mut().zip(*names) {
+                self.copy_ends(process, name)?;
             }
         }
         Ok(())
+    }
+
+    /// Waits for the end of a copy, which must have printed something.
+    fn copy_ends(&self, process: &mut Process, name: &str) -> Result<(), Trouble> {
+        process.ended(self.setup.limit)?;
+        match self.console(name).is_empty() {
+            true => Err(Trouble::failed(format!("the copy printed nothing{}", process.said()))),
+            false => Ok(()),
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -355,14 +384,17 @@ impl Round<'_> {
 
     /// The pass that the first console has last.
     fn pass(&self) -> Option<u64> {
-        read(&self.console(FIRST)).pass
+        read(&self.console("first")).pass
     }
 
     /// What a machine has printed. A longer console is cut, and then has no verdict.
     fn console(&self, name: &str) -> Vec<u8> {
         let mut text = Vec::new();
+        // A copy may have a directory of its own, where its console has the first one's name.
+        let own = self.path(name).join(FIRST);
+        let path = if own.exists() { own } else { self.path(&format!("{name}.log")) };
         // A console that does not exist is empty.
-        let _ = File::open(self.path(name)).and_then(|file| file.take(MAX_CONSOLE).read_to_end(&mut text));
+        let _ = File::open(path).and_then(|file| file.take(MAX_CONSOLE).read_to_end(&mut text));
         text
     }
 

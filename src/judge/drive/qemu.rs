@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::process::{Process, wait};
+use super::process::{Process, printable, wait};
 use super::stream::Stream;
 use super::{DISK, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
 
@@ -59,8 +59,13 @@ impl Qemu {
         Ok(qemu)
     }
 
-    /// One command and what it returns; events are passed over.
+    /// One command and what it returns.
     fn ask(&mut self, command: &str, arguments: &Value) -> Result<Value, Trouble> {
+        self.answer(command, arguments)?.map_err(|why| Trouble::failed(format!("{command}: {why}")))
+    }
+
+    /// One command and what it returns, or the reason why QEMU refuses it. Events are passed over.
+    fn answer(&mut self, command: &str, arguments: &Value) -> Result<Result<Value, String>, Trouble> {
         let line = json!({ "execute": command, "arguments": arguments }).to_string() + "\n";
         self.qmp.get_mut().send(line.as_bytes()).map_err(Trouble::io(command))?;
         loop {
@@ -72,11 +77,10 @@ impl Qemu {
             let answer: Value = serde_json::from_str(&line)
                 .map_err(|error| Trouble::failed(format!("QEMU answered nonsense to {command}: {error}")))?;
             if let Some(error) = answer.get("error") {
-                let why = error["desc"].as_str().unwrap_or("no reason").to_owned();
-                return Err(Trouble::failed(format!("{command}: {why}")));
+                return Ok(Err(printable(error["desc"].as_str().unwrap_or("no reason"))));
             }
             if let Some(value) = answer.get("return") {
-                return Ok(value.clone());
+                return Ok(Ok(value.clone()));
             }
         }
     }
@@ -114,11 +118,9 @@ impl Qemu {
 
     fn wants_postcopy(&mut self) -> Result<(), Trouble> {
         let on = json!({ "capabilities": [{ "capability": "postcopy-ram", "state": true }] });
-        self.ask("migrate-set-capabilities", &on).map(drop).map_err(|trouble| match trouble {
-            Trouble::Failed(why) => {
-                Trouble::Missing(why, "allow userfaultfd: sysctl vm.unprivileged_userfaultfd=1".into())
-            }
-            other => other,
+        // A QEMU that does not answer has failed. One that refuses lacks the feature.
+        self.answer("migrate-set-capabilities", &on)?.map(drop).map_err(|why| {
+            Trouble::Missing(why, "allow userfaultfd: sysctl vm.unprivileged_userfaultfd=1".into())
         })
     }
 }
@@ -177,7 +179,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             };
             first.migrate(SOCKET, postcopy)?;
             let moved = round.first_length();
-            second.process.ended(limit)?;
+            round.copy_ends(&mut second.process, "second")?;
             // From its move to the other one's end: both must not have run.
             first.stands_where_it_moved()?;
             round.has_not_grown(moved)?;

@@ -130,7 +130,7 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
             let mode = if scenario == Scenario::Migrate { "precopy" } else { "postcopy" };
             round.succeeds(&["migrate", "first", "--to", &to, "--mode", mode])?;
             first.ended(limit)?;
-            second.ended(limit)?;
+            round.copy_ends(&mut second, "second")?;
         }
     }
     Ok(())

@@ -84,7 +84,8 @@ fn lost(log: &Log) -> String {
         let (kind, address, vcpu) = (fault.kind, fault.address, fault.vcpu);
         format!("; the first is {kind} at {address:#x}, seen by vCPU {vcpu}")
     });
-    format!("LOST: {} faults{first}", total(log))
+    let stopped = log.stopped().map_or(String::new(), |why| format!("; then {why}"));
+    format!("LOST: {} faults{first}{stopped}", total(log))
 }
 
 fn report(log: &Log, verdict: &Verdict) -> Report {

@@ -216,37 +216,42 @@ fn judge(
     let mut done = 0;
     for round in 1..=args.times {
         let seed = seed(args, drawn, round);
-        let (setup, ended) = loop {
+        let mut attempt = 1;
+        let (setup, shown) = loop {
             let setup = setup(args, mebibytes, &format!("passes={passes}{rate} report=50ms seed={seed}"));
-            let dir = logs.round(scenario, round)?;
-            match drive::run(vmm, scenario, &setup, &dir) {
-                // On a busy host the guest was over before it was asked for something.
-                Err(Trouble::Failed(why))
+            let dir = logs.round(scenario, round, attempt)?;
+            let shown = drive::run(vmm, scenario, &setup, &dir);
+            match &shown.trouble {
+                // On a busy host the guest was over, and whole, before it was asked for something.
+                Some(Trouble::Failed(why))
                     if may_go_on && passes < MAX_PASSES && drive::is_over(&setup, &dir) =>
                 {
-                    passes *= 4;
+                    (passes, attempt) = (passes * 4, attempt + 1);
                     let name = scenario.name();
                     report.note(format!(
                         "{name}: the guest of round {round} was over ({why}), so the round ran again with {passes} passes"
                     ));
                 }
-                ended => break (setup, ended),
+                _ => break (setup, shown),
             }
         };
-        let found = match ended {
-            Err(Trouble::Missing(what, remedy)) => {
+        let bad = shown.logs.iter().filter_map(|log| verdict(&setup, log));
+        let found = bad.min_by_key(|(status, _)| badness(*status));
+        let found = match (shown.trouble, found) {
+            // What was lost counts, whatever failed then.
+            (Some(trouble), Some((Status::Fail, why))) => Some((Status::Fail, format!("{why}; {trouble}"))),
+            (Some(Trouble::Missing(what, remedy)), _) if done == 0 => {
                 let case = Case::new(scenario.name(), Status::Skip);
                 return Ok((case.because(what).mended_by(remedy), done));
             }
             // The round was broken off, and shows nothing.
-            Err(_) if signal::last().is_some() => break,
-            Err(trouble) => Some((Status::Crash, trouble.to_string())),
-            Ok(logs) => {
-                let left_out = logs.iter().filter_map(|log| setup.disk_left_out(log));
+            (Some(_), _) if signal::last().is_some() => break,
+            (Some(trouble), _) => Some((Status::Crash, trouble.to_string())),
+            (None, found) => {
+                let left_out = shown.logs.iter().filter_map(|log| setup.disk_left_out(log));
                 left_out
                     .for_each(|why| report.note(format!("{}: no disk was judged: {why}", scenario.name())));
-                let bad = logs.iter().filter_map(|log| verdict(&setup, log));
-                bad.min_by_key(|(status, _)| badness(*status))
+                found
             }
         };
         done = round;
@@ -274,7 +279,8 @@ fn verdict(setup: &Setup, log: &Log) -> Option<(Status, String)> {
             let first = log.faults.first();
             let first =
                 first.map_or(String::new(), |fault| format!(" {} at {:#x}", fault.kind, fault.address));
-            Some((Status::Fail, format!("LOST{first}")))
+            let stopped = log.stopped().map_or(String::new(), |why| format!("; then {why}"));
+            Some((Status::Fail, format!("LOST{first}{stopped}")))
         }
         Verdict::Refused(why) | Verdict::Crashed(why) => Some((Status::Crash, why)),
     }
@@ -297,14 +303,15 @@ impl Logs {
         Ok(Self { dir, kept })
     }
 
-    fn round(&self, scenario: Scenario, round: u32) -> Result<PathBuf, Failure> {
-        let dir = self.dir.join(format!("{}-{round}", scenario.name()));
+    /// The directory of an attempt at a round. Attempts after the first are called `again`.
+    fn round(&self, scenario: Scenario, round: u32, attempt: u32) -> Result<PathBuf, Failure> {
+        let again = if attempt > 1 { format!("-again-{}", attempt - 1) } else { String::new() };
+        let dir = self.dir.join(format!("{}-{round}{again}", scenario.name()));
         if !self.kept {
-            // The previous round's directory is not needed further.
-            let _ = fs::remove_dir_all(self.dir.join(format!("{}-{}", scenario.name(), round - 1)));
+            // Those of earlier rounds are not needed further.
+            let earlier = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+            earlier.for_each(|entry| drop(fs::remove_dir_all(entry.path())));
         }
-        // A round whose guest was over too soon is run again.
-        let _ = fs::remove_dir_all(&dir);
         fs::create_dir(&dir).map_err(Failure::host)?;
         Ok(dir)
     }
