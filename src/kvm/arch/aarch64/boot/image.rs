@@ -15,6 +15,8 @@ const TEXT_OFFSET: usize = 8;
 const IMAGE_SIZE: usize = 16;
 const FLAGS: usize = 24;
 const MAGIC: (usize, &[u8; 4]) = (56, b"ARM\x64");
+/// The magic number of a bzImage (Documentation/arch/x86/boot.rst).
+const BZIMAGE: (u64, &[u8; 4]) = (0x202, b"HdrS");
 /// Bit 0 of the flags: the kernel is big-endian.
 const BIG_ENDIAN: u64 = 1;
 /// An image is loaded at its text offset from a multiple of this.
@@ -72,6 +74,12 @@ pub(super) fn load<M: GuestMemoryBackend>(
         return place(memory, &mut GzDecoder::new(payload), free, unpacked);
     }
     if !has(MAGIC.0, MAGIC.1) {
+        source.seek(SeekFrom::Start(BZIMAGE.0)).map_err(read)?;
+        let mut magic = Vec::new();
+        source.take(BZIMAGE.1.len() as u64).read_to_end(&mut magic).map_err(read)?;
+        if magic == BZIMAGE.1 {
+            return Err(Error::OfX86);
+        }
         return Err(Error::NotAKernel { start: start.get(..8).unwrap_or(&start).to_vec() });
     }
     source.seek(SeekFrom::Start(0)).map_err(read)?;

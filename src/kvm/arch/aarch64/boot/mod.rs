@@ -73,6 +73,9 @@ pub enum Error {
     /// The image is not a kernel.
     #[error("not a kernel (it starts with {start:02x?}); use an arm64 Image, an Image.gz or a zboot image")]
     NotAKernel { start: Vec<u8> },
+    /// The kernel is a bzImage.
+    #[error("a kernel for x86-64 (amd64), which this host's processor cannot run; use one for arm64")]
+    OfX86,
     /// The flat binary is empty.
     #[error("it is empty; use a flat binary, as kvm-unit-tests builds them")]
     Empty,
@@ -97,7 +100,7 @@ impl Diagnose for Error {
         ErrorOrigin::user(match self {
             Self::Load(error) => return error.origin(),
             Self::TooLittleMemory | Self::Place { .. } | Self::Tree(_) => Field::Memory,
-            Self::NotAKernel { .. } | Self::Empty | Self::Malformed(_) => Field::Kernel,
+            Self::NotAKernel { .. } | Self::OfX86 | Self::Empty | Self::Malformed(_) => Field::Kernel,
         })
     }
 }

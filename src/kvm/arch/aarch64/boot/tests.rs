@@ -91,6 +91,8 @@ fn what_is_no_kernel_or_does_not_fit_is_refused() {
     let refused = |kernel: Vec<u8>, initrd| boot(&memory(8), kernel, initrd).unwrap_err();
     assert!(matches!(refused(b"\x7fELF".to_vec(), None), Error::NotAKernel { .. }));
     assert!(matches!(refused(vec![], None), Error::NotAKernel { .. }));
+    let bzimage = [&b"MZ"[..], &[0; 0x200], b"HdrS", &[0; 100]].concat();
+    assert!(matches!(refused(bzimage, None), Error::OfX86));
     assert!(matches!(refused(gzip(&[0; 100]), None), Error::NotAKernel { .. }));
     assert!(matches!(refused(gzip(&image(0, 0, 0, 4096))[..60].to_vec(), None), Error::Malformed(_)));
     assert!(matches!(refused(zboot(b"x", b"lzma"), None), Error::Malformed(_)));

@@ -115,6 +115,9 @@ pub enum Error {
         "not a kernel (it starts with {start:02x?}); use a bzImage, an ELF vmlinux, or a PVH or multiboot image"
     )]
     NotAKernel { start: Vec<u8> },
+    /// The kernel is for Arm.
+    #[error("a kernel for arm64, which this host's processor cannot run; use one for x86-64 (amd64)")]
+    OfArm,
     /// A kernel, but malformed or unsupported.
     #[error("not a bootable kernel: {0}; use an x86-64 bzImage or ELF vmlinux")]
     Malformed(String),
@@ -142,7 +145,7 @@ impl Diagnose for Error {
             Self::InitrdBeyondReach { .. } => Field::Initrd,
             Self::TooLittleMemory => Field::Memory,
             Self::Protocol { .. } => Field::Protocol,
-            Self::NotAKernel { .. } | Self::Malformed(_) | Self::Place { .. } => Field::Kernel,
+            Self::NotAKernel { .. } | Self::OfArm | Self::Malformed(_) | Self::Place { .. } => Field::Kernel,
         })
     }
 }
@@ -183,6 +186,7 @@ pub fn load<M: GuestMemoryBackend>(
             Some(asked) if multiboot::Header::find(kernel)?.is_some() => {
                 Err(Error::Protocol { asked, offered: Protocol::Multiboot })
             }
+            _ if kernel.is_of_arm()? => Err(Error::OfArm),
             _ => Err(Error::NotAKernel { start: kernel.start()? }),
         };
     };
@@ -202,6 +206,16 @@ impl<F: Source> Input<'_, F> {
             .seek(SeekFrom::Start(at))
             .and_then(|_| self.source.read_exact(bytes))
             .map_err(|source| load::Error::Read { image: self.image, source })
+    }
+
+    /// Whether it is an arm64 Image (Documentation/arch/arm64/booting.rst).
+    fn is_of_arm(&mut self) -> Result<bool, load::Error> {
+        const MAGIC: u64 = 56;
+        let mut magic = [0; 4];
+        if self.len >= MAGIC + magic.len() as u64 {
+            self.read_at("its magic number", MAGIC, &mut magic)?;
+        }
+        Ok(magic == *b"ARM\x64")
     }
 
     /// The first bytes, for a message.

@@ -259,6 +259,8 @@ fn hostile_bzimages_and_multiboot_headers_are_refused() {
     assert!(refused(multiboot_flat(), |f| f.truncate(20)).contains("cut off"));
     assert!(refused(b"#!/bin/sh\n".to_vec(), |_| ()).contains("not a kernel (it starts with [23, 21"));
     assert!(refused(Vec::new(), |_| ()).contains("not a kernel"));
+    let arm = [&b"MZ"[..], &[0; 54], b"ARM\x64", &[0; 100]].concat();
+    assert!(refused(arm, |_| ()).contains("a kernel for arm64"));
 }
 
 #[test]
