@@ -422,3 +422,76 @@ fn damaged_images_end_in_errors() -> Result<(), Failed> {
     }
     Ok(())
 }
+
+fn word(file: &File, at: u64) -> Result<u64, Failed> {
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, at)?;
+    Ok(u64::from_be_bytes(bytes))
+}
+
+/// Tables that lead to themselves or to each other, clusters that several entries have, and wrong
+/// refcounts. The disk is refused, or read as QEMU reads it. Writes end, whatever they do to the
+/// image.
+#[test(tools::program("qemu-img"))]
+fn loops_and_wrong_refcounts_are_refused_or_read_as_qemu_reads_them() -> Result<(), Failed> {
+    const CLUSTER: u64 = 4096;
+    const COPIED: u64 = 1 << 63;
+    const COMPRESSED: u64 = 1 << 62;
+    let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
+    let (raw, path, due) = (file(&scratch, "a.raw"), file(&scratch, "a.qcow2"), file(&scratch, "due.raw"));
+    let model: Vec<u8> = (0..SIZE).map(|_| random.below(256) as u8).collect();
+    fs::write(&raw, model)?;
+    run("qemu-img", &["convert", "-O", "qcow2", "-o", "cluster_size=4k", &raw, &path])?;
+    let sound = fs::read(&path)?;
+    let image = open(&path, false)?;
+    let (l1, counts) = (word(&image, 40)?, word(&image, 48)?);
+    let (l2, count) = (word(&image, l1)? & !COPIED, word(&image, counts)?);
+    let other = word(&image, l1 + 8)?;
+    let data = word(&image, l2)?;
+    drop(image);
+    let everywhere = |entry: u64| entry.to_be_bytes().repeat(CLUSTER as usize / 8);
+    let cases: [(&str, u64, Vec<u8>); 16] = [
+        ("an L1 entry leads to the L1 table", l1, (l1 | COPIED).to_be_bytes().into()),
+        ("an L1 entry leads to the refcount table", l1, (counts | COPIED).to_be_bytes().into()),
+        ("an L1 entry leads to a cluster of data", l1, data.to_be_bytes().into()),
+        ("two L1 entries lead to one L2 table", l1, other.to_be_bytes().into()),
+        ("an L1 entry leads into a cluster", l1, (l2 + 512).to_be_bytes().into()),
+        ("an L2 entry leads to its own table", l2, (l2 | COPIED).to_be_bytes().into()),
+        ("all L2 entries lead to the L1 table", l2, everywhere(l1 | COPIED)),
+        ("all L2 entries lead to one cluster", l2, everywhere(data)),
+        ("all L2 entries lead to the refcounts", l2, everywhere(count | COPIED)),
+        ("an L2 entry leads into a cluster", l2, (data + 512).to_be_bytes().into()),
+        ("compressed clusters are the L2 table", l2, everywhere(l2 | COMPRESSED)),
+        ("compressed clusters are the header", l2, everywhere(COMPRESSED | 0xff << 54)),
+        ("all refcounts are 0", count, vec![0; CLUSTER as usize]),
+        ("all refcounts are the largest", count, vec![0xff; CLUSTER as usize]),
+        ("the refcounts are in their own table", counts, counts.to_be_bytes().into()),
+        ("the refcounts are in the L2 table", counts, l2.to_be_bytes().into()),
+    ];
+    let mut read_right = 0;
+    for (what, at, bytes) in cases {
+        fs::write(&path, &sound)?;
+        open(&path, true)?.write_all_at(&bytes, at)?;
+        let in_case = |error: Failed| Failed::from(format!("{what}: {}", error.message().unwrap_or("")));
+        if let Ok(image) = Qcow2::open(open(&path, false)?, false, Named::default()) {
+            let reads = Command::new("qemu-img").args(["convert", "-O", "raw", &path, &due]).output()?;
+            let image = Image::Qcow2(Box::new(image));
+            // QEMU may refuse what is in doubt.
+            if reads.status.success() && guest.read(&image, 0, MAX_REQUEST).is_ok() {
+                guest.compare(&image, &fs::read(&due)?).map_err(in_case)?;
+                read_right += 1;
+            }
+        }
+        let Ok(image) = Qcow2::open(open(&path, true)?, true, Named::default()) else { continue };
+        let mut image = Image::Qcow2(Box::new(image));
+        for _ in 0..50 {
+            let at = random.below(SIZE as u64 / 512) * 512;
+            let len = 8192.min(SIZE - at as usize);
+            let _ = guest.write(&mut image, at, &vec![7; len]);
+            let _ = guest.read(&image, at, len);
+        }
+        let _ = image.flush();
+    }
+    // Those with wrong refcounts alone.
+    ensure(read_right >= 4, || format!("{read_right} were read"))
+}

@@ -262,7 +262,7 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ("--disk DIR/disk,overlay=DIR/noise", "overlay DIR/noise: it is no overlay"),
         ("--disk DIR/disk,overlay=DIR/fifo/x", "overlay DIR/fifo/x: Not a directory"),
         ("--disk DIR/disk,overlay=DIR/over", "OK"),
-        ("--disk DIR/large,overlay=DIR/over", "overlay DIR/over: it is of another base"),
+        ("--disk DIR/large,overlay=DIR/over", "overlay DIR/over: it is of another image"),
         ("--disk DIR/disk,overlay=DIR/short", "overlay DIR/short: it is cut short: it has 8192 bytes of"),
         ("--disk DIR/disk,ro,overlay=discard", "a read-only disk has no overlay"),
         ("--disk DIR/disk --disk DIR/disk,overlay=discard", "DIR/disk is in use by"),

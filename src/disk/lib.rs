@@ -167,6 +167,16 @@ impl Image {
     }
 }
 
+/// A size for people: exact if it is whole in its unit, otherwise with one decimal.
+pub fn size_text(bytes: u64) -> String {
+    let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.iter().find(|(unit, _)| bytes >= *unit) {
+        None => format!("{bytes} bytes"),
+        Some((unit, name)) if bytes.is_multiple_of(*unit) => format!("{} {name}", bytes / unit),
+        Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / *unit as f64),
+    }
+}
+
 /// Calls fallocate(2). Returns false if the file system does not support `mode`.
 fn allocate(file: &File, mode: FallocateMode, at: u64, len: u64) -> io::Result<bool> {
     match fallocate(file, mode, true, at, len) {

@@ -121,7 +121,8 @@ pub fn find<T: Serialize + DeserializeOwned>(
     let mut initrd = memfd(c"vellum-initrd", 0, None).map_err(host)?;
     let work = |_: &mut dyn FnMut(u64, u64)| {
         let (image, more) = open().map_err(Failed::Open)?;
-        let (bytes, disk) = (image.size().map_err(host)?, Rc::new(image) as Rc<dyn ReadAt>);
+        let bytes = image.size().map_err(|error| Failed::Work(error.to_string()))?;
+        let disk = Rc::new(image) as Rc<dyn ReadAt>;
         let disk = Disk::open(&disk).map_err(|error| Failed::Work(error.to_string()))?;
         let boots = boots(&disk, &mut kernel, &mut initrd);
         Ok(Answer { bytes, volumes: disk.infos(), boots, more })

@@ -24,7 +24,7 @@ use std::io;
 use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
-use vellum_disk::Image;
+use vellum_disk::{Image, size_text};
 
 use filesystem::FileSystem;
 use partitions::{Origin, Partition};
@@ -186,8 +186,7 @@ impl Disk {
                 Ok(files) => files.kind().into(),
                 Err(what) => what.clone(),
             };
-            let size = volume.partition.len.div_ceil(1 << 20);
-            format!("{} ({size} MiB) is {content}", volume.name())
+            format!("{} ({}) is {content}", volume.name(), size_text(volume.partition.len))
         });
         parts.collect::<Vec<_>>().join(", ")
     }

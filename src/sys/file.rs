@@ -234,8 +234,16 @@ pub fn lock_directory(directory: &File) -> io::Result<bool> {
 /// # Errors
 /// The kernel's error, or, if the file system has no such files, what would work.
 pub fn unnamed(directory: &Path) -> io::Result<File> {
+    unnamed_with(directory, 0o600)
+}
+
+/// The same with another `mode`, of which the umask is taken off.
+///
+/// # Errors
+/// As there.
+pub fn unnamed_with(directory: &Path, mode: u32) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
+    options.read(true).write(true).mode(mode).custom_flags(libc::O_TMPFILE);
     options.open(directory).map_err(|error| match error.raw_os_error() {
         // A kernel that does not know O_TMPFILE reports EISDIR, because it opens the directory
         // itself.

@@ -84,7 +84,7 @@ fn a_machine_with_an_overlay_is_forked() -> Result<(), Failed> {
             "--disk: disk0 has an overlay: give the new machine one",
         ),
         (format!("fork here --name new {}", disk(&named)), "has content already"),
-        (format!("fork here --name new {another}"), "it is of another base"),
+        (format!("fork here --name new {another}"), "it is of another image"),
         (
             format!("fork second --name new {}", disk(",overlay=discard")),
             "--disk: disk0: only this process has the map of its overlay; a machine with one cannot be forked",

@@ -90,17 +90,14 @@ pub enum Error {
     Version(u32),
     /// The overlay belongs to another base.
     #[error(
-        "it is of another base, or the base has changed since: it was of {bytes} bytes, last written to at {at}, and is of {now_bytes}, written to at {now_at}"
+        "it is of another image, or the image was written to since ({}); use that image as it was, or another overlay",
+        if bytes == now_bytes { "it has another modification time".into() } else { format!("it had {bytes} bytes, and has {now_bytes}") }
     )]
     Base {
         /// The size of the overlay's base in bytes.
         bytes: u64,
-        /// When the overlay's base was last written to, in seconds since 1970.
-        at: i64,
         /// The size of this base in bytes.
         now_bytes: u64,
-        /// When this base was last written to, in seconds since 1970.
-        now_at: i64,
     },
     /// The overlay cannot have the requested size.
     #[error("a disk of {wanted} bytes is not possible: {why}")]
@@ -221,13 +218,7 @@ impl Identity {
         }
         let found = Self { bytes: word(16), written: word(24).cast_signed() };
         if found != self {
-            let second = |ns: i64| ns.div_euclid(1_000_000_000);
-            return Err(Error::Base {
-                bytes: found.bytes,
-                at: second(found.written),
-                now_bytes: self.bytes,
-                now_at: second(self.written),
-            });
+            return Err(Error::Base { bytes: found.bytes, now_bytes: self.bytes });
         }
         let bytes = if len == HEADER { self.bytes } else { word(32) };
         if bytes < self.bytes { Err(Error::Other) } else { Ok(bytes) }

@@ -13,7 +13,7 @@ pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// The size of a version 3 header without its extensions.
 const HEADER: usize = 104;
 /// The maximum disk size: 16 TiB.
-const MAX_DISK: u64 = 16 << 40;
+pub const MAX_DISK: u64 = 16 << 40;
 /// The maximum size of the L1 table. QEMU has the same limit.
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The maximum size of the refcount table. QEMU has the same limit.
@@ -87,7 +87,10 @@ impl Header {
         }
         let version = within("version", be32(bytes, 4).into(), 2..=3)? as u32;
         let bits = within("cluster_bits", be32(bytes, 20).into(), 9..=21)?;
-        let size = within("size", be64(bytes, 24), 0..=MAX_DISK)?;
+        let size = be64(bytes, 24);
+        if size > MAX_DISK {
+            return Err(Error::Large(size));
+        }
         match be32(bytes, 32) {
             0 => {}
             _ => return Err(Error::Encrypted),

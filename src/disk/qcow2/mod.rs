@@ -28,11 +28,12 @@ use vellum_kvm::memory::slices::Slices;
 use crate::extents::Extents;
 #[cfg(test)]
 use crate::power;
+use crate::size_text;
 use crate::unpacked::Unpacked;
 use end::check_end;
 use file::{ImageFile, Synced, read_or_zero};
-pub use header::Header;
 use header::MAGIC;
+pub use header::{Header, MAX_DISK};
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +51,9 @@ pub enum Error {
         /// The valid values.
         limit: String,
     },
+    /// The disk is too large.
+    #[error("a disk of {} in a qcow2 image is not supported: {} is the most", size_text(*.0), size_text(MAX_DISK))]
+    Large(u64),
     /// The file ends before a part of the disk, as that of a download that was interrupted.
     #[error(
         "it is cut off: it has {length} bytes, and a part of the disk is at byte {at}; download or copy it again"
@@ -77,6 +81,11 @@ pub enum Error {
         "it has the backing file {0:?}; an image could name any file of this host, so say which: `backing=FILE`"
     )]
     Backing(String),
+    /// The backing file that the user has named has one, too.
+    #[error(
+        "its backing file has the backing file {0:?}, which is not supported; `qemu-img convert -O qcow2` writes one file of both"
+    )]
+    Nested(String),
     /// The user has named a backing file, but the image has none.
     #[error("it has no backing file")]
     NoBacking,
@@ -145,7 +154,12 @@ fn backing_access(file: File) -> Result<FormatAccess<ImageFile>, Error> {
     if magic == MAGIC {
         let header = Header::read(&file)?;
         check_end(&file, &header)?;
-        return access(Arc::new(Synced::new(file)), &header, false, None, None);
+        return access(Arc::new(Synced::new(file)), &header, false, None, None).map_err(
+            |error| match error {
+                Error::Backing(name) => Error::Nested(name),
+                error => error,
+            },
+        );
     }
     let raw = imago::raw::Raw::builder(ImageFile::new(file)).open(DenyImplicitOpenGate::default())?;
     Ok(FormatAccess::new(raw))

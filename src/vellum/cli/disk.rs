@@ -3,6 +3,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -15,11 +16,12 @@ use super::output::print;
 use super::run_flags::FLAGS;
 use vellum_devices::virtio::blk::{self, BlkConfig};
 use vellum_disk::copy::Target;
+use vellum_disk::{qcow2, size_text};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_osimage::VolumeInfo;
 use vellum_osimage::confined::{self, About, Failed};
 use vellum_sandbox::Mode;
-use vellum_sys::keyvalue;
+use vellum_sys::{file, keyvalue};
 
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
@@ -38,9 +40,8 @@ enum DiskCommand {
     Info {
         /// The image
         image: PathBuf,
-        /// The backing file of a qcow2 image
-        #[arg(long, value_name = "FILE")]
-        backing: Option<PathBuf>,
+        #[command(flatten)]
+        beside: BesideArgs,
         /// Print JSON
         #[arg(long)]
         json: bool,
@@ -67,10 +68,20 @@ enum DiskCommand {
         /// The new file's format [default: qcow2 for a name that ends so, otherwise raw]
         #[arg(short, long, value_name = "FORMAT")]
         format: Option<DiskFormat>,
-        /// The backing file of a qcow2 image
-        #[arg(long, value_name = "FILE")]
-        backing: Option<PathBuf>,
+        #[command(flatten)]
+        beside: BesideArgs,
     },
+}
+
+/// The other files of a qcow2 image.
+#[derive(Debug, Args)]
+struct BesideArgs {
+    /// The backing file of a qcow2 image
+    #[arg(long, value_name = "FILE")]
+    backing: Option<PathBuf>,
+    /// The external data file of a qcow2 image
+    #[arg(long, value_name = "FILE")]
+    data_file: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -109,35 +120,51 @@ struct Info {
 /// Runs `vellum disk`.
 pub(crate) fn run(args: &DiskArgs) -> Result<Exit, Failure> {
     match &args.what {
-        DiskCommand::Info { image, backing, json } => info(image, backing.as_ref(), *json)?,
+        DiskCommand::Info { image, beside, json } => info(image, beside, *json)?,
         DiskCommand::Create { image, size, format } => {
             check_size(*size)?;
             let format = format.unwrap_or_else(|| DiskFormat::of(image));
+            if format == DiskFormat::Qcow2 && *size > qcow2::MAX_DISK {
+                return Err(Failure::usage(qcow2::Error::Large(*size)));
+            }
             let written = |file| target(file, format, *size).and_then(|mut target| target.finish());
             create(image, |file| {
                 written(file).map_err(|error| Failure::host(format!("{}: {error}", image.display())))
             })?;
         }
-        DiskCommand::Convert { from, to, format, backing } => {
-            convert(from, backing.as_ref(), to, format.unwrap_or_else(|| DiskFormat::of(to)))?;
+        DiskCommand::Convert { from, to, format, beside } => {
+            convert(from, beside, to, format.unwrap_or_else(|| DiskFormat::of(to)))?;
         }
     }
     Ok(Exit::PowerOff)
 }
 
-fn config(image: &Path, backing: Option<&PathBuf>) -> BlkConfig {
-    BlkConfig { readonly: true, backing: backing.cloned(), ..BlkConfig::new(image) }
+fn config(image: &Path, beside: &BesideArgs) -> BlkConfig {
+    let BesideArgs { backing, data_file } = beside;
+    BlkConfig {
+        readonly: true,
+        backing: backing.clone(),
+        data_file: data_file.clone(),
+        ..BlkConfig::new(image)
+    }
 }
 
 fn refuse(error: &blk::BlkError) -> Failure {
     let failure = Failure::of(error, FLAGS);
-    // The error names `--disk`, a flag that this command does not have.
-    let message = failure.message.trim_start_matches("--disk: ").to_owned();
+    // The error names `--disk` and its keys, which this command does not have.
+    let mut message = failure.message.trim_start_matches("--disk: ").to_owned();
+    for (key, flag) in [
+        (", or add `force` to use it as raw", ""),
+        ("`backing=FILE`", "`--backing FILE`"),
+        ("`data-file=FILE`", "`--data-file FILE`"),
+    ] {
+        message = message.replace(key, flag);
+    }
     Failure { message, ..failure }
 }
 
-fn info(path: &Path, backing: Option<&PathBuf>, json: bool) -> Result<(), Failure> {
-    let files = blk::Files::open(&config(path, backing)).map_err(|error| refuse(&error))?;
+fn info(path: &Path, beside: &BesideArgs, json: bool) -> Result<(), Failure> {
+    let files = blk::Files::open(&config(path, beside)).map_err(|error| refuse(&error))?;
     let open = || {
         let header = files.header().map_err(|error| refuse(&error).message)?;
         let image = files.image().map_err(|error| refuse(&error).message)?;
@@ -165,16 +192,6 @@ fn info(path: &Path, backing: Option<&PathBuf>, json: bool) -> Result<(), Failur
     print(text).map(drop)
 }
 
-/// A size with its unit: exact if it is whole, otherwise with one decimal.
-fn size_of(bytes: u64) -> String {
-    let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-    match units.iter().find(|(unit, _)| bytes >= *unit) {
-        None => format!("{bytes} bytes"),
-        Some((unit, name)) if bytes.is_multiple_of(*unit) => format!("{} {name}", bytes / unit),
-        Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / *unit as f64),
-    }
-}
-
 fn describe(path: &Path, info: &Info) -> String {
     let mut lines = match &info.boots {
         Ok(about) => {
@@ -184,10 +201,10 @@ fn describe(path: &Path, info: &Info) -> String {
         Err(_) => vec![format!("{}: nothing in it boots without a kernel beside it", path.display())],
     };
     let version = info.version.map_or(String::new(), |version| format!(" version {version}"));
-    let mut about = format!("{}{version}, {} large", info.format, size_of(info.bytes));
-    about += &format!(", {} allocated", size_of(info.allocated_bytes));
+    let mut about = format!("{}{version}, {} large", info.format, size_text(info.bytes));
+    about += &format!(", {} allocated", size_text(info.allocated_bytes));
     if let Some(cluster) = info.cluster_bytes {
-        about += &format!(", clusters of {}", size_of(cluster));
+        about += &format!(", clusters of {}", size_text(cluster));
     }
     if let Some(count) = info.snapshots.filter(|&count| count > 0) {
         about += &format!(", {count} snapshots inside");
@@ -199,14 +216,14 @@ fn describe(path: &Path, info: &Info) -> String {
     for volume in &info.partitions {
         let name = if volume.number == 0 { "disk".into() } else { format!("partition {}", volume.number) };
         let label = if volume.label.is_empty() { String::new() } else { format!(" {:?}", volume.label) };
-        lines.push(format!("  {name:<10} {:>9}  {}{label}", size_of(volume.bytes), volume.content));
+        lines.push(format!("  {name:<10} {:>9}  {}{label}", size_text(volume.bytes), volume.content));
     }
     match &info.boots {
         Ok(about) => lines.extend([
             format!("  kernel     {}, by {}", about.kernel, about.place),
             format!(
                 "  initrd     {}",
-                if about.initrd_bytes == 0 { "none".into() } else { size_of(about.initrd_bytes) }
+                if about.initrd_bytes == 0 { "none".into() } else { size_text(about.initrd_bytes) }
             ),
             format!("  cmdline    {}", about.cmdline),
             match about.has_cloud_init {
@@ -236,23 +253,43 @@ fn target(file: File, format: DiskFormat, size: u64) -> io::Result<Target> {
     }
 }
 
-/// Creates the file `path`, which must not exist, and removes it if `work` fails.
+/// Creates the file `path`, which must not exist, with the content that `work` writes. The file gets
+/// its name at the end: what an end of this process would leave could be taken for a whole image.
 fn create(path: &Path, work: impl FnOnce(File) -> Result<(), Failure>) -> Result<(), Failure> {
-    let mut options = File::options();
-    options.read(true).write(true).create_new(true);
-    let file = options.open(path).map_err(|error| match error.kind() {
+    let refuse = |error: io::Error| match error.kind() {
         io::ErrorKind::AlreadyExists => {
             Failure::usage(format!("{}: it exists, and nothing is written over it", path.display()))
         }
         _ => Failure::usage(format!("{}: {error}", path.display())),
-    })?;
-    work(file).inspect_err(|_| {
-        let _ = fs::remove_file(path);
-    })
+    };
+    match path.symlink_metadata() {
+        _ if path.as_os_str().as_bytes().ends_with(b"/") => {
+            return Err(refuse(io::ErrorKind::IsADirectory.into()));
+        }
+        Ok(_) => return Err(refuse(io::ErrorKind::AlreadyExists.into())),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(refuse(error)),
+        Err(_) => {}
+    }
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    match file::unnamed_with(directory.unwrap_or(Path::new(".")), 0o666) {
+        Ok(file) => {
+            work(file.try_clone().map_err(refuse)?)?;
+            file::name(&file, path).map_err(refuse)
+        }
+        // The file system has only files with names.
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+            let mut options = File::options();
+            options.read(true).write(true).create_new(true);
+            work(options.open(path).map_err(refuse)?).inspect_err(|_| {
+                let _ = fs::remove_file(path);
+            })
+        }
+        Err(error) => Err(refuse(error)),
+    }
 }
 
-fn convert(from: &Path, backing: Option<&PathBuf>, to: &Path, format: DiskFormat) -> Result<(), Failure> {
-    let files = blk::Files::open(&config(from, backing)).map_err(|error| refuse(&error))?;
+fn convert(from: &Path, beside: &BesideArgs, to: &Path, format: DiskFormat) -> Result<(), Failure> {
+    let files = blk::Files::open(&config(from, beside)).map_err(|error| refuse(&error))?;
     let open = || {
         let image = files.image().map_err(|error| refuse(&error).message)?;
         let named = |why: String| format!("{}: {why}", from.display());

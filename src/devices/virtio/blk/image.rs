@@ -395,7 +395,7 @@ fn over(config: &BlkConfig, base: &File, size: u64, place: &Place) -> Result<(Ov
     let disk = config.path.clone();
     let (path, lasts) = match place {
         Place::File(path) => (path.clone(), true),
-        Place::Discard => ("discard".into(), false),
+        Place::Discard => (format!("discard in {}", std::env::temp_dir().display()).into(), false),
         Place::Open(path) => (path.clone(), false),
     };
     let failed = |source| BlkError::Overlay { path: disk.clone(), over: path.clone(), source };
