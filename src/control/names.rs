@@ -27,6 +27,9 @@ pub enum Error {
     /// The directory belongs to another user.
     #[error("{0} belongs to another user, who could impersonate your machines; set XDG_RUNTIME_DIR")]
     Foreign(PathBuf),
+    /// The environment names no directory that outlives a boot.
+    #[error("neither XDG_DATA_HOME nor HOME is set, and kept machines are below one of them")]
+    NoHome,
     /// Other users can write to the directory.
     #[error("{path} has mode {mode:04o}: other users could impersonate your machines; chmod 700 {path}")]
     Open {
@@ -184,10 +187,11 @@ pub fn make_ssh_directory(name: &str) -> Result<PathBuf, Error> {
 /// directory (XDG_DATA_HOME). It may not exist.
 ///
 /// # Errors
-/// The name is not valid.
+/// The name is not valid, or no directory outlives a boot.
 pub fn kept_directory(name: &str) -> Result<PathBuf, Error> {
     check(name)?;
-    Ok(named_data().unwrap_or_else(home_data).join("vellum").join(name))
+    let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".local/share"));
+    Ok(named_data().or_else(home).ok_or(Error::NoHome)?.join("vellum").join(name))
 }
 
 /// Creates [`kept_directory`], which only this user can read.

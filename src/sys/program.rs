@@ -28,6 +28,12 @@ pub fn own() -> io::Result<Command> {
     Ok(command)
 }
 
+/// Whether a directory of PATH has a file of this name.
+pub fn is_installed(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|directory| directory.join(name).is_file())
+}
+
 /// Lets the program of `command` inherit these descriptors under the same numbers, without a
 /// controlling terminal. It may then read and write a terminal that it is given, whichever process
 /// group is in the foreground. Other descriptors than the standard ones are closed (Linux 5.11):

@@ -23,7 +23,10 @@ use vellum_sys::keyvalue::{self, KeyValues};
 
 /// The devices of a guest. With `FOR_KERNEL` all except disks require the group `guest`.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>);
+pub(crate) struct DeviceArgs<const FOR_KERNEL: bool>(Vec<Arc<dyn DeviceConfig>>, NoNetwork);
+
+/// Whether the user has said that there is no network.
+type NoNetwork = bool;
 
 /// Flags with a short form.
 const SHORT: &[(&str, char)] = &[("disk", 'd')];
@@ -52,9 +55,9 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
         }
     }
 
-    /// Whether there is a network, by either flag.
-    pub fn has_network(&self) -> bool {
-        self.has(&net::KIND)
+    /// Whether the flags say nothing of a network.
+    pub fn leaves_network_open(&self) -> bool {
+        !self.has(&net::KIND) && !self.1
     }
 
     /// Adds a device at the end.
@@ -68,6 +71,12 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
             self.0.push(handoff::read(&kind, config)?);
         }
         Ok(())
+    }
+
+    /// Whether there is a network that [`forward`](Self::forward) can use.
+    pub fn can_forward(&self) -> bool {
+        let mut networks = self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref());
+        networks.any(|network: &NetConfig| network.user.is_some())
     }
 
     /// Forwards a host port through the first network without a tap. Returns false if there is
@@ -240,11 +249,14 @@ impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
         if !forwards.is_empty() {
             forward(&mut devices, matches, &forwards)?;
         }
-        let networks = matches.get_many::<Network>("network").into_iter().flatten();
+        let networks: Vec<&Network> = matches.get_many("network").into_iter().flatten().collect();
+        let has_none = networks.iter().any(|network| network.0.is_none());
         devices.extend(
-            networks.filter_map(|network| Some(Arc::new(network.0.clone()?) as Arc<dyn DeviceConfig>)),
+            networks
+                .into_iter()
+                .filter_map(|network| Some(Arc::new(network.0.clone()?) as Arc<dyn DeviceConfig>)),
         );
-        Ok(Self(devices))
+        Ok(Self(devices, has_none))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -325,6 +337,20 @@ mod tests {
             .iter()
             .map(|config| format!("{config:?}"))
             .collect())
+    }
+
+    #[test]
+    fn no_network_is_an_answer() {
+        let leaves_open = |args: &[&str]| {
+            let command = DeviceArgs::<true>::augment_args(Command::new("run").no_binary_name(true))
+                .arg(Arg::new("kernel").long("kernel"))
+                .group(clap::ArgGroup::new("guest").args(["kernel", "disk"]).multiple(true));
+            let matches = command.try_get_matches_from([&["-d", "x"], args].concat()).unwrap();
+            DeviceArgs::<true>::from_arg_matches(&matches).unwrap().leaves_network_open()
+        };
+        assert!(leaves_open(&[]));
+        assert!(!leaves_open(&["--network", "mode=none"]));
+        assert!(!leaves_open(&["--net", "user"]));
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //! [`vellum_osimage`] finds its kernel. This file adds the other defaults of such a guest.
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use super::devices;
 use super::failure::Failure;
 use super::kernel::KernelArgs;
 use super::login::{self, Kept, Login};
@@ -12,6 +13,7 @@ use super::run_flags::FLAGS;
 use vellum_control::client::Client;
 use vellum_control::names;
 use vellum_devices::virtio::blk::{self, BlkConfig};
+use vellum_devices::virtio::cidata;
 use vellum_devices::virtio::net;
 use vellum_devices::virtio::rng::{self, RngConfig};
 use vellum_devices::virtio::transport::Codec;
@@ -21,6 +23,7 @@ use vellum_kvm::arch::irqchip;
 use vellum_osimage::confined::{self, Failed};
 use vellum_sandbox::Mode;
 use vellum_sys::file;
+use vellum_sys::program;
 use vellum_sys::socket::SocketError;
 
 /// The file of a kept machine's writes.
@@ -30,8 +33,8 @@ const OVERLAY: &str = "disk.overlay";
 pub(super) struct Prepared {
     /// The kernel or firmware.
     pub kernel: PathBuf,
-    /// The kernel's name in messages, if it was not given by `--kernel`.
-    name: Option<String>,
+    /// What messages call the kernel and the seed, and what the user calls them.
+    names: Vec<(String, String)>,
     /// The user that can log in by SSH.
     pub login: Option<Login>,
     /// Files with paths below /proc/self/fd. They stay open until the machine has opened them.
@@ -61,17 +64,25 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
     let Some(mut disk) = args.devices.disk().cloned() else {
         return match given {
             Some(kernel) if !needs_disk => {
-                let name = args.image.firmware.as_ref().map(|_| format!("--firmware {}", kernel.display()));
-                Ok(Prepared { kernel, name, login: None, _files: Vec::new() })
+                let called = args.image.firmware.as_ref().map(|_| format!("--firmware {}", kernel.display()));
+                let names = called.map(|called| named(&kernel, called)).into_iter().collect();
+                Ok(Prepared { kernel, names, login: None, _files: Vec::new() })
             }
             _ => Err(Failure::usage("--login, --user-data and --keep need a disk image: --disk IMAGE")),
         };
     };
     let mut files = Vec::new();
     let kept = args.image.keep.then(|| keep(&mut disk, name)).transpose()?;
+    let mut names = Vec::new();
+    if kept.is_some() {
+        names.push(("another overlay".into(), "another --name".into()));
+    }
     let is_installed = args.kernel.is_none();
     if is_installed && disk.overlay.is_none() && !disk.readonly && !disk.into_image {
         disk.overlay = Some(Place::Discard);
+    }
+    if args.image.ssh {
+        check_ssh(args, is_installed)?;
     }
     let (kernel, called) = match given {
         Some(kernel) => {
@@ -79,7 +90,8 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
             (kernel, called)
         }
         None => {
-            let (kernel, path) = find(args, &disk, mode, &mut files)?;
+            let found = find(args, &disk, mode, &mut files);
+            let (kernel, path) = found.map_err(|failure| rename(&names, failure))?;
             (kernel, Some(format!("--disk {}: {path}", disk.path.display())))
         }
     };
@@ -96,19 +108,55 @@ pub(super) fn prepare(args: &mut KernelArgs, name: Option<&str>, mode: Mode) -> 
         if !args.devices.has(&rng::KIND) {
             args.devices.add(RngConfig);
         }
-        if !args.devices.has_network() && net::user::is_usable() {
-            let user = net::parse("user").expect("it is a network");
-            args.devices.add(user);
+        if args.devices.leaves_network_open() {
+            match net::user::check() {
+                Ok(()) => args.devices.add(net::parse("user").expect("it is a network")),
+                Err(why) => say(&format!("the guest has no network: {why}")),
+            }
         }
     }
     let login = match args.image.login.clone() {
         None => None,
         Some(user) => Some(login::prepare(args, &user, name, kept.as_ref(), &mut files)?),
     };
+    names.extend(called.map(|called| named(&kernel, called)));
     if let Some(path) = args.image.user_data.clone() {
         args.devices.add(login::seed(path, None));
+        names.push((devices::flag(cidata::KIND.key), "--user-data:".into()));
     }
-    Ok(Prepared { kernel, name: called, login, _files: files })
+    Ok(Prepared { kernel, names, login, _files: files })
+}
+
+/// Checks that `--ssh` will have a network that forwards a port, and its programs. `is_installed` is
+/// whether the guest is one that gets a network by default.
+fn check_ssh(args: &KernelArgs, is_installed: bool) -> Result<(), Failure> {
+    let refuse = |why: &str| Err(Failure::usage(format!("--ssh: {why}")));
+    if args.devices.leaves_network_open() {
+        match net::user::check() {
+            _ if !is_installed => {
+                return refuse("the guest needs a network that it is reached by: --net user");
+            }
+            Err(why) => return refuse(&why.to_string()),
+            Ok(()) => {}
+        }
+    } else if !args.devices.can_forward() {
+        return refuse("the guest needs a network that it is reached by: --net user");
+    }
+    match ["ssh", "ssh-keygen"].into_iter().find(|name| !program::is_installed(name)) {
+        Some(missing) => refuse(&format!("{missing} is not installed: apt install openssh-client")),
+        None => Ok(()),
+    }
+}
+
+/// Replaces the names in a message, each by the one that the user knows.
+fn rename(names: &[(String, String)], failure: Failure) -> Failure {
+    let replace = |message: String, (of, called): &(String, String)| message.replace(of, called);
+    Failure { message: names.iter().fold(failure.message, replace), ..failure }
+}
+
+/// What messages call `kernel`, and what the user calls it.
+fn named(kernel: &Path, called: String) -> (String, String) {
+    (format!("--kernel {}", kernel.display()), called)
 }
 
 /// Refuses the name of a running machine, because a guest with a user would replace its keys.
@@ -129,15 +177,9 @@ fn free(name: &str) -> Result<(), Failure> {
 }
 
 impl Prepared {
-    /// Replaces the path of the kernel in a message by the name that the user knows.
+    /// Replaces the names in a message by those that the user knows.
     pub fn name(&self, failure: Failure) -> Failure {
-        match &self.name {
-            Some(name) => {
-                let message = failure.message.replace(&format!("--kernel {}", self.kernel.display()), name);
-                Failure { message, ..failure }
-            }
-            None => failure,
-        }
+        rename(&self.names, failure)
     }
 }
 
@@ -149,7 +191,10 @@ fn keep(disk: &mut BlkConfig, name: Option<&str>) -> Result<Kept, Failure> {
         ));
     }
     let name = name.ok_or_else(|| Failure::usage("--keep needs a name to keep it under: --name NAME"))?;
-    let directory = names::kept_directory(name).map_err(|error| Failure::of(&error, FLAGS))?;
+    let directory = names::kept_directory(name).map_err(|error| match error {
+        names::Error::NoHome => Failure::usage(format!("--keep: {error}")),
+        error => Failure::of(&error, FLAGS),
+    })?;
     let overlay = directory.join(OVERLAY);
     let has_disk = overlay.exists();
     disk.overlay = Some(Place::File(overlay));

@@ -252,11 +252,15 @@ impl Identity {
         };
         write(&known, format!("{name} {}\n", self.host_public.trim()))?;
         let config = directory.join("config");
+        // ssh(1) expands what follows a percent sign. An agent's keys would come first, and the server
+        // ends a connection after six.
+        let quoted = |path: &Path| path.display().to_string().replace('%', "%%");
         let text = format!(
             "Host {name}\n  HostName 127.0.0.1\n  Port {port}\n  User {user}\n  HostKeyAlias {name}\n  \
-             UserKnownHostsFile \"{}\"\n  StrictHostKeyChecking yes\n  IdentityFile \"{}\"\n  LogLevel ERROR\n",
-            known.display(),
-            directory.join("key").display(),
+             UserKnownHostsFile \"{}\"\n  StrictHostKeyChecking yes\n  IdentityFile \"{}\"\n  \
+             IdentitiesOnly yes\n  LogLevel ERROR\n",
+            quoted(&known),
+            quoted(&directory.join("key")),
         );
         write(&config, text)?;
         Ok(config)
@@ -271,6 +275,31 @@ fn private(path: &Path) -> std::io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// ssh(1) reads the configuration as it is meant, in a directory of any name.
+    #[test]
+    fn ssh_finds_the_keys_and_offers_no_others() {
+        if !vellum_sys::program::is_installed("ssh") {
+            return eprintln!("ssh is not installed");
+        }
+        let directory = std::env::temp_dir().join(format!("vellum login %h {}", std::process::id()));
+        fs::create_dir(&directory).unwrap();
+        let identity = Identity {
+            host_private: String::new(),
+            host_public: "ssh-ed25519 AAAA".into(),
+            public: String::new(),
+        };
+        let config = identity.configure(&directory, "web", "ada", 2222).unwrap();
+        let read = Command::new("ssh").arg("-G").arg("-F").arg(&config).arg("web").output().unwrap();
+        fs::remove_dir_all(&directory).unwrap();
+        let read = String::from_utf8(read.stdout).unwrap();
+        let known = format!("userknownhostsfile {}", directory.join("known_hosts").display());
+        let key = format!("identityfile {}", directory.join("key").display());
+        for line in [&known[..], &key, "identitiesonly yes", "hostkeyalias web", "port 2222"] {
+            let is_there = |found: &str| found.replace("%%", "%") == line;
+            assert!(read.lines().any(is_there), "{line}: {read}");
+        }
+    }
 
     #[test]
     fn user_data_is_cloud_config_whatever_a_key_says() {

@@ -70,8 +70,8 @@ pub(super) fn one_line(line: CommandLine, words: &[String], error: &clap::Error)
         }
         if path == "vellum run" {
             return format!(
-                "unexpected argument '{typed}': a kernel stands behind -k, and a command for the guest behind --, as in \
-                 vellum run -k KERNEL -- {typed}"
+                "unexpected argument '{typed}': a disk image stands behind -d, a kernel behind -k, and a command for \
+                 the guest behind --, as in vellum run -d IMAGE and vellum run -k KERNEL -- {typed}"
             );
         }
         // Behind an argument, as in `ctl NAME stpo`, clap does not look for subcommands.
@@ -202,6 +202,9 @@ fn excluded(error: &clap::Error) -> Option<String> {
 const NO_KERNEL: &str = "--kernel FILE or --disk IMAGE is missing: the built-in guest has no devices, console, initrd or \
     command line; name a kernel, or leave out the flags that are for one (vellum run --help)";
 
+const NO_KERNEL_FOR_COMMAND: &str = "--kernel FILE is missing: name a kernel for the command's guest, as in \
+    `vellum run -k vmlinuz -- uname -r`; in the system of a disk image, --login and `vellum ssh` run one";
+
 /// Checks that flags for a guest with a kernel come with one. Clap checks it too, except if a flag
 /// of the built-in guest is given: that excludes `--kernel`, and clap does not require what is
 /// excluded.
@@ -239,7 +242,8 @@ fn missing(error: &clap::Error) -> Option<String> {
     };
     match wanted.as_slice() {
         // A command in a guest needs both -- COMMAND and --kernel.
-        wanted if wanted.iter().any(|flag| flag.contains("--kernel")) => Some(NO_KERNEL.into()),
+        wanted if wanted.iter().any(|flag| flag.contains("--disk")) => Some(NO_KERNEL.into()),
+        wanted if wanted.iter().any(|flag| flag.contains("--kernel")) => Some(NO_KERNEL_FOR_COMMAND.into()),
         [command] if command.contains("COMMAND") => Some(
             "COMMAND is missing: give one behind --, as in `-- uname -a`, or to vellum exec --request JSON"
                 .into(),
@@ -296,8 +300,10 @@ mod tests {
             (&["vellum", "bench", "demand-paging", "-d", "-1"], "from 0 to"),
             (&["vellum", "run", "-k", "x", "--passes", "3"], "--timeout ends it"),
             (&["vellum", "run", "--rng"], "name a kernel"),
+            (&["vellum", "run", "debian.qcow2"], "a disk image stands behind -d"),
             (&["vellum", "run", "-d", "x.img", "--passes", "3"], "leave out one of the two"),
             (&["vellum", "run", "-d", "x.img", "--ssh"], "--login"),
+            (&["vellum", "run", "-d", "x.img", "--", "ls"], "--kernel FILE is missing"),
             (&["vellum", "exec", "x"], "behind --"),
             (&["vellum", "sotp", "x"], "did you mean 'stop'"),
             (&["vellum", "ctl", "x", "stpo"], "unknown command 'stpo' of ctl (did you mean 'stop'?)"),
@@ -345,7 +351,8 @@ mod tests {
                 let words = ["vellum", "run"].into_iter().chain(more.iter().copied()).chain(words);
                 let message = read_from(words).map(drop).map_err(|error| one_line(LINE, &[], &error));
                 let message = message.expect_err(&format!("{:?} {more:?}", flag.get_long()));
-                assert!(message.contains("--kernel FILE or --disk IMAGE is missing"), "{message}");
+                let names = ["--kernel FILE or --disk IMAGE is missing", "--kernel FILE is missing"];
+                assert!(names.iter().any(|text| message.contains(text)), "{message}");
             }
             count += 1;
         }

@@ -183,6 +183,11 @@ pub fn run(mut args: RunArgs) -> Result<Exit, Failure> {
         if let Some(named) = launched
             && let Some(plan) = launch::plan(&args.kernel, &named)?
         {
+            if let Some(flag) = args.kernel.image.given() {
+                return Err(Failure::usage(format!(
+                    "{flag} is for the system in a disk image, which does not boot for a command or a shell: leave out one of the two"
+                )));
+            }
             return launch::run(plan, args.kernel, args.memory, config, process);
         }
         let prepared = image::prepare(&mut args.kernel, args.name.as_deref(), args.sandbox)?;

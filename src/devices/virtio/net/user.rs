@@ -330,10 +330,16 @@ const NEEDED: CapabilitySet = CapabilitySet::SETUID
     .union(CapabilitySet::SYS_ADMIN)
     .union(CapabilitySet::NET_BIND_SERVICE);
 
-/// Whether this host can have such a network: passt is installed, and there is a default route.
-pub fn is_usable() -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|directory| directory.join("passt").is_file()) && has_route()
+/// Checks that this host can have such a network.
+///
+/// # Errors
+/// passt is not installed, or there is no default route.
+pub fn check() -> Result<(), Error> {
+    match program::is_installed("passt") {
+        false => Err(Error::Missing),
+        true if !has_route() => Err(Error::NoRoute),
+        true => Ok(()),
+    }
 }
 
 fn has_route() -> bool {

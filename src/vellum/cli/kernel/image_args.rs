@@ -35,6 +35,20 @@ pub(crate) struct ImageArgs {
     pub keep: bool,
 }
 
+impl ImageArgs {
+    /// The first flag that is given.
+    pub fn given(&self) -> Option<&'static str> {
+        let flags = [
+            ("--firmware", self.firmware.is_some()),
+            ("--login", self.login.is_some()),
+            ("--user-data", self.user_data.is_some()),
+            ("--ssh", self.ssh),
+            ("--keep", self.keep),
+        ];
+        flags.into_iter().find_map(|(flag, is_given)| is_given.then_some(flag))
+    }
+}
+
 /// Parses the value of `--login`, a name that useradd(8) accepts.
 fn user(user: &str) -> Result<String, &'static str> {
     let sound = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"_-".contains(&byte);
