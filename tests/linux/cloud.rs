@@ -24,6 +24,9 @@ const IMAGES: [(&str, &str, &str); 4] = [
     ("/dev/vdd", "ubuntu_of_version_2", "/grub/grub.cfg of partition 16"),
     ("/dev/vde", "fedora_with_clusters_of_2_mib", "/grub2/grub.cfg of partition 16"),
 ];
+/// What the guests' command lines get beside the bed's. Messages on the console take two exits a byte,
+/// and the kernel's tests of its cryptography much computation. Both are slow on an emulated host.
+const SHORT_BOOT: &str = "quiet systemd.show_status=0 cryptomgr.notests";
 /// The user that logs in.
 const USER: &str = "seeded";
 
@@ -92,7 +95,7 @@ fn boot(disk: &str, name: &str, place: &str) -> Result<(), Failed> {
     let (mut master, slave, tty) = open_pty()?;
     host(&["stty", "-F", &tty, "sane"])?;
     let (bed_flags, bed_cmdline) = for_this_bed();
-    let cmdline = format!("systemd.show_status=0 {bed_cmdline}");
+    let cmdline = format!("{SHORT_BOOT} {bed_cmdline}");
     let mut command = Command::new("setsid");
     command
         .args(["-c", VELLUM, "run", "-d", disk, "--login", USER, "--name", name])
@@ -181,7 +184,7 @@ fn images_of_clouds_boot_by_the_steps_of_the_page() -> Result<(), Failed> {
     let check = of_page("Check the host: `", "`")?;
     let (bed_flags, bed_cmdline) = for_this_bed();
     let boot = format!("{} {}", of_page("Boot it: `", "`")?, bed_flags.join(" "));
-    let boot = if bed_cmdline.is_empty() { boot } else { format!("{boot} -p {bed_cmdline}") };
+    let boot = format!("{boot} -p '{SHORT_BOOT} {bed_cmdline}'");
     let checked = Command::new("sh").args(["-c", &format!("{path}; {check}")]).output()?;
     ensure(checked.status.success(), || format!("{check}: {checked:?}"))?;
     let (mut master, slave, tty) = open_pty()?;
@@ -226,7 +229,7 @@ fn shell_by_ssh(
     let (bed_flags, bed_cmdline) = for_this_bed();
     let mut run = Command::new("setsid");
     run.args(["-c", VELLUM, "run", "-d", IMAGES[0].0, "--login", user, "--ssh", "--keep", "--name", name])
-        .args(["--timeout", "7000s", "-p", bed_cmdline])
+        .args(["--timeout", "7000s", "-p", &format!("{SHORT_BOOT} {bed_cmdline}")])
         .args(bed_flags)
         .env("XDG_DATA_HOME", scratch.path("data"))
         .stdin(slave.try_clone()?)
@@ -234,11 +237,19 @@ fn shell_by_ssh(
         .stderr(slave);
     let mut child = Process::spawn(&mut run)?;
     drop(run);
-    let said = until(&mut master, &format!("{user}@{name}:~$ "))?;
+    let said = until(&mut master, &format!("{user}@{name}:~$ ")).map_err(|error| {
+        let (why, console) = (error.message().unwrap_or_default(), console_of(name));
+        format!("{why}; the console: {console:?}")
+    })?;
     master.write_all(format!("{command}\r").as_bytes())?;
     let ended = child.wait()?;
     ensure(ended.code() == Some(status), || format!("{ended:?} after {said}"))?;
     Ok(said)
+}
+
+/// The console of a guest of `--ssh`.
+fn console_of(name: &str) -> Result<String, Failed> {
+    Ok(fs::read_to_string(names::ssh_directory(name)?.join("console.log"))?)
 }
 
 /// Logs in at the prompt. On a busy host a login may time out, and the prompt comes again.
