@@ -26,6 +26,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("migration", fuzz_targets::migration),
     ("osimage", fuzz_targets::osimage),
     ("qcow2", fuzz_targets::qcow2),
+    ("report", fuzz_targets::report),
     ("share", fuzz_targets::share),
     #[cfg(target_arch = "x86_64")]
     ("pci", fuzz_targets::pci),
