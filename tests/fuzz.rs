@@ -15,6 +15,7 @@ const TARGETS: &[(&str, Target)] = &[
     #[cfg(target_arch = "x86_64")]
     ("loaders", fuzz_targets::loaders),
     ("control", fuzz_targets::control),
+    ("dtb", fuzz_targets::dtb),
     ("fleet", fuzz_targets::fleet),
     #[cfg(target_arch = "x86_64")]
     ("dump", fuzz_targets::dump),

@@ -1,5 +1,5 @@
 //! Determines what is written when. The image and the host share these functions. The image's loop
-//! implements them again in assembly (`guest/x86_64/run.s`).
+//! implements them again in assembly (`run.s` of each architecture in `guest`).
 //!
 //! Each function depends only on its arguments: the seed, the memory map, and a pass. The file does
 //! not use `std`, because it is also part of the image.

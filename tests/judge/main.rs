@@ -2,6 +2,7 @@
 //! move, as the built-in guest does. It reports what a planted fault loses. An incomplete log never
 //! passes. `VELLUM_JUDGE=all` runs what takes minutes, too.
 
+mod arm64;
 mod drivers;
 mod faults;
 mod many;
@@ -147,6 +148,26 @@ fn boots_under_qemu(machine: &str) -> Result<(), Failed> {
         whole(&log)?;
         let timer = log.start.as_ref().is_some_and(|start| start.timer);
         ensure(timer && log.disks == [(transport.into(), 2048)], || format!("{log:?}"))?;
+    }
+    Ok(())
+}
+
+/// Without a serial port. The virtio console is on PCI or on virtio-mmio, transitional or modern.
+#[test(emulator())]
+fn the_image_prints_on_a_virtio_console() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    for (machine, device) in [
+        ("pc", "virtio-serial-pci"),
+        ("pc", "virtio-serial-pci,disable-legacy=on"),
+        ("microvm,isa-serial=off", "virtio-serial-device"),
+    ] {
+        let mut qemu = Command::new("qemu-system-x86_64");
+        qemu.args(["-M", machine, "-accel", "tcg", "-cpu", "max", "-smp", "2", "-m", "16", "-no-reboot"]);
+        qemu.args(["-nodefaults", "-display", "none", "-append", "passes=1", "-chardev", "stdio,id=c"]);
+        qemu.args(["-device", device, "-device", "virtconsole,chardev=c", "-kernel"]).arg(elf(&env)?);
+        let output = qemu.output()?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        whole(&read(&output.stdout)).map_err(|why| format!("{device}: {why:?}"))?;
     }
     Ok(())
 }

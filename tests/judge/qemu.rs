@@ -22,11 +22,12 @@ use support::env::{Process, TestEnv};
 use support::hosts::kvm;
 use support::{Completion, Failed, LIMIT, ensure, eventually, test, tools};
 use vellum_judge::drive::{Scenario, Setup, Vmm, run};
+use vellum_judge::image::Arch;
 use vellum_judge::read::{Log, Verdict, read};
 use vellum_judge::sectors;
 
 use crate::stream::{PAGE, SEED, Stream};
-use crate::{disk, elf, emulator, is_long};
+use crate::{arm64, disk, elf, emulator, is_long};
 
 /// What is planted in a stream, with the address of the page, and as which kind the image reports
 /// it. A huge page has 512 pages, so each is inside one.
@@ -51,14 +52,15 @@ fn pages(address: u64, change: &str) -> Vec<u64> {
     }
 }
 
-/// What the image must report of [`PLANTED`].
-fn expected() -> BTreeSet<(&'static str, u64)> {
-    let of = |(address, change, kind)| pages(address, change).into_iter().map(move |page| (kind, page));
+/// What the image must report of [`PLANTED`]. RAM begins at `base`.
+pub(crate) fn expected(base: u64) -> BTreeSet<(&'static str, u64)> {
+    let of =
+        |(address, change, kind)| pages(address, change).into_iter().map(move |page| (kind, base + page));
     PLANTED.into_iter().flat_map(of).collect()
 }
 
 /// Plants all of [`PLANTED`].
-fn plant(stream: &mut Stream) -> Result<(), Failed> {
+pub(crate) fn plant(stream: &mut Stream) -> Result<(), Failed> {
     for (address, change, _) in PLANTED {
         let page = stream.newest(address)?;
         match change {
@@ -84,7 +86,7 @@ fn plant(stream: &mut Stream) -> Result<(), Failed> {
 }
 
 /// Each fault of a log: its kind and page.
-fn found(log: &Log) -> BTreeSet<(&'static str, u64)> {
+pub(crate) fn found(log: &Log) -> BTreeSet<(&'static str, u64)> {
     log.faults.iter().map(|fault| (fault.kind, fault.address & !(PAGE as u64 - 1))).collect()
 }
 
@@ -114,7 +116,7 @@ fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
     let [log] = &shown.logs[..] else { return Err(format!("{} logs", shown.logs.len()).into()) };
     ensure(log.verdict() == Verdict::Lost, || format!("{log:?}"))?;
     let found = found(log);
-    ensure(found == expected(), || format!("{found:x?}"))
+    ensure(found == expected(0), || format!("{found:x?}"))
 }
 
 /// A QMP connection of the test's own, which is ready for commands.
@@ -150,15 +152,33 @@ impl Monitor {
 }
 
 /// The machines of a test.
-struct Bed {
+pub(crate) struct Bed {
     env: TestEnv,
+    arch: Arch,
     has_disk: bool,
     /// Whether they run on TCG although there is KVM.
     emulated: bool,
 }
 
+impl Bed {
+    /// The program, and the arguments that depend on the architecture.
+    fn command(&self) -> Result<Command, Failed> {
+        if self.arch == Arch::Aarch64 {
+            return arm64::command(&self.env, "gic-version=3", "cortex-a57");
+        }
+        let mut command = Command::new("qemu-system-x86_64");
+        // As the driver starts it.
+        match !self.emulated && kvm().is_ok() {
+            true => command.args(["-accel", "kvm", "-cpu", "host,-arch-capabilities"]),
+            false => command.args(["-accel", "tcg", "-cpu", "max"]),
+        };
+        command.args(["-M", "pc", "-nodefaults", "-display", "none", "-kernel"]).arg(elf(&self.env)?);
+        Ok(command)
+    }
+}
+
 /// A QEMU that runs the image.
-struct Qemu {
+pub(crate) struct Qemu {
     process: Process,
     monitor: Monitor,
     console: PathBuf,
@@ -175,14 +195,8 @@ impl Qemu {
     fn start(bed: &Bed, name: &str, incoming: Option<&Path>) -> Result<Self, Failed> {
         let env = &bed.env;
         let (console, socket) = (env.path(&format!("{name}.log")), env.path(&format!("{name}.qmp")));
-        let mut command = Command::new("qemu-system-x86_64");
-        // As the driver starts it.
-        match !bed.emulated && kvm().is_ok() {
-            true => command.args(["-accel", "kvm", "-cpu", "host,-arch-capabilities"]),
-            false => command.args(["-accel", "tcg", "-cpu", "max"]),
-        };
-        command.args(["-M", "pc", "-smp", "2", "-m", "16", "-no-reboot"]);
-        command.args(["-nodefaults", "-display", "none", "-kernel"]).arg(elf(env)?);
+        let mut command = bed.command()?;
+        command.args(["-smp", "2", "-m", "16", "-no-reboot"]);
         // Without an end: how far the image is when it moves depends on the host.
         command.args(["-append", &format!("passes=0 seed={SEED} report=20ms")]);
         command.args(["-serial", &format!("file:{}", console.display())]);
@@ -191,7 +205,8 @@ impl Qemu {
             disk(env)?;
             let file = env.path("judge.raw");
             let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", file.display());
-            command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
+            let device = if bed.arch == Arch::Aarch64 { "virtio-blk-device" } else { "virtio-blk-pci" };
+            command.args(["-drive", &drive, "-device", &format!("{device},drive=d")]);
         }
         if let Some(from) = incoming {
             command.args(["-S", "-incoming", &format!("unix:{}", from.display())]);
@@ -277,7 +292,7 @@ impl Qemu {
 
     /// A stream with each page twice by which QEMU loses nothing: the faults of a changed one are
     /// those of its changes. Returns it with what the image had printed.
-    fn moves_whole(&mut self, bed: &Bed) -> Result<(Stream, Vec<u8>), Failed> {
+    pub(crate) fn moves_whole(&mut self, bed: &Bed) -> Result<(Stream, Vec<u8>), Failed> {
         eventually(LIMIT, "a stream that is whole", || {
             let (stream, before, is_whole) = self.moves(bed, true)?;
             Ok(is_whole.then_some((stream, before)))
@@ -292,7 +307,7 @@ pub(crate) fn unfinished() -> Verdict {
 
 /// Gives a changed stream to a target. Returns the log when the image, which had printed `before`,
 /// has compared each page.
-fn arrives(bed: &Bed, stream: &Stream, before: &[u8]) -> Result<Log, Failed> {
+pub(crate) fn arrives(bed: &Bed, stream: &Stream, before: &[u8]) -> Result<Log, Failed> {
     let path = bed.env.path("arrives");
     let mut target = Qemu::start(bed, "target", Some(&path))?;
     let mut proxy = eventually(LIMIT, "the target listens", || Ok(UnixStream::connect(&path).ok()))?;
@@ -312,8 +327,8 @@ const DOWNTIME: u128 = 300;
 const HELD: u64 = 0xa0_0000;
 
 /// Starts the image as a source that has written each page more than once.
-fn source(has_disk: bool, emulated: bool) -> Result<(Bed, Qemu), Failed> {
-    let bed = Bed { env: TestEnv::new()?, has_disk, emulated };
+pub(crate) fn source(arch: Arch, has_disk: bool, emulated: bool) -> Result<(Bed, Qemu), Failed> {
+    let bed = Bed { env: TestEnv::new()?, arch, has_disk, emulated };
     let mut source = Qemu::start(&bed, "source", None)?;
     eventually(LIMIT, "two passes", || Ok((source.log(&[])?.pass > Some(1)).then_some(())))?;
     source.goes_on(&[])?;
@@ -322,22 +337,32 @@ fn source(has_disk: bool, emulated: bool) -> Result<(Bed, Qemu), Failed> {
 
 #[test(emulator())]
 fn pages_that_a_migration_of_qemu_loses_are_named() -> Result<(), Failed> {
-    let (bed, mut source) = source(false, false)?;
+    names_what_is_planted(Arch::X86_64, 0)
+}
+
+/// Plants faults in a migration of a machine whose RAM begins at `base`.
+pub(crate) fn names_what_is_planted(arch: Arch, base: u64) -> Result<(), Failed> {
+    let (bed, mut source) = source(arch, false, false)?;
     let (mut stream, before) = source.moves_whole(&bed)?;
     plant(&mut stream)?;
     // The last copy alone: an older one is left.
     let last = 0x70_0000;
     stream.drop_copies(last, "last")?;
     let log = arrives(&bed, &stream, &before)?;
-    let (mut wanted, found) = (expected(), found(&log));
-    wanted.insert(("lost-write", last));
+    let (mut wanted, found) = (expected(base), found(&log));
+    wanted.insert(("lost-write", base + last));
     ensure(found == wanted && log.verdict() == Verdict::Lost, || format!("{found:x?}, {:?}", log.verdict()))
 }
 
 /// What a device has written: one of the disk's buffers, and the index of the used ring.
 #[test(emulator())]
 fn what_a_device_writes_and_a_migration_of_qemu_loses_is_named() -> Result<(), Failed> {
-    let (bed, mut source) = source(true, false)?;
+    names_a_device_s_writes(Arch::X86_64, 0)
+}
+
+/// Plants older device writes in a migration of a machine whose RAM begins at `base`.
+pub(crate) fn names_a_device_s_writes(arch: Arch, base: u64) -> Result<(), Failed> {
+    let (bed, mut source) = source(arch, true, false)?;
     let (mut stream, before) = source.moves_whole(&bed)?;
     // Buffers begin at the second word of 32 bits (`Memory` in the image's disk.rs).
     let is_buffer = |page: &[u8]| {
@@ -366,7 +391,9 @@ fn what_a_device_writes_and_a_migration_of_qemu_loses_is_named() -> Result<(), F
         stream.put(address, content)?;
         let log = arrives(&bed, &stream, &before)?;
         let found = found(&log);
-        ensure(found == BTreeSet::from([(kind, address)]), || format!("{kind} {address:x}: {found:x?}"))?;
+        ensure(found == BTreeSet::from([(kind, base + address)]), || {
+            format!("{kind} {address:x}: {found:x?}")
+        })?;
     }
     Ok(())
 }
@@ -374,11 +401,20 @@ fn what_a_device_writes_and_a_migration_of_qemu_loses_is_named() -> Result<(), F
 /// One vCPU's registers of an older stream, with all the rest of a newer one.
 #[test(emulator())]
 fn registers_of_an_older_stream_are_named() -> Result<(), Failed> {
-    let (bed, mut source) = source(false, false)?;
+    names_old_registers(Arch::X86_64, has_same_stack)
+}
+
+/// Gives vCPU 1 older registers, of a stream for which `is_safe` says so of the older and the newer
+/// one.
+pub(crate) fn names_old_registers(
+    arch: Arch,
+    is_safe: impl Fn(&Stream, &Stream) -> Result<bool, Failed>,
+) -> Result<(), Failed> {
+    let (bed, mut source) = source(arch, false, false)?;
     let mut old = source.moves_whole(&bed)?.0;
     let (mut new, before) = eventually(LIMIT, "a stack that both have", || {
         let (new, before) = source.moves_whole(&bed)?;
-        let is_same = has_same_stack(&old, &new)?;
+        let is_same = is_safe(&old, &new)?;
         let older = std::mem::replace(&mut old, new);
         Ok(is_same.then(|| (std::mem::replace(&mut old, older), before)))
     })?;
@@ -415,7 +451,7 @@ fn what_qemu_loses_by_itself_is_counted() -> Result<Completion, Failed> {
     if !is_long() {
         return Ok(Completion::ignored_with("takes minutes; VELLUM_JUDGE=all has it run"));
     }
-    let ((bed, mut source), mut lost) = (source(false, true)?, 0);
+    let ((bed, mut source), mut lost) = (source(Arch::X86_64, false, true)?, 0);
     for _ in 0..STREAMS {
         lost += u64::from(!source.moves(&bed, false)?.2);
     }

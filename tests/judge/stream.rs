@@ -12,11 +12,14 @@ pub const PAGE: usize = 4096;
 /// The image's seed.
 pub const SEED: u64 = 1;
 
+/// The names of the block of RAM, of the machines `pc` and `virt`.
+const BLOCKS: [&str; 2] = ["pc.ram", "mach-virt.ram"];
+
 /// A migration stream of QEMU (`docs/devel/migration` and `migration/ram.c` in QEMU), with the
 /// changes that are to be made to it.
 pub struct Stream {
     pub bytes: Vec<u8>,
-    /// The copies of each page of the block `pc.ram`, in order.
+    /// The copies of each page of [`BLOCKS`], in order.
     pub pages: BTreeMap<u64, Vec<Copy>>,
     /// The state of each device, by its name and instance.
     pub devices: BTreeMap<(String, u32), Range<usize>>,
@@ -154,7 +157,7 @@ impl Stream {
                     let content = parser.at;
                     let has_content = flags & CONTENT != 0;
                     parser.take(if has_content { PAGE } else { 1 })?;
-                    if block == "pc.ram" {
+                    if BLOCKS.contains(&block.as_str()) {
                         let content = has_content.then(|| content..content + PAGE);
                         let copy = Copy { record: start..parser.at, content, continues };
                         self.pages.entry(address).or_default().push(copy);

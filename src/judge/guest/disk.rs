@@ -179,7 +179,7 @@ impl Disk {
             available: memory + offset_of!(Memory, avail_flags) as u64,
             used: memory + offset_of!(Memory, used_flags) as u64,
         };
-        let (device, [low, high]) = place.start(&rings)?;
+        let (device, [low, high]) = place.start(0, &rings)?;
         let sectors = u64::from(low) | u64::from(high) << 32;
         let mut disk = Self { device, memory, sectors, seed, length: 0, is_off: false };
         for slot in 0..SLOTS {

@@ -1,16 +1,21 @@
 //! The image: a program that runs in place of a kernel. build.rs compiles it for each architecture.
 //!
-//! [`judge_main`] runs on every processor, in ring 3. The first processor reads the data of the
-//! boot protocol, starts the others and divides memory. Then all run the loop of `x86_64/run.s`,
-//! which calls the `judge_*` functions below when something is wrong or due.
+//! [`judge_main`] runs on every processor: on x86-64 in ring 3, on 64-bit Arm at EL1. The first
+//! processor reads the data of the boot protocol, starts the others and divides memory. Then all run
+//! the loop of the architecture's `run.s`, which calls the `judge_*` functions below when something
+//! is wrong or due.
 
 #![no_std]
 #![no_main]
 
-#[path = "x86_64/mod.rs"]
+#[cfg_attr(target_arch = "x86_64", path = "x86_64/mod.rs")]
+#[cfg_attr(target_arch = "aarch64", path = "aarch64/mod.rs")]
 mod arch;
 mod console;
 mod disk;
+#[cfg(target_arch = "aarch64")]
+#[path = "../dtb.rs"]
+mod dtb;
 mod options;
 mod report;
 #[path = "../schedule.rs"]
@@ -230,8 +235,9 @@ extern "C" fn judge_main(number: u64) -> ! {
 fn prepare() {
     arch::start();
     console::open();
-    line(&[Item::Text("KTAP version 1")]);
     let boot = arch::boot();
+    console::find(boot.command_line());
+    line(&[Item::Text("KTAP version 1")]);
     // Comes before any refusal, because it finds out how to power off.
     let started = arch::start_processors(&STARTED);
     let options = Options::read(boot.command_line());

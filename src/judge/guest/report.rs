@@ -3,6 +3,7 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Cpu;
+use crate::arch;
 use crate::console::{Item, line};
 use crate::schedule::{PHASE, POISON};
 use crate::words;
@@ -119,7 +120,9 @@ pub(crate) fn exception(vector: u64, error: u64, address: u64, cr2: u64) {
         Item::Address(error),
         Item::Name(" at "),
         Item::Address(address),
-        Item::Name(", CR2 "),
+        Item::Name(", "),
+        Item::Name(arch::FAULT_ADDRESS),
+        Item::Name(" "),
         Item::Address(cr2),
     ]);
 }

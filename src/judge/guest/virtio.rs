@@ -26,6 +26,7 @@ pub(crate) enum Place {
 #[derive(Clone, Copy)]
 pub(crate) struct Device {
     place: Place,
+    queue: u16,
     notify: u64,
 }
 
@@ -112,8 +113,8 @@ impl Place {
         }
     }
 
-    /// Starts the device with one queue. Returns it and the first two words of its configuration.
-    pub(crate) fn start(self, rings: &Rings) -> Result<(Device, [u32; 2]), &'static str> {
+    /// Starts the device with queue `index`. Returns it and the first two words of its configuration.
+    pub(crate) fn start(self, index: u16, rings: &Rings) -> Result<(Device, [u32; 2]), &'static str> {
         let legacy = matches!(self, Self::Mmio(base) if load::<u32>(base + 4) == 1);
         self.set_status(0);
         let mut polls = 0;
@@ -139,19 +140,19 @@ impl Place {
                 return Err("it refuses the features");
             }
         }
-        let notify = self.queue(rings, legacy)?;
+        let notify = self.queue(index, rings, legacy)?;
         let features = if legacy { 0 } else { FEATURES_OK };
         self.set_status(ACKNOWLEDGE | DRIVER | DRIVER_OK | features);
-        Ok((Device { place: self, notify }, [self.config(0), self.config(4)]))
+        Ok((Device { place: self, queue: index, notify }, [self.config(0), self.config(4)]))
     }
 
-    /// Sets up queue 0. Returns the address of its notification register.
-    fn queue(self, rings: &Rings, legacy: bool) -> Result<u64, &'static str> {
+    /// Sets up a queue. Returns the address of its notification register.
+    fn queue(self, index: u16, rings: &Rings, legacy: bool) -> Result<u64, &'static str> {
         const SMALL: &str = "its queue is too short";
         let addresses = [rings.descriptors, rings.available, rings.used];
         match self {
             Self::Mmio(base) => {
-                store(base + 0x30, 0u32);
+                store(base + 0x30, u32::from(index));
                 if load::<u32>(base + 0x34) < SIZE.into() {
                     return Err(SMALL);
                 }
@@ -170,7 +171,7 @@ impl Place {
                 Ok(base + 0x50)
             }
             Self::Pci { common, notify, stride, .. } => {
-                store(common + 22, 0u16);
+                store(common + 22, index);
                 if load::<u16>(common + 24) < SIZE {
                     return Err(SMALL);
                 }
@@ -195,8 +196,8 @@ impl Device {
     /// Notifies the device of a new request.
     pub(crate) fn notify(self) {
         match self.place {
-            Place::Mmio(_) => store(self.notify, 0u32),
-            Place::Pci { .. } => store(self.notify, 0u16),
+            Place::Mmio(_) => store(self.notify, u32::from(self.queue)),
+            Place::Pci { .. } => store(self.notify, self.queue),
         }
     }
 

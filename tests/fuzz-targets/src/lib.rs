@@ -2,6 +2,7 @@
 //! corpus in `tests/fuzz/corpus`, and `cargo fuzz` through the crate in `tests/fuzz`.
 
 mod control;
+mod dtb;
 #[cfg(target_arch = "x86_64")]
 mod dump;
 mod fleet;
@@ -25,6 +26,7 @@ mod state;
 mod virtio;
 
 pub use control::control;
+pub use dtb::dtb;
 #[cfg(target_arch = "x86_64")]
 pub use dump::dump;
 pub use fleet::fleet;

@@ -68,6 +68,25 @@ pub(crate) fn virtio_mmio(rsdp: u64, mut found: impl FnMut(u64)) {
     });
 }
 
+/// The 16550 in memory that the SPCR names, with the distance of its registers as a power of two and
+/// the bytes of an access.
+pub(super) fn serial(rsdp: u64) -> Option<(u64, u32, u32)> {
+    let mut serial = None;
+    tables(rsdp, |table| {
+        // Type 0, 1 or 0x12, and a Generic Address Structure with an address in memory.
+        let has_16550 = |table| matches!(read::<u8>(table + 36), 0 | 1 | 0x12) && read::<u8>(table + 40) == 0;
+        if &read::<[u8; 4]>(table) != b"SPCR" || length(table) < 52 || !has_16550(table) {
+            return;
+        }
+        let (bits, size, base) = (read::<u8>(table + 41), read::<u8>(table + 43), read::<u64>(table + 44));
+        let shift = if bits == 32 { 2 } else { 0 };
+        if base != 0 && base % 4 == 0 && base < 1 << 32 {
+            serial = Some((base, shift, if size == 3 { 4 } else { 1 }));
+        }
+    });
+    serial
+}
+
 fn dsdt(fadt: u64) -> u64 {
     let long = if length(fadt) >= 148 { read::<u64>(fadt + 140) } else { 0 };
     if long != 0 { long } else { read::<u32>(fadt + 40).into() }

@@ -8,12 +8,13 @@ mod processors;
 
 pub(crate) use boot::boot;
 pub(crate) use clocks::{find_clocks, look_at_clocks, start_clocks};
-pub(crate) use pci::find_disks;
+pub(crate) use pci::{find_console as find_virtio_console, find_disks};
 pub(crate) use processors::start as start_processors;
 
 use core::arch::{asm, global_asm, x86_64};
 use core::mem::offset_of;
 
+use crate::console::Output;
 use crate::schedule::Segment;
 use crate::{Cpu, Shared};
 
@@ -60,6 +61,8 @@ global_asm!(
 
 /// The name in results.
 pub(crate) const NAME: &str = "x86_64";
+/// The register with the address of an exception.
+pub(crate) const FAULT_ADDRESS: &str = "CR2";
 
 #[allow(improper_ctypes)]
 unsafe extern "C" {
@@ -101,7 +104,6 @@ const SERIAL: u16 = 0x3f8;
 /// The page below 1 MiB in which processors start.
 const TRAMPOLINE: u64 = 0x8000;
 
-static HAS_SERIAL: Shared<bool> = Shared::new(false);
 static POWER: Shared<acpi::Power> = Shared::new(acpi::Power { ports: [(0, 0); 2], sleep: 0 });
 
 /// Calls `service` in boot.s, which runs in ring 0. Returns RAX.
@@ -197,22 +199,30 @@ pub(crate) fn start() {
     gate(32, address!(timer_interrupt), 0x8e);
 }
 
-pub(crate) fn open_console() {
+/// Opens COM1. Returns whether it exists.
+pub(crate) fn open_console() -> bool {
     let present = input(SERIAL + 5) != 0xff;
     if present {
         for (register, value) in [(1, 0), (3, 0x80), (0, 1), (1, 0), (3, 3), (2, 1), (4, 3)] {
             out(SERIAL + register, value);
         }
     }
-    // SAFETY: before other processors run.
-    unsafe { *HAS_SERIAL.get() = present }
+    present
 }
 
+/// The serial port in memory that ACPI's SPCR names.
+pub(crate) fn find_serial() -> Option<Output> {
+    let (base, shift, width) = acpi::serial(boot::boot_of().rsdp)?;
+    Some(Output::Uart { base, shift, width })
+}
+
+/// Whether a device's registers can be accessed.
+pub(crate) fn is_mapped(address: u64) -> bool {
+    address < 1 << 32
+}
+
+/// Prints on COM1.
 pub(crate) fn put(byte: u8) {
-    // SAFETY: constant since `open_console`.
-    if !unsafe { *HAS_SERIAL.get() } {
-        return;
-    }
     for _ in 0..1_000_000 {
         if input(SERIAL + 5) & 0x20 != 0 {
             break;

@@ -1,14 +1,16 @@
-//! Finds virtio block devices: on the first PCI bus through the configuration ports, and on
+//! Finds virtio devices, disks and consoles: on the first PCI bus through the configuration ports, and on
 //! virtio-mmio as listed on the command line (`virtio_mmio.device=SIZE@ADDRESS:IRQ`) or in ACPI's
 //! DSDT.
 
 use super::{Service, acpi, boot::boot_of, load, service};
+use crate::console::{Output, VIRTIO, of_virtio};
 use crate::disk::{add, left_out};
 use crate::virtio::Place;
 
-/// The virtio device ID of a disk, and the PCI IDs of a transitional and of a modern disk.
+/// The virtio device ID of a disk, and the PCI IDs of transitional and of modern devices.
 const DISK: u32 = 2;
 const DEVICES: [u32; 2] = [0x1001_1af4, 0x1042_1af4];
+const CONSOLES: [u32; 2] = [0x1003_1af4, 0x1043_1af4];
 const ADDRESS: u32 = 0xcf8;
 const DATA: u32 = 0xcfc;
 /// Configuration structures of virtio's capabilities (virtio 1.2, section 4.1.4).
@@ -19,6 +21,35 @@ const MAX_PLACES: usize = 16;
 
 /// Finds and starts all disks.
 pub(crate) fn find_disks(seed: u64) {
+    mmio(|base| {
+        if Place::mmio_kind(base) == DISK {
+            add(Place::Mmio(base), seed);
+        }
+    });
+    for function in 0..32 * 8 {
+        if DEVICES.contains(&config(function, 0)) {
+            match place(function) {
+                Ok(place) => add(place, seed),
+                Err(why) => left_out(function.into(), why),
+            }
+        }
+    }
+}
+
+/// Finds and starts a virtio console.
+pub(crate) fn find_console() -> Option<Output> {
+    let mut output = None;
+    mmio(|base| {
+        if output.is_none() && Place::mmio_kind(base) == VIRTIO {
+            output = of_virtio(Place::Mmio(base));
+        }
+    });
+    let mut functions = (0..32 * 8).filter(|function| CONSOLES.contains(&config(*function, 0)));
+    output.or_else(|| functions.find_map(|function| of_virtio(place(function).ok()?)))
+}
+
+/// Calls `each` with the addresses of all virtio-mmio devices.
+fn mmio(each: impl FnMut(u64)) {
     let mut places = [0; MAX_PLACES];
     let mut count = 0;
     let mut found = |base: u64| {
@@ -33,19 +64,7 @@ pub(crate) fn find_disks(seed: u64) {
         }
     }
     acpi::virtio_mmio(boot_of().rsdp, found);
-    for base in &places[..count] {
-        if Place::mmio_kind(*base) == DISK {
-            add(Place::Mmio(*base), seed);
-        }
-    }
-    for function in 0..32 * 8 {
-        if DEVICES.contains(&config(function, 0)) {
-            match place(function) {
-                Ok(place) => add(place, seed),
-                Err(why) => left_out(function.into(), why),
-            }
-        }
-    }
+    places[..count].iter().copied().for_each(each);
 }
 
 /// The address in SIZE@ADDRESS:IRQ.

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use crate::cli::failure::Failure;
-use vellum_judge::image::{self, Format};
+use vellum_judge::image::{self, Arch, Format};
 use vellum_kvm::vm::lifecycle::Exit;
 use vellum_sys::keyvalue;
 
-/// Write the image, for x86-64: any VMM boots it as a kernel
+/// Write the image: any VMM boots it as a kernel
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(super) struct ImageArgs {
@@ -19,9 +19,14 @@ pub(super) struct ImageArgs {
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
 
-    /// The format: elf, with a PVH note and a 64-bit entry; bzimage; or flat, memory from 1 MiB on
-    #[arg(long, value_name = "FORMAT", default_value = "elf", value_parser = |text: &str| keyvalue::one_of("format", text, &Format::NAMES))]
-    format: Format,
+    /// x86_64 or aarch64 [default: that of this host]
+    #[arg(long, value_name = "ARCH", value_parser = |text: &str| keyvalue::one_of("architecture", text, &Arch::NAMES))]
+    arch: Option<Arch>,
+
+    /// The format. Of x86_64: elf, with a PVH note and a 64-bit entry; bzimage; or flat, memory from
+    /// 1 MiB on. Of aarch64: image, as of Linux [default: elf or image]
+    #[arg(long, value_name = "FORMAT", value_parser = |text: &str| keyvalue::one_of("format", text, &Format::NAMES))]
+    format: Option<Format>,
 }
 
 const EXAMPLES: &str = "\
@@ -34,17 +39,29 @@ The image's kernel command line, with its defaults:
   rate=PAGES        at most so many a second, on each vCPU
   verify=end        compare a neighbour's pages after the last pass only
   report=TIME       between two lines of progress
-  clock=TIME        a longer step of the TSC or of kvmclock is a fault
+  clock=TIME        a longer step of a clock is a fault
   late=TIME         a timer interrupt or a disk's answer that is later is a fault (10s)
 
 Examples:
   vellum judge image --out judge.elf
+  vellum judge image --arch aarch64 --out judge.image
   vellum run -k judge.elf -p passes=10 > log
   vellum judge read log";
 
 /// Runs `vellum judge image`.
 pub(super) fn run(args: &ImageArgs) -> Result<Exit, Failure> {
-    let image = image::image(args.format);
+    let format = match (args.arch, args.format) {
+        (arch, None) => arch.unwrap_or(Arch::HOST).format(),
+        (None, Some(format)) => format,
+        (Some(arch), Some(format)) if format.arch() == arch => format,
+        (Some(Arch::X86_64), Some(_)) => {
+            return Err(Failure::usage("--format image is of aarch64; elf, bzimage or flat would work"));
+        }
+        (Some(Arch::Aarch64), Some(_)) => {
+            return Err(Failure::usage("--format: aarch64 has no other format than image"));
+        }
+    };
+    let image = image::image(format);
     write(&args.out, |out| out.write_all(&image))
 }
 

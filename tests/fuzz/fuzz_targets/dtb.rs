@@ -1,0 +1,3 @@
+#![no_main]
+
+vellum_fuzz::target!(dtb);
