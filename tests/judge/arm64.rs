@@ -129,6 +129,33 @@ fn has_same_stack(old: &Stream, new: &Stream) -> Result<bool, Failed> {
     Ok(old.newest(page)?[at..] == new.newest(page)?[at..])
 }
 
+/// The driver emulates the machine, and the options of a real one are not asked for.
+#[test(emulator())]
+fn an_arm_machine_that_qemu_saves_is_whole() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let scenarios = "--scenario boot --scenario pause --scenario snapshot --scenario restore";
+    let output = env.vellum(&format!("judge run --vmm qemu --arch aarch64 --memory 16m {scenarios}"))?;
+    ensure(output.status.success(), || format!("{output:?}"))
+}
+
+/// An architecture that the VMM cannot emulate, or a format that the architecture does not have.
+#[test]
+fn an_architecture_that_does_not_fit_is_refused() -> Result<(), Failed> {
+    let other = if cfg!(target_arch = "x86_64") { "aarch64" } else { "x86_64" };
+    for line in [
+        format!("judge run --vmm vellum --arch {other}"),
+        "judge image --out - --arch aarch64 --format elf".into(),
+        "judge image --out - --arch x86_64 --format image".into(),
+        "judge image --out - --arch riscv64".into(),
+    ] {
+        let output = TestEnv::new()?.vellum(&line)?;
+        ensure(output.status.code() == Some(2) && output.stdout.is_empty(), || {
+            format!("{line}: {output:?}")
+        })?;
+    }
+    Ok(())
+}
+
 /// One of the three copies of vCPU 1's position is a boundary older than the others. The image names
 /// the kind of register that has it.
 #[test(emulator())]

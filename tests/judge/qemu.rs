@@ -103,6 +103,7 @@ fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let cmdline = format!("passes=16 rate=30000 report=50ms seed={SEED} order=sequential");
     let setup = Setup {
+        arch: Arch::X86_64,
         cpus: 2,
         memory: 16,
         cmdline,

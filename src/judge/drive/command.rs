@@ -5,27 +5,28 @@ use std::fs::{self, File};
 use std::process::Command;
 
 use super::process::Process;
-use super::{DISK, FIRST, KERNEL, Round, Scenario, Trouble, cannot};
+use super::{DISK, FIRST, Round, Scenario, Trouble, cannot};
 use crate::image::{Format, image};
 
-/// What a command's words may have, and what each is replaced with: three formats of the image, its
+/// What a command's words may have, and what each is replaced with: four formats of the image, its
 /// disk and its options, and the machine's vCPUs and MiB.
-pub const PLACEHOLDERS: [&str; 7] =
-    ["{elf}", "{bzimage}", "{flat}", "{disk}", "{cmdline}", "{cpus}", "{memory}"];
+pub const PLACEHOLDERS: [&str; 8] =
+    ["{elf}", "{bzimage}", "{flat}", "{image}", "{disk}", "{cmdline}", "{cpus}", "{memory}"];
 
 pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
     if scenario != Scenario::Boot {
         return cannot("a command can do nothing but boot", "--scenario boot");
     }
-    for (name, format) in [("judge.bzimage", Format::BzImage), ("judge.flat", Format::Flat)] {
+    for (name, format) in Format::NAMES {
         fs::write(round.path(name), image(format)).map_err(Trouble::io("the image"))?;
     }
     let path = |name: &str| round.path(name).display().to_string();
     let setup = round.setup;
     let values = [
-        path(KERNEL),
-        path("judge.bzimage"),
-        path("judge.flat"),
+        path("elf"),
+        path("bzimage"),
+        path("flat"),
+        path("image"),
         path(DISK),
         setup.cmdline.clone(),
         setup.cpus.to_string(),

@@ -6,11 +6,10 @@ use std::process::{Command, Stdio};
 
 use super::process::Process;
 use super::{DISK, FIRST, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
-use crate::image::{Format, image};
+use crate::image::{Arch, Format, image};
 
 const PROGRAM: &str = "lkvm";
-/// It takes no ELF files.
-const KERNEL: &str = "judge.bzimage";
+const KERNEL: &str = "judge.kvmtool";
 
 pub(super) fn version(round: &Round) -> Result<String, Trouble> {
     let remedy = "build it from a checkout, and name the directory of its program in VELLUM_VMMS";
@@ -34,7 +33,9 @@ pub(super) fn run(round: &Round, scenario: Scenario) -> Result<(), Trouble> {
         return cannot("kvmtool has neither snapshots nor migration", "--scenario boot or pause");
     }
     let setup = round.setup;
-    fs::write(round.path(KERNEL), image(Format::BzImage)).map_err(Trouble::io("the image"))?;
+    // It takes no ELF files.
+    let format = if setup.arch == Arch::X86_64 { Format::BzImage } else { setup.arch.format() };
+    fs::write(round.path(KERNEL), image(format)).map_err(Trouble::io("the image"))?;
     let [cpus, memory, disk] = [setup.cpus.to_string(), setup.memory.to_string(), format!("{DISK},ro")];
     let machine = ["run", "--name", "first", "-k", KERNEL, "-c", &cpus, "-m", &memory, "-p", &setup.cmdline];
     let devices = ["--console", "serial", "--network", "mode=none", "--disk", &disk];

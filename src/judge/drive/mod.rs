@@ -21,7 +21,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use crate::image::{Format, image};
+use crate::image::{Arch, image};
 use crate::read::{Log, Verdict, read};
 use crate::sectors;
 pub use command::PLACEHOLDERS;
@@ -89,7 +89,7 @@ pub enum Vmm {
     Firecracker,
     /// `lkvm`.
     Kvmtool,
-    /// `qemu-system-x86_64`.
+    /// `qemu-system-x86_64` or `qemu-system-aarch64`.
     Qemu,
     /// This program.
     Vellum,
@@ -112,6 +112,8 @@ impl Vmm {
 /// The machine.
 #[derive(Clone, Debug)]
 pub struct Setup {
+    /// The architecture of the machine's processors.
+    pub arch: Arch,
     /// vCPUs.
     pub cpus: u32,
     /// MiB of memory.
@@ -287,7 +289,7 @@ fn is_silent(round: &Round) -> Result<(), Trouble> {
 /// The console of the first machine.
 const FIRST: &str = "first.log";
 /// The image, in the directory of a round.
-const KERNEL: &str = "judge.elf";
+const KERNEL: &str = "judge.kernel";
 /// Its disk there.
 const DISK: &str = "judge.raw";
 /// Bytes of a console.
@@ -316,7 +318,7 @@ struct Round<'a> {
 
 impl Round<'_> {
     fn run(&self, vmm: Vmm, scenario: Scenario) -> Result<(), Trouble> {
-        fs::write(self.path(KERNEL), image(Format::Elf)).map_err(Trouble::io("the image"))?;
+        fs::write(self.path(KERNEL), image(self.setup.arch.format())).map_err(Trouble::io("the image"))?;
         write_disk(&self.path(DISK)).map_err(Trouble::io("the disk"))?;
         match vmm {
             Vmm::CloudHypervisor => cloud_hypervisor::run(self, scenario),

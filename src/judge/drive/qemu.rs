@@ -9,15 +9,24 @@ use serde_json::{Value, json};
 use super::process::{Process, printable, wait};
 use super::stream::Stream;
 use super::{DISK, KERNEL, Round, Scenario, Trouble, cannot, is_silent, program, version_of};
+use crate::image::Arch;
 
-const PROGRAM: &str = "qemu-system-x86_64";
 /// Where a machine moves to.
 const SOCKET: &str = "unix:socket";
 /// Bytes of an answer.
 const MAX_ANSWER: u64 = 1 << 20;
 
 pub(super) fn version(round: &Round) -> Result<String, Trouble> {
-    version_of(round, PROGRAM, "--version", "apt-get install qemu-system-x86")
+    let (program, package) = program_of(round.setup.arch);
+    version_of(round, program, "--version", &format!("apt-get install {package}"))
+}
+
+/// The program that emulates an architecture, and the package of Debian that has it.
+fn program_of(arch: Arch) -> (&'static str, &'static str) {
+    match arch {
+        Arch::X86_64 => ("qemu-system-x86_64", "qemu-system-x86"),
+        Arch::Aarch64 => ("qemu-system-aarch64", "qemu-system-arm"),
+    }
 }
 
 /// A QEMU with its QMP connection.
@@ -31,22 +40,26 @@ impl Qemu {
     fn start(round: &Round, name: &str, incoming: Option<&str>) -> Result<Self, Trouble> {
         let setup = round.setup;
         let socket = round.path(&format!("{name}.qmp"));
-        let mut command = program(PROGRAM);
+        let mut command = program(program_of(setup.arch).0);
         // A processor without KVM's bit of arch-capabilities: not every KVM can set it.
-        let kvm = File::options().read(true).write(true).open("/dev/kvm").is_ok();
-        match kvm {
-            true => command.args(["-accel", "kvm", "-cpu", "host,-arch-capabilities"]),
+        let (machine, host, disk) = match setup.arch {
+            Arch::X86_64 => ("pc", "host,-arch-capabilities", "virtio-blk-pci"),
+            Arch::Aarch64 => ("virt,gic-version=max", "host", "virtio-blk-device"),
+        };
+        let kvm = || File::options().read(true).write(true).open("/dev/kvm").is_ok();
+        match setup.arch == Arch::HOST && kvm() {
+            true => command.args(["-accel", "kvm", "-cpu", host]),
             false => command.args(["-accel", "tcg", "-cpu", "max"]),
         };
-        command.args(["-M", "pc", "-nodefaults", "-display", "none", "-no-reboot"]);
+        command.args(["-M", machine, "-nodefaults", "-display", "none", "-no-reboot"]);
         command.args(["-smp", &setup.cpus.to_string(), "-m", &format!("{}M", setup.memory)]);
         // Its files are in its working directory: QEMU splits paths at commas, and has a shell for
         // `exec:`.
         command.current_dir(round.dir).args(["-kernel", KERNEL, "-append", &setup.cmdline]);
         command.args(["-serial", &format!("file:{name}.log")]);
         command.args(["-qmp", &format!("unix:{name}.qmp,server=on,wait=off")]);
-        let disk = format!("if=none,id=disk,format=raw,readonly=on,file={DISK}");
-        command.args(["-drive", &disk, "-device", "virtio-blk-pci,drive=disk"]);
+        let drive = format!("if=none,id=disk,format=raw,readonly=on,file={DISK}");
+        command.args(["-drive", &drive, "-device", &format!("{disk},drive=disk")]);
         if let Some(incoming) = incoming {
             command.args(["-incoming", incoming]);
         }

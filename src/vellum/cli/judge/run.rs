@@ -11,6 +11,7 @@ use crate::cli::failure::Failure;
 use crate::cli::judged::JudgedArgs;
 use vellum_host::Facts;
 use vellum_judge::drive::{self, Scenario, Setup, Trouble, Vmm};
+use vellum_judge::image::Arch;
 use vellum_judge::read::{Log, Verdict};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::{Answer, Case, Report, Status};
@@ -20,10 +21,15 @@ use vellum_sys::{keyvalue, signal};
 #[derive(Debug, Args)]
 #[command(after_help = format!("{EXAMPLES}\n\n{}", lifecycle::HELP))]
 pub(super) struct RunArgs {
-    /// cloud-hypervisor, crosvm, firecracker, kvmtool (lkvm), qemu (qemu-system-x86_64) or vellum
+    /// cloud-hypervisor, crosvm, firecracker, kvmtool (lkvm), qemu (qemu-system-ARCH) or vellum
     /// (this program); programs are looked for in the directory VELLUM_VMMS and in PATH
     #[arg(long, value_name = "NAME", required_unless_present = "command", conflicts_with = "command", value_parser = |text: &str| keyvalue::one_of("VMM", text, &Vmm::NAMES))]
     vmm: Option<Vmm>,
+
+    /// The machine's architecture, x86_64 or aarch64: QEMU emulates another than this host's
+    /// [default: this host's]
+    #[arg(long, value_name = "ARCH", conflicts_with = "command", value_parser = |text: &str| keyvalue::one_of("architecture", text, &Arch::NAMES))]
+    arch: Option<Arch>,
 
     /// boot, pause, snapshot, snapshot-diff, restore, migrate, migrate-postcopy or fork; may be
     /// repeated [default: all of them, and boot of a command]
@@ -63,7 +69,7 @@ pub(super) struct RunArgs {
     result: JudgedArgs,
 
     /// Any other VMM: a command that boots the image and prints its console on standard output.
-    /// {elf}, {bzimage}, {flat}, {disk}, {cmdline}, {cpus} and {memory} (in MiB) are replaced
+    /// {elf}, {bzimage}, {flat}, {image}, {disk}, {cmdline}, {cpus} and {memory} (in MiB) are replaced
     #[arg(value_name = "COMMAND", last = true)]
     command: Vec<String>,
 }
@@ -89,6 +95,9 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
             IMAGES.join(", ")
         )));
     }
+    if args.arch.is_some_and(|arch| arch != Arch::HOST) && vmm != Vmm::Qemu {
+        return Err(Failure::usage("--arch: only --vmm qemu emulates another architecture than this host's"));
+    }
     let logs = Logs::new(args.logs.as_deref())?;
     let all = Scenario::NAMES.map(|(_, scenario)| scenario);
     let scenarios = match (args.scenario.is_empty(), vmm) {
@@ -107,6 +116,8 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
             Err(trouble) => return Err(stopped().unwrap_or_else(|| Failure::host(trouble.to_string()))),
         };
         report.ask("vmm", version);
+        let arch = args.arch.unwrap_or(Arch::HOST);
+        report.ask("arch", Arch::NAMES.iter().find(|(_, known)| *known == arch).map_or("", |(name, _)| name));
         report.ask("times", args.times);
         report.ask("cpus", args.cpus);
         report.ask("memory", format!("{mebibytes}m"));
@@ -153,7 +164,7 @@ pub(super) fn run(args: &RunArgs) -> Result<Exit, Failure> {
 }
 
 /// The placeholders of which a command has one, at least.
-const IMAGES: [&str; 3] = ["{elf}", "{bzimage}", "{flat}"];
+const IMAGES: [&str; 4] = ["{elf}", "{bzimage}", "{flat}", "{image}"];
 
 /// How a command ends that a signal has stopped, if there was one.
 fn stopped() -> Option<Failure> {
@@ -174,6 +185,7 @@ fn badness(status: Status) -> u32 {
 
 fn setup(args: &RunArgs, mebibytes: u64, cmdline: &str) -> Setup {
     Setup {
+        arch: args.arch.unwrap_or(Arch::HOST),
         cpus: args.cpus,
         memory: mebibytes,
         cmdline: format!("{cmdline} {}", args.cmdline),
