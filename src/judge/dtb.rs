@@ -6,6 +6,8 @@ use crate::schedule::{PAGE, Range};
 
 /// The largest size of a tree that the boot protocol allows.
 pub const MAX_SIZE: u64 = 2 << 20;
+/// The end of what the image maps. Devices are below.
+pub const MAPPED: u64 = 512 << 30;
 const MAGIC: u32 = 0xd00d_feed;
 const BEGIN_NODE: u32 = 1;
 const END_NODE: u32 = 2;
@@ -86,6 +88,15 @@ pub enum Gic {
     },
 }
 
+/// The first bus of a PCI host bridge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pci {
+    /// The configuration space.
+    pub configuration: Range,
+    /// The memory for registers.
+    pub window: Range,
+}
+
 /// What the image needs to know of its machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tree {
@@ -105,6 +116,8 @@ pub struct Tree {
     pub console: Option<Console>,
     /// The addresses of virtio-mmio devices.
     pub virtio: List<u64, 64>,
+    /// The PCI host bridge.
+    pub pci: Option<Pci>,
     /// The interrupt controller.
     pub gic: Option<Gic>,
     /// The number of the virtual timer's private interrupt.
@@ -124,6 +137,7 @@ impl Tree {
         cpu_on: CPU_ON,
         console: None,
         virtio: List::new(0),
+        pci: None,
         gic: None,
         timer: None,
     };
@@ -455,6 +469,8 @@ impl Tree {
                 self.console = Some(console);
             }
             *is_named |= is_stdout;
+        } else if node.is_compatible(&[b"pci-host-ecam-generic"]) {
+            self.pci = pci(node);
         } else if let Some(gic) = gic(node) {
             self.gic = Some(gic);
         } else if node.is_compatible(&[b"arm,armv8-timer", b"arm,armv7-timer"]) {
@@ -465,7 +481,7 @@ impl Tree {
 
 /// The address of a device, which is mapped and aligned.
 fn device(range: Range) -> Option<u64> {
-    (range.start < 1 << 38 && range.start % 4 == 0).then_some(range.start)
+    (range.start < MAPPED && range.start % 4 == 0).then_some(range.start)
 }
 
 fn console(node: &Node<'_>) -> Option<Console> {
@@ -482,6 +498,26 @@ fn console(node: &Node<'_>) -> Option<Console> {
     (shift <= 4 && [1, 2, 4].contains(&width)).then_some(Console::Uart { base, shift, width })
 }
 
+/// A bridge with memory that has the same addresses on its bus.
+fn pci(node: &Node<'_>) -> Option<Pci> {
+    let configuration =
+        node.ranges().next().filter(|range| range.end <= MAPPED && range.start % 4096 == 0)?;
+    let mut rest = node.get(Name::Ranges)?;
+    let mut window = None;
+    // Kind and address on the bus, address, size. Kind 2 is memory below 4 GiB, 3 is any memory.
+    while let Some((kind, after)) = number(rest, 1) {
+        let (bus, after) = number(after, 2)?;
+        let (start, after) = number(after, node.cells.0)?;
+        let (size, after) = number(after, 2)?;
+        let range = Range { start, end: start.saturating_add(size) };
+        if kind >> 25 & 1 == 1 && bus == start && range.end <= MAPPED && window.is_none() {
+            window = Some(range);
+        }
+        rest = after;
+    }
+    Some(Pci { configuration, window: window? })
+}
+
 fn gic(node: &Node<'_>) -> Option<Gic> {
     let mut ranges = node.ranges();
     if node.is_compatible(&GIC_V2) {
@@ -494,7 +530,7 @@ fn gic(node: &Node<'_>) -> Option<Gic> {
     let distributor = device(ranges.next()?)?;
     let mut redistributors = List::new(NO_RANGE);
     let regions = node.word(Name::Regions).unwrap_or(1) as usize;
-    let is_mapped = |range: &Range| range.end <= 1 << 38 && range.start % 0x1_0000 == 0;
+    let is_mapped = |range: &Range| range.end <= MAPPED && range.start % 0x1_0000 == 0;
     ranges.take(regions).filter(is_mapped).for_each(|range| redistributors.push(range));
     Some(Gic::V3 { distributor, redistributors })
 }
@@ -672,6 +708,9 @@ mod tests {
         assert_eq!(read(v3, &mut tree), Ok(&b"passes=2 seed=7"[..]));
         assert_eq!((tree.given, tree.method, tree.virtio.iter().count()), (4, Method::Smc, 32));
         assert_eq!(tree.cpus.iter().copied().collect::<Vec<_>>(), [0, 1, 2, 3]);
+        let pci = tree.pci.unwrap();
+        assert_eq!(pci.window, Range { start: 0x1000_0000, end: 0x3eff_0000 });
+        assert_eq!(pci.configuration.end - pci.configuration.start, 256 << 20);
         let Some(Gic::V3 { distributor, redistributors }) = tree.gic else { panic!("{:?}", tree.gic) };
         let first = redistributors.iter().next().unwrap();
         assert_eq!((distributor, first.start), (0x800_0000, 0x80a_0000));

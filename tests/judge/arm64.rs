@@ -38,15 +38,27 @@ pub(crate) fn command(env: &TestEnv, machine: &str, processor: &str) -> Result<C
     Ok(command)
 }
 
-/// Boots the image in this machine. `more` has the console. Returns what it printed on the standard
-/// output.
-fn boots(machine: &str, processor: &str, cpus: u32, memory: &str, more: &[&str]) -> Result<Log, Failed> {
+/// Boots the image in this machine, with a disk. `more` has the console. Returns what it printed on
+/// the standard output.
+fn boots(
+    machine: &str,
+    processor: &str,
+    cpus: u32,
+    memory: &str,
+    transport: &str,
+    more: &[&str],
+) -> Result<Log, Failed> {
     let env = TestEnv::new()?;
     disk(&env)?;
     let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", env.path("judge.raw").display());
     let mut qemu = command(&env, machine, processor)?;
     qemu.args(["-smp", &cpus.to_string(), "-m", memory, "-no-reboot"]);
-    qemu.args(["-drive", &drive, "-device", "virtio-blk-device,drive=d"]);
+    qemu.args([
+        "-drive",
+        &drive,
+        "-device",
+        if transport == "pci" { "virtio-blk-pci,drive=d" } else { "virtio-blk-device,drive=d" },
+    ]);
     let output = qemu.args(more).output()?;
     ensure(output.status.success(), || format!("{output:?}"))?;
     let log = read(&output.stdout);
@@ -54,7 +66,7 @@ fn boots(machine: &str, processor: &str, cpus: u32, memory: &str, more: &[&str])
     let start = log.start.as_ref().ok_or("no first line")?;
     let is_asked = start.arch == "aarch64" && (start.vcpus, start.given) == (cpus.into(), cpus.into());
     ensure(is_asked && start.timer, || format!("{start:?}"))?;
-    ensure(log.disks == [("mmio".into(), 2048)], || format!("{:?}", log.disks))?;
+    ensure(log.disks == [(transport.into(), 2048)], || format!("{:?}", log.disks))?;
     Ok(log)
 }
 
@@ -65,13 +77,13 @@ const USUAL: [&str; 4] = ["-serial", "stdio", "-append", "passes=2 seed=7 clock=
 /// Host Extensions.
 #[test(emulator())]
 fn machines_of_qemu_s_virt_are_whole() -> Result<(), Failed> {
-    for (machine, processor, cpus, memory) in [
-        ("gic-version=2", "cortex-a57", 1, "64M"),
-        ("gic-version=2,virtualization=on", "cortex-a57", 2, "64M"),
-        ("gic-version=3", "cortex-a76", 4, "64M"),
-        ("gic-version=3,virtualization=on", "max", 4, "65M"),
+    for (machine, processor, cpus, memory, transport) in [
+        ("gic-version=2", "cortex-a57", 1, "64M", "mmio"),
+        ("gic-version=2,virtualization=on", "cortex-a57", 2, "64M", "pci"),
+        ("gic-version=3", "cortex-a76", 4, "64M", "mmio"),
+        ("gic-version=3,virtualization=on,highmem=off", "max", 4, "65M", "pci"),
     ] {
-        boots(machine, processor, cpus, memory, &USUAL)
+        boots(machine, processor, cpus, memory, transport, &USUAL)
             .map_err(|why| format!("{machine}, {cpus}: {why:?}"))?;
     }
     Ok(())
@@ -82,23 +94,23 @@ fn two_gib_of_an_arm_machine_are_whole() -> Result<Completion, Failed> {
     if !is_long() {
         return Ok(Completion::ignored_with("fills 2 GiB on TCG; VELLUM_JUDGE=all has it run"));
     }
-    let log = boots("gic-version=3", "cortex-a57", 2, "2G", &USUAL)?;
+    let log = boots("gic-version=3", "cortex-a57", 2, "2G", "mmio", &USUAL)?;
     let judged: u64 = log.ranges.iter().map(|range| range.end - range.start).sum();
     ensure(judged > 0x7f00_0000, || format!("{judged:x}"))?;
     Ok(Completion::Completed)
 }
 
-/// A virtio console, in both versions of virtio-mmio. The PL011 that the machine always has prints
-/// nothing then.
+/// A virtio console on PCI, and in both versions of virtio-mmio. The PL011 that the machine always
+/// has prints nothing then.
 #[test(emulator())]
 fn an_arm_image_prints_on_a_virtio_console() -> Result<(), Failed> {
-    for legacy in ["on", "off"] {
+    for (transport, legacy) in [("mmio", "on"), ("mmio", "off"), ("pci", "off")] {
         let global = format!("virtio-mmio.force-legacy={legacy}");
-        let console =
-            ["-chardev", "stdio,id=c", "-device", "virtio-serial-device", "-device", "virtconsole,chardev=c"];
+        let serial = if transport == "pci" { "virtio-serial-pci" } else { "virtio-serial-device" };
+        let console = ["-chardev", "stdio,id=c", "-device", serial, "-device", "virtconsole,chardev=c"];
         let more =
             [&["-serial", "null", "-global", &global][..], &console, &["-append", "passes=1 console=hvc0"]];
-        boots("gic-version=2", "cortex-a57", 2, "64M", &more.concat())?;
+        boots("gic-version=2", "cortex-a57", 2, "64M", transport, &more.concat())?;
     }
     Ok(())
 }
@@ -209,15 +221,19 @@ fn on_an_arm_host() -> Need {
 #[test(on_an_arm_host())]
 fn an_arm_machine_of_vellum_is_whole() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let line = format!("run --kernel {} --cpus 2 --memory 32m --transport mmio", kernel(&env)?.display());
-    let mut command = env.command(&line);
-    command.args(["--cmdline", "passes=2 seed=7", "--serial"]);
-    command.arg(format!("file={}", env.path("console").display()));
-    let output = command.args(disk(&env)?.split(' ')).output()?;
-    ensure(output.status.success(), || format!("{output:?}"))?;
-    let log = read(&fs::read(env.path("console"))?);
-    ensure(log.verdict() == Verdict::Whole, || format!("{log:?}"))?;
-    let start = log.start.as_ref().ok_or("no first line")?;
-    let is_asked = (start.arch.as_str(), start.vcpus, start.timer) == ("aarch64", 2, true);
-    ensure(is_asked && log.disks == [("mmio".into(), 2048)], || format!("{log:?}"))
+    for transport in ["mmio", "pci"] {
+        let line =
+            format!("run --kernel {} --cpus 2 --memory 16m --transport {transport}", kernel(&env)?.display());
+        let mut command = env.command(&line);
+        let console = env.path(transport);
+        command.args(["--cmdline", "passes=1 seed=7", "--serial", &format!("file={}", console.display())]);
+        let output = command.args(disk(&env)?.split(' ')).output()?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let log = read(&fs::read(console)?);
+        whole(&log)?;
+        let start = log.start.as_ref().ok_or("no first line")?;
+        let is_asked = (start.arch.as_str(), start.vcpus, start.timer) == ("aarch64", 2, true);
+        ensure(is_asked && log.disks == [(transport.into(), 2048)], || format!("{log:?}"))?;
+    }
+    Ok(())
 }

@@ -206,8 +206,7 @@ impl Qemu {
             disk(env)?;
             let file = env.path("judge.raw");
             let drive = format!("if=none,id=d,format=raw,readonly=on,file={}", file.display());
-            let device = if bed.arch == Arch::Aarch64 { "virtio-blk-device" } else { "virtio-blk-pci" };
-            command.args(["-drive", &drive, "-device", &format!("{device},drive=d")]);
+            command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
         }
         if let Some(from) = incoming {
             command.args(["-S", "-incoming", &format!("unix:{}", from.display())]);

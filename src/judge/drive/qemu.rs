@@ -42,9 +42,9 @@ impl Qemu {
         let socket = round.path(&format!("{name}.qmp"));
         let mut command = program(program_of(setup.arch).0);
         // A processor without KVM's bit of arch-capabilities: not every KVM can set it.
-        let (machine, host, disk) = match setup.arch {
-            Arch::X86_64 => ("pc", "host,-arch-capabilities", "virtio-blk-pci"),
-            Arch::Aarch64 => ("virt,gic-version=max", "host", "virtio-blk-device"),
+        let (machine, host) = match setup.arch {
+            Arch::X86_64 => ("pc", "host,-arch-capabilities"),
+            Arch::Aarch64 => ("virt,gic-version=max", "host"),
         };
         let kvm = || File::options().read(true).write(true).open("/dev/kvm").is_ok();
         match setup.arch == Arch::HOST && kvm() {
@@ -58,8 +58,8 @@ impl Qemu {
         command.current_dir(round.dir).args(["-kernel", KERNEL, "-append", &setup.cmdline]);
         command.args(["-serial", &format!("file:{name}.log")]);
         command.args(["-qmp", &format!("unix:{name}.qmp,server=on,wait=off")]);
-        let drive = format!("if=none,id=disk,format=raw,readonly=on,file={DISK}");
-        command.args(["-drive", &drive, "-device", &format!("{disk},drive=disk")]);
+        let disk = format!("if=none,id=disk,format=raw,readonly=on,file={DISK}");
+        command.args(["-drive", &disk, "-device", "virtio-blk-pci,drive=disk"]);
         if let Some(incoming) = incoming {
             command.args(["-incoming", incoming]);
         }

@@ -5,7 +5,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 
 use crate::arch::{self, load, store};
 use crate::virtio::{Device, Place, Rings, SIZE};
-use crate::Shared;
+use crate::{Shared, find};
 
 /// A part of a line.
 pub(crate) enum Item<'a> {
@@ -58,13 +58,13 @@ pub(crate) fn open() {
 /// in memory, or a virtio console. With `console=hvc0` a virtio console comes first.
 pub(crate) fn find(line: &[u8]) {
     let is_virtio = line.split(|byte| *byte <= b' ').any(|word| word == b"console=hvc0");
-    let virtio = if is_virtio { arch::find_virtio_console() } else { None };
+    let virtio = if is_virtio { find::console() } else { None };
     // SAFETY: only the first processor runs.
     let has_none = matches!(unsafe { *OUTPUT.get() }, Output::None);
     let found = match virtio {
         None if has_none => {
             let serial = of_earlycon(line).filter(|output| arch::is_mapped(output.address()));
-            serial.or_else(arch::find_serial).or_else(arch::find_virtio_console)
+            serial.or_else(arch::find_serial).or_else(find::console)
         }
         virtio => virtio,
     };

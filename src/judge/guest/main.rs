@@ -16,6 +16,7 @@ mod disk;
 #[cfg(target_arch = "aarch64")]
 #[path = "../dtb.rs"]
 mod dtb;
+mod find;
 mod options;
 mod report;
 #[path = "../schedule.rs"]
@@ -300,7 +301,7 @@ fn prepare() {
     let Ok(division) = schedule.divide(ranges) else {
         refuse("too little memory: 80 pages for each processor are needed");
     };
-    arch::find_disks(schedule.seed);
+    find::disks(schedule.seed);
     fill_in(&options, schedule, &division, ticks);
     GO.store(1, Ordering::SeqCst);
 }

@@ -1,13 +1,11 @@
 //! Reads the device tree.
 
 use super::{METHOD, address, load, map};
-use crate::dtb::{self, MAX_SIZE, Tree};
+use crate::dtb::{self, MAPPED, MAX_SIZE, Tree};
 use crate::schedule::{MAX_RANGES, PAGE, Range};
 use crate::{Shared, refuse};
 
 const MAX_LINE: usize = 2048;
-/// RAM above is not judged: the page tables end there.
-const MAX_ADDRESS: u64 = 512 << 30;
 
 /// What the tree says, copied before anything is written to memory.
 pub(crate) struct Boot {
@@ -29,7 +27,7 @@ pub(crate) fn boot() -> &'static Boot {
     // SAFETY: called once, by the first processor.
     let boot = unsafe { &mut *BOOT.get() };
     let start = load::<u64>(address!(boot_tree));
-    if start == 0 || start % 8 != 0 || start >= MAX_ADDRESS - MAX_SIZE {
+    if start == 0 || start % 8 != 0 || start >= MAPPED - MAX_SIZE {
         refuse("x0 is not the address of a device tree");
     }
     // SAFETY: boot.s has mapped this much.
@@ -60,15 +58,15 @@ impl Boot {
     pub(crate) fn left_out(&self) -> impl Iterator<Item = (u64, u64, &'static str)> {
         let image = (address!(image_start), address!(image_end), "the image, which checks itself");
         let tree = (self.at.start, self.at.end, "the device tree");
-        let high = (MAX_ADDRESS, 1 << 52, "memory above 512 GiB");
+        let high = (MAPPED, 1 << 52, "memory above 512 GiB");
         let reserved = self.tree.reserved.iter().map(|range| (range.start, range.end, "reserved by the device tree"));
-        let has_high = self.tree.memory.iter().any(|range| range.end > MAX_ADDRESS);
+        let has_high = self.tree.memory.iter().any(|range| range.end > MAPPED);
         [image, tree].into_iter().chain(has_high.then_some(high)).chain(reserved)
     }
 
     /// The RAM that is judged. It is mapped as memory.
     pub(crate) fn ranges<'a>(&self, ranges: &'a mut [Range; MAX_RANGES]) -> &'a [Range] {
-        let high = Range { start: MAX_ADDRESS, end: u64::MAX };
+        let high = Range { start: MAPPED, end: u64::MAX };
         let holes = || self.left_out().map(|(start, end, _)| Range { start, end }).chain([high]);
         let count = dtb::without(&self.tree.memory, holes, ranges);
         ranges[..count].iter().for_each(|range| map(range.start, range.end));

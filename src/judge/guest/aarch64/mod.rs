@@ -11,11 +11,9 @@ pub(crate) use processors::start as start_processors;
 use core::arch::{asm, global_asm};
 use core::mem::offset_of;
 
-use crate::console::{Output, VIRTIO, of_virtio};
-use crate::disk::add;
-use crate::dtb::{Console, Method};
+use crate::console::Output;
+use crate::dtb::{Console, MAPPED, Method};
 use crate::schedule::{PAGE, Segment};
-use crate::virtio::Place;
 use crate::{Cpu, Shared, refuse};
 use boot::boot_of;
 
@@ -96,6 +94,9 @@ const SYSTEM_OFF: u32 = 0x8400_0008;
 /// How PSCI is called.
 static METHOD: Shared<Method> = Shared::new(Method::Hvc);
 
+/// The end of what [`pci_window`] has given.
+static TAKEN: Shared<u64> = Shared::new(0);
+
 /// Calls PSCI.
 fn psci(function: u32, arguments: [u64; 3]) -> i64 {
     // SAFETY: constant since `boot`.
@@ -170,28 +171,46 @@ pub(crate) fn find_serial() -> Option<Output> {
     })
 }
 
-/// Finds and starts a virtio console.
-pub(crate) fn find_virtio_console() -> Option<Output> {
-    let consoles = boot_of().tree.virtio.iter().filter(|base| Place::mmio_kind(**base) == VIRTIO);
-    consoles.copied().find_map(|base| of_virtio(Place::Mmio(base)))
+/// Calls `each` with the addresses of all virtio-mmio devices.
+pub(crate) fn virtio_mmio(each: impl FnMut(u64)) {
+    boot_of().tree.virtio.iter().copied().for_each(each);
+}
+
+fn configuration(function: u32, register: u32) -> Option<u64> {
+    let pci = boot_of().tree.pci?;
+    let at = pci.configuration.start + (u64::from(function) << 12) + u64::from(register & 0xfc);
+    (at < pci.configuration.end).then_some(at)
+}
+
+/// Reads 32 bits of a function's configuration.
+pub(crate) fn pci_config(function: u32, register: u32) -> u32 {
+    configuration(function, register).map_or(u32::MAX, load)
+}
+
+/// Writes 32 bits of a function's configuration.
+pub(crate) fn set_pci_config(function: u32, register: u32, value: u32) {
+    if let Some(at) = configuration(function, register) {
+        store(at, value);
+    }
+}
+
+/// A free place for registers of this size, a power of two. No firmware has assigned any.
+pub(crate) fn pci_window(size: u64) -> Option<u64> {
+    let window = boot_of().tree.pci?.window;
+    // SAFETY: only the first processor runs.
+    let taken = unsafe { &mut *TAKEN.get() };
+    let start = (*taken).max(window.start).checked_next_multiple_of(size)?;
+    *taken = start.checked_add(size).filter(|end| *end <= window.end)?;
+    Some(start)
 }
 
 /// Whether a device's registers can be accessed.
 pub(crate) fn is_mapped(address: u64) -> bool {
-    address < 1 << 38
+    address < MAPPED
 }
 
 /// There is no port besides those in memory.
 pub(crate) fn put(_: u8) {}
-
-/// Finds and starts all disks.
-pub(crate) fn find_disks(seed: u64) {
-    for base in boot_of().tree.virtio.iter() {
-        if Place::mmio_kind(*base) == 2 {
-            add(Place::Mmio(*base), seed);
-        }
-    }
-}
 
 pub(crate) fn now() -> u64 {
     let ticks;

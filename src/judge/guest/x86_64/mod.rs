@@ -8,7 +8,7 @@ mod processors;
 
 pub(crate) use boot::boot;
 pub(crate) use clocks::{find_clocks, look_at_clocks, start_clocks};
-pub(crate) use pci::{find_console as find_virtio_console, find_disks};
+pub(crate) use pci::{pci_config, pci_window, set_pci_config, virtio_mmio};
 pub(crate) use processors::start as start_processors;
 
 use core::arch::{asm, global_asm, x86_64};
