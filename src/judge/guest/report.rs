@@ -10,6 +10,7 @@ use crate::words;
 
 /// The kinds of fault: indices of [`words::KINDS`].
 #[derive(Clone, Copy)]
+#[allow(dead_code)] // Arm has no kvmclock.
 pub(crate) enum Kind {
     LostWrite,
     OtherAddress,
