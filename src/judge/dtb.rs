@@ -481,7 +481,7 @@ impl Tree {
 
 /// The address of a device, which is mapped and aligned.
 fn device(range: Range) -> Option<u64> {
-    (range.start < MAPPED && range.start % 4 == 0).then_some(range.start)
+    (range.start < MAPPED && range.start.is_multiple_of(4)).then_some(range.start)
 }
 
 fn console(node: &Node<'_>) -> Option<Console> {
@@ -501,7 +501,7 @@ fn console(node: &Node<'_>) -> Option<Console> {
 /// A bridge with memory that has the same addresses on its bus.
 fn pci(node: &Node<'_>) -> Option<Pci> {
     let configuration =
-        node.ranges().next().filter(|range| range.end <= MAPPED && range.start % 4096 == 0)?;
+        node.ranges().next().filter(|range| range.end <= MAPPED && range.start.is_multiple_of(4096))?;
     let mut rest = node.get(Name::Ranges)?;
     let mut window = None;
     // Kind and address on the bus, address, size. Kind 2 is memory below 4 GiB, 3 is any memory.
@@ -530,7 +530,7 @@ fn gic(node: &Node<'_>) -> Option<Gic> {
     let distributor = device(ranges.next()?)?;
     let mut redistributors = List::new(NO_RANGE);
     let regions = node.word(Name::Regions).unwrap_or(1) as usize;
-    let is_mapped = |range: &Range| range.end <= MAPPED && range.start % 0x1_0000 == 0;
+    let is_mapped = |range: &Range| range.end <= MAPPED && range.start.is_multiple_of(0x1_0000);
     ranges.take(regions).filter(is_mapped).for_each(|range| redistributors.push(range));
     Some(Gic::V3 { distributor, redistributors })
 }
