@@ -181,6 +181,13 @@ fn runs_on(env: &TestEnv) -> Result<(), Failed> {
 fn a_kernel_that_cannot_take_over_is_refused_before_anything() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     run(&env, MACHINES[0].0, MACHINES[0].1)?;
+    // As on an installed host: the version of memfds is in the running kernel's image alone.
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    fs::create_dir_all("/boot")?;
+    fs::copy(
+        Path::new(kexec::KERNELS).join(kexec::running()?),
+        Path::new("/boot").join(format!("vmlinuz-{}", release.trim())),
+    )?;
     let name = kexec::next()?;
     kexec::load(&name)?;
     let kernel = Path::new(kexec::KERNELS).join(name);
@@ -208,7 +215,9 @@ fn a_kernel_that_cannot_take_over_is_refused_before_anything() -> Result<(), Fai
     let says = format!("in luo-v{}, and that one takes luo-v{}", char::from(here), char::from(there));
     refuses(&env, &format!("live-update save --all --kernel {}", other.display()), 2, &says)?;
     fs::write(&other, b"#!/bin/sh\n")?;
-    for (file, says) in [(other.as_path(), "that one takes none"), (Path::new(KEPT), "not a file")] {
+    for (file, says) in
+        [(other.as_path(), "cannot be unpacked, or is no kernel"), (Path::new(KEPT), "not a file")]
+    {
         refuses(&env, &format!("live-update save --all --kernel {}", file.display()), 2, says)?;
     }
     // It runs as it did, and the right kernel is taken.
@@ -281,17 +290,26 @@ fn a_machine_that_cannot_pause_is_named_and_nothing_is_saved() -> Result<(), Fai
         ensure(sent.success(), || format!("kill -{name} {pid}"))
     };
     let mut random = Random::new();
+    // Before the save, and then at some time while it is made.
     for at in [0, 200_000, 400_000, 800_000] {
         let told = env.path("told");
+        if at == 0 {
+            signal("STOP")?;
+        }
         let mut saving =
             env.migration_client(&format!("live-update save --all --json {}", told.display()))?;
         let after = random.below(at + 1);
-        std::thread::sleep(Duration::from_micros(after));
-        signal("STOP")?;
+        if at > 0 {
+            std::thread::sleep(Duration::from_micros(after));
+            signal("STOP")?;
+        }
         let is_saved = eventually(LIMIT, "it is saved or fails", || {
             let has_failed = saving.try_wait()?.is_some();
-            Ok((has_failed || told.exists()).then_some(!has_failed))
+            // The file is there from the start, and is written at the end.
+            let is_told = fs::metadata(&told).is_ok_and(|file| file.len() > 0);
+            Ok((has_failed || is_told).then_some(!has_failed))
         })?;
+        ensure(!is_saved || at > 0, || "a machine that was stopped before was saved".into())?;
         if is_saved {
             saving.kill()?;
         }

@@ -47,15 +47,25 @@ pub fn next() -> io::Result<String> {
     after(past())
 }
 
-/// The kernel after `past` kexecs: the host's kernels take turns, and the first is the one that it
-/// booted.
+/// The kernel that runs.
+pub fn running() -> io::Result<String> {
+    turn(past())
+}
+
+/// The kernel after `past` kexecs and one more.
 pub fn after(past: u32) -> io::Result<String> {
+    turn(past + 1)
+}
+
+/// The kernel after `number` kexecs: the host's kernels take turns, and the first is the one that it
+/// booted.
+fn turn(number: u32) -> io::Result<String> {
     let names = fs::read_dir(KERNELS)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
     let mut names = names.collect::<io::Result<Vec<_>>>()?;
     names.sort();
     match names.len() {
         0 => Err(io::Error::other(format!("{KERNELS} has no kernel"))),
-        count => Ok(names.swap_remove((past as usize + 1) % count)),
+        count => Ok(names.swap_remove(number as usize % count)),
     }
 }
 
