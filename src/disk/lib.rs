@@ -7,6 +7,7 @@
 pub mod copy;
 mod extents;
 pub mod format;
+mod medium;
 pub mod overlay;
 #[cfg(test)]
 mod power;
@@ -23,6 +24,7 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use vellum_kvm::memory::slices::Slices;
 
+use medium::Medium;
 use overlay::Overlay;
 use qcow2::Qcow2;
 
@@ -43,7 +45,7 @@ pub struct DiskImage {
 /// The target of the guest's requests.
 pub enum Image {
     /// A raw image or a block device.
-    Raw(File),
+    Raw(File, Medium),
     /// A qcow2 image.
     Qcow2(Box<Qcow2>),
     /// An overlay: writes go to a file beside the image.
@@ -51,13 +53,18 @@ pub enum Image {
 }
 
 impl Image {
+    /// A raw image or a block device.
+    pub fn raw(file: File) -> Self {
+        Self::Raw(file, Medium::default())
+    }
+
     /// Reads from `at` on into the next bytes of `data`. Returns the number of bytes.
     ///
     /// # Errors
     /// The host's.
     pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         match self {
-            Self::Raw(file) => data.preadv(file, at, usize::MAX),
+            Self::Raw(file, _) => data.preadv(file, at, usize::MAX),
             Self::Qcow2(image) => image.read(data, at, usize::MAX),
             Self::Over(overlay) => overlay.read(data, at),
         }
@@ -70,7 +77,7 @@ impl Image {
     pub fn size(&self) -> io::Result<u64> {
         match self {
             // Unlike the metadata's size, this is also right for block devices.
-            Self::Raw(file) => (&mut &*file).seek(SeekFrom::End(0)),
+            Self::Raw(file, _) => (&mut &*file).seek(SeekFrom::End(0)),
             Self::Qcow2(image) => Ok(image.size()),
             Self::Over(overlay) => Ok(overlay.size()),
         }
@@ -82,7 +89,7 @@ impl Image {
     /// The host's, or the disk ends before.
     pub fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
         match self {
-            Self::Raw(file) => file.read_exact_at(bytes, at),
+            Self::Raw(file, _) => file.read_exact_at(bytes, at),
             Self::Qcow2(image) => image.read_exact_at(bytes, at),
             Self::Over(overlay) => overlay.read_exact_at(bytes, at),
         }
@@ -95,7 +102,7 @@ impl Image {
     /// The host's.
     pub fn is_hole(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
         match self {
-            Self::Raw(file) => match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
+            Self::Raw(file, _) => match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
                 Ok(data) => Ok((data > at, data.saturating_sub(at).min(len))),
                 // No data follows.
                 Err(rustix::io::Errno::NXIO) => Ok((true, len)),
@@ -112,7 +119,7 @@ impl Image {
     /// The host's.
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         match self {
-            Self::Raw(file) => data.pwritev(file, at, usize::MAX),
+            Self::Raw(file, _) => data.pwritev(file, at, usize::MAX),
             Self::Qcow2(image) => image.write(data, at),
             Self::Over(overlay) => overlay.write(data, at),
         }
@@ -121,10 +128,10 @@ impl Image {
     /// Syncs what was written to the medium.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's. After the first each sync fails: some of what was written is lost.
     pub fn flush(&mut self) -> io::Result<()> {
         match self {
-            Self::Raw(file) => file.sync_data(),
+            Self::Raw(file, medium) => medium.sync(file),
             Self::Qcow2(image) => image.flush(),
             Self::Over(overlay) => overlay.flush(),
         }
@@ -137,7 +144,7 @@ impl Image {
     pub fn complete(&mut self) -> io::Result<()> {
         match self {
             Self::Over(overlay) => overlay.complete(),
-            Self::Raw(_) | Self::Qcow2(_) => Ok(()),
+            Self::Raw(..) | Self::Qcow2(_) => Ok(()),
         }
     }
 
@@ -147,7 +154,7 @@ impl Image {
     /// The host's.
     pub fn zero(&mut self, at: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self {
-            Self::Raw(file) => write_zeros(file, at, len, unmap),
+            Self::Raw(file, _) => write_zeros(file, at, len, unmap),
             Self::Qcow2(image) => image.zero(at, len, unmap),
             Self::Over(overlay) => overlay.zero(at, len),
         }
@@ -160,7 +167,7 @@ impl Image {
     /// The host's.
     pub fn discard(&mut self, at: u64, len: u64) -> io::Result<bool> {
         match self {
-            Self::Raw(file) => allocate(file, FallocateMode::PunchHole, at, len),
+            Self::Raw(file, _) => allocate(file, FallocateMode::PunchHole, at, len),
             Self::Qcow2(image) => image.zero(at, len, true).map(|()| true),
             Self::Over(overlay) => overlay.zero(at, len).map(|()| true),
         }

@@ -55,7 +55,7 @@ fn main() -> Result<(), Failed> {
         qcow2.write_all_at(&bytes, at)?;
     }
     qcow2.flush()?;
-    let images = [Image::Raw(raw), Image::Qcow2(Box::new(qcow2))];
+    let images = [Image::raw(raw), Image::Qcow2(Box::new(qcow2))];
     let memory = Memory::map(layout::RAM, MemoryConfig::new(2 << 20))?;
     let mut random = Random::new();
     for (what, len, count) in [("4 KiB at random", 4 << 10, 2000), ("1 MiB in sequence", 1 << 20, 64)] {

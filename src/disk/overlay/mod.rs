@@ -40,6 +40,7 @@ use std::path::{Path, PathBuf};
 use crc_fast::{CrcAlgorithm::Crc32Iscsi, checksum};
 use serde::{Deserialize, Serialize};
 
+use crate::medium::Medium;
 #[cfg(test)]
 use crate::power::Act;
 use crate::qcow2::Qcow2;
@@ -124,6 +125,7 @@ pub enum Error {
 pub struct Overlay {
     base: Base,
     over: File,
+    medium: Medium,
     /// Whether the overlay outlives the machine.
     lasts: bool,
     /// The sizes of the base and of the disk in bytes.
@@ -379,6 +381,7 @@ impl Overlay {
         Ok(Self {
             base,
             over,
+            medium: Medium::default(),
             lasts,
             base_bytes,
             bytes,
@@ -582,7 +585,7 @@ impl Overlay {
     }
 
     fn sync(&mut self) -> io::Result<()> {
-        self.over.sync_data()?;
+        self.medium.sync(&self.over)?;
         #[cfg(test)]
         self.trace.push(Act::Sync(0));
         Ok(())

@@ -43,6 +43,21 @@ fn what_was_flushed_outlives_a_loss_of_power() {
     assert_eq!(left, original);
 }
 
+/// The kernel tells of lost pages once. Their blocks must never be in the map on the medium.
+#[test]
+fn after_a_sync_that_failed_the_map_is_never_written() {
+    let original = base(64 * 512);
+    let under = file(&original);
+    let mut overlay = Overlay::new(Base::Raw(under), original.len() as u64, None, file(&[]), true).unwrap();
+    overlay.zero(0, BLOCK).unwrap();
+    overlay.medium = Medium::failed();
+    overlay.trace.clear();
+    for _ in 0..2 {
+        assert_eq!(overlay.flush().unwrap_err().raw_os_error(), Some(libc::EIO));
+    }
+    assert!(overlay.trace.is_empty());
+}
+
 #[test]
 fn what_is_no_overlay_of_this_base_is_refused() {
     let original = base(64 * 512);

@@ -13,6 +13,7 @@ use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::{self, drivers::CommonStorageHelper};
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
+use crate::medium::Medium;
 #[cfg(test)]
 use crate::power::{self, Act};
 
@@ -43,6 +44,7 @@ pub(super) fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io
 /// A file, with what has to be synced of it.
 pub(super) struct Synced {
     pub(super) file: Arc<File>,
+    medium: Medium,
     /// Whether there are unsynced writes, and whether a table is among them.
     unsynced: AtomicBool,
     unsynced_table: AtomicBool,
@@ -57,6 +59,7 @@ impl Synced {
     pub(super) fn new(file: File) -> Self {
         Self {
             file: Arc::new(file),
+            medium: Medium::default(),
             unsynced: AtomicBool::new(false),
             unsynced_table: AtomicBool::new(false),
             #[cfg(test)]
@@ -68,7 +71,7 @@ impl Synced {
 
     /// Syncs earlier writes to the medium.
     fn sync(&self) -> io::Result<()> {
-        self.file.sync_data()?;
+        self.medium.sync(&self.file)?;
         self.unsynced.store(false, Ordering::Relaxed);
         self.unsynced_table.store(false, Ordering::Relaxed);
         #[cfg(test)]

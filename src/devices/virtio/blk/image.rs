@@ -333,7 +333,7 @@ impl Files {
         // The second descriptor has the same lock.
         let file = self.file.try_clone().map_err(|source| self.open_error(source))?;
         let image = match self.format {
-            ImageFormat::Raw => Image::Raw(file),
+            ImageFormat::Raw => Image::raw(file),
             ImageFormat::Qcow2 => {
                 let failed = |source| BlkError::Qcow2 { path: path.clone(), source };
                 let mut image = Qcow2::open(file, writable, self.named).map_err(failed)?;

@@ -1,0 +1,59 @@
+//! Syncing a file to its medium.
+
+use std::fs::File;
+use std::io;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+/// Syncs one file, and remembers a failure. Linux tells a program once that pages could not be
+/// written back, and then takes them for clean (errseq_t, Documentation/core-api/errseq.rst): the
+/// next fdatasync(2) succeeds, and the data is lost. So after a failure each sync fails.
+#[derive(Debug, Default)]
+pub struct Medium {
+    /// The errno of the first failure, or 0.
+    failure: AtomicI32,
+}
+
+impl Medium {
+    /// Syncs what was written to `file` (fdatasync(2)).
+    ///
+    /// # Errors
+    /// The first that there was.
+    pub(crate) fn sync(&self, file: &File) -> io::Result<()> {
+        self.remember(|| file.sync_data())
+    }
+
+    fn remember(&self, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let before = self.failure.load(Ordering::Relaxed);
+        if before != 0 {
+            return Err(io::Error::from_raw_os_error(before));
+        }
+        sync().inspect_err(|error| {
+            self.failure.store(error.raw_os_error().unwrap_or(libc::EIO), Ordering::Relaxed);
+            tracing::error!(
+                "a disk: the host could not write all of it: {error}; each flush fails from now on, until the machine is started anew"
+            );
+        })
+    }
+
+    /// In tests, a medium that has failed.
+    #[cfg(test)]
+    pub(crate) fn failed() -> Self {
+        Self { failure: AtomicI32::new(libc::EIO) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_failure_each_sync_fails() {
+        let medium = Medium::default();
+        assert!(medium.remember(|| Ok(())).is_ok());
+        let failure = || io::Error::from_raw_os_error(libc::ENOSPC);
+        assert_eq!(medium.remember(|| Err(failure())).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+        // The kernel has told of it, and now says that all is written.
+        assert_eq!(medium.remember(|| Ok(())).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+        assert!(medium.sync(&File::open("/dev/null").unwrap()).is_err());
+    }
+}
