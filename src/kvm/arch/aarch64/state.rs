@@ -18,6 +18,7 @@ use super::clocks::{ClockPolicy, Counter, now, tsc_fits};
 use super::cpuid::{MAX_REGISTERS, setup, sysreg};
 use super::irqchip::HeldVectors;
 use super::state_error::call;
+use crate::arch::clock_policy::timed;
 use vellum_sys::clock;
 
 pub use super::state_error::Error;
@@ -101,12 +102,10 @@ impl State {
                 PHYSICAL_COUNTER => Some(&mut physical),
                 _ => None,
             };
-            let before = now();
-            let value = get(vcpu, register)?;
             match counters {
-                None => registers.push((register, value)),
+                None => registers.push((register, get(vcpu, register)?)),
                 Some(place) => {
-                    let realtime = before + now().saturating_sub(before) / 2;
+                    let (value, realtime) = timed(|| get(vcpu, register))?;
                     *place = Some(Counter { value: value[0], hz: clock::counter_hz(), realtime });
                 }
             }

@@ -16,6 +16,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::state_error::{Error, call};
+use crate::arch::clock_policy::timed;
 pub use crate::arch::clock_policy::{ClockPolicy, now};
 use vellum_sys::kvm_vcpu;
 use vellum_sys::plant::{self, Mistake};
@@ -73,9 +74,7 @@ impl Tsc {
     /// # Errors
     /// The ioctl fails.
     pub fn save(vcpu: &VcpuFd) -> Result<Self, Error> {
-        let before = now();
-        let value = get_msr(vcpu, MSR_TSC)?;
-        let realtime = before + now().saturating_sub(before) / 2;
+        let (value, realtime) = timed(|| get_msr(vcpu, MSR_TSC))?;
         Ok(Self { value, realtime, offset: kvm_vcpu::tsc_offset(vcpu).ok() })
     }
 
@@ -159,9 +158,7 @@ impl Clock {
     /// # Errors
     /// The ioctl fails.
     pub fn save(vm: &VmFd) -> Result<Self, Error> {
-        let before = now();
-        let clock = call("KVM_GET_CLOCK", vm.get_clock())?;
-        let beside = before + now().saturating_sub(before) / 2;
+        let (clock, beside) = timed(|| call("KVM_GET_CLOCK", vm.get_clock()))?;
         let told = |flag, value| (clock.flags & flag != 0).then_some(value);
         Ok(Self {
             nanoseconds: clock.clock,
