@@ -13,6 +13,7 @@ use super::table::{Group, ROWS, Table, cells, common_scale, groups};
 use super::units::{Scale, grouped, humanised};
 use super::{Counter, Figure, Histogram, Report, Series, printable};
 use vellum_host::{Facts, Paging};
+use vellum_sys::quote;
 
 pub use super::page::{Extent, Form};
 
@@ -104,12 +105,7 @@ fn paging(paging: Paging) -> &'static str {
 
 /// The command, quoted for a shell.
 pub fn command_line(command: &[String]) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=+,.:/@%[]".contains(c);
-    let quoted = |argument: &String| match !argument.is_empty() && argument.chars().all(plain) {
-        true => argument.clone(),
-        false => format!("'{}'", printable(argument).replace('\'', "'\\''")),
-    };
-    command.iter().map(quoted).collect::<Vec<_>>().join(" ")
+    quote::line(&command.iter().map(|argument| printable(argument).into_owned()).collect::<Vec<_>>())
 }
 
 /// A parameter's value. A multiple of 1 MiB is probably a size and is also shown as one.
