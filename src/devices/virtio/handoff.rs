@@ -84,10 +84,38 @@ pub fn write(config: &impl serde::Serialize) -> io::Result<Value> {
     serde_json::to_value(config).map_err(io::Error::other)
 }
 
-/// An absolute path, valid in any working directory.
+/// Makes paths absolute, so that they name the same files in any working directory.
 ///
 /// # Errors
 /// This process's working directory is gone.
-pub fn absolute(path: &std::path::Path) -> io::Result<PathBuf> {
-    std::path::absolute(path)
+pub(crate) fn make_absolute<'a>(paths: impl IntoIterator<Item = &'a mut PathBuf>) -> io::Result<()> {
+    paths.into_iter().try_for_each(|path| {
+        *path = std::path::absolute(&*path)?;
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A child of a machine that waits for commands is started in another working directory.
+    #[test]
+    fn every_path_of_a_written_configuration_is_absolute() {
+        let flags: &[(&str, &str, usize)] = &[
+            ("disk", "path=rel/a,format=qcow2,backing=rel/b,data-file=rel/c,overlay=rel/d", 4),
+            ("net", "user,socket=rel/a", 1),
+            ("vsock", "rel/a", 1),
+            ("console", "file=rel/a", 1),
+            ("share", "path=rel/a,tag=t", 1),
+            ("cloud-init", "user-data=rel/a,meta-data=rel/b,network-config=rel/c", 3),
+        ];
+        for (key, text, paths) in flags {
+            let kind = KINDS.iter().find(|kind| kind.key == *key).expect("a kind of device");
+            let config = (kind.parse)(text).unwrap_or_else(|why| panic!("--{key} {text}: {why}"));
+            let written = config.written().unwrap().to_string();
+            assert!(!written.contains("\"rel/"), "--{key} {text}: {written}");
+            assert_eq!(written.matches("/rel/").count(), *paths, "--{key} {text}: {written}");
+        }
+    }
 }

@@ -183,7 +183,10 @@ impl Identity {
     fn of(base: &File, bytes: u64) -> io::Result<Self> {
         let stat = base.metadata()?;
         // A block device has no useful time.
-        let written = stat.file_type().is_file().then(|| stat.mtime() * 1_000_000_000 + stat.mtime_nsec());
+        let written = stat
+            .file_type()
+            .is_file()
+            .then(|| stat.mtime().saturating_mul(1_000_000_000).saturating_add(stat.mtime_nsec()));
         Ok(Self { bytes, written: written.unwrap_or(0) })
     }
 

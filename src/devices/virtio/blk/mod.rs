@@ -11,6 +11,7 @@ mod requests;
 use std::any::Any;
 use std::fs::File;
 use std::io;
+use std::iter;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -125,7 +126,14 @@ impl DeviceConfig for BlkConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        handoff::write(&Self { path: handoff::absolute(&self.path)?, ..self.clone() })
+        let mut written = self.clone();
+        let Self { path, overlay, backing, data_file, .. } = &mut written;
+        let overlay = overlay.as_mut().and_then(|place| match place {
+            Place::File(path) => Some(path),
+            Place::Discard | Place::Open(_) => None,
+        });
+        handoff::make_absolute(iter::once(path).chain(overlay).chain(backing).chain(data_file))?;
+        handoff::write(&written)
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {

@@ -7,6 +7,7 @@ mod user_data;
 
 use std::fs::File;
 use std::io;
+use std::iter;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -111,7 +112,10 @@ impl DeviceConfig for Seed {
     }
 
     fn written(&self) -> io::Result<Value> {
-        handoff::write(self)
+        let mut written = self.clone();
+        let Self { user_data, meta_data, network_config } = &mut written;
+        handoff::make_absolute(iter::once(user_data).chain(meta_data).chain(network_config))?;
+        handoff::write(&written)
     }
 
     /// The files may have changed, so the finished disk is handed over.

@@ -93,10 +93,11 @@ impl DeviceConfig for ConsoleConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        handoff::write(&match &self.0 {
-            Target::File(path) => Self(Target::File(handoff::absolute(path)?)),
-            target => Self(target.clone()),
-        })
+        let mut written = self.clone();
+        if let Target::File(path) = &mut written.0 {
+            handoff::make_absolute([path])?;
+        }
+        handoff::write(&written)
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {

@@ -265,7 +265,9 @@ impl DeviceConfig for FsConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        super::handoff::write(&Self { path: super::handoff::absolute(&self.path)?, ..self.clone() })
+        let mut written = self.clone();
+        super::handoff::make_absolute([&mut written.path])?;
+        super::handoff::write(&written)
     }
 
     fn open(&self) -> Result<Box<dyn VirtioDevice>, OpenError> {

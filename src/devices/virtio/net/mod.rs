@@ -111,7 +111,9 @@ impl DeviceConfig for NetConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        handoff::write(self)
+        let mut written = self.clone();
+        handoff::make_absolute(written.user.as_mut().and_then(|user| user.socket.as_mut()))?;
+        handoff::write(&written)
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
@@ -287,9 +289,15 @@ impl Net {
                 }
             };
             chain.writable.write_at(NUM_BUFFERS, &1u16.to_le_bytes());
-            match chain.writable.readv(tap, MAX_PACKET) {
+            // The tap is edge-triggered: nobody would come back for a packet after a signal.
+            let received = loop {
+                match chain.writable.readv(tap, MAX_PACKET) {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    received => break received,
+                }
+            };
+            match received {
                 Ok(count) => Served::Done(count as u32),
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => Served::Later,
                 Err(error) => {
                     // For any other reason the interface is down or gone: nothing to read until the
                     // next event.

@@ -107,7 +107,9 @@ impl DeviceConfig for VsockConfig {
     }
 
     fn written(&self) -> io::Result<Value> {
-        handoff::write(&Self { path: handoff::absolute(&self.path)?, ..self.clone() })
+        let mut written = self.clone();
+        handoff::make_absolute([&mut written.path])?;
+        handoff::write(&written)
     }
 
     fn take_over(&self, lent: Vec<OwnedFd>) -> Result<Box<dyn VirtioDevice>, OpenError> {
