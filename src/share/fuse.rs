@@ -285,7 +285,7 @@ pub const OPEN: u32 = 14;
 /// The opcode of CREATE.
 pub const CREATE: u32 = 35;
 /// The opcode of RELEASE.
-pub const RELEASE: u32 = 18;
+const RELEASE: u32 = 18;
 
 impl<'r> Request<'r> {
     /// Whether the guest waits for an answer.
@@ -596,9 +596,42 @@ pub fn opened(opcode: u32, answer: &[u8]) -> Option<u64> {
     (error == 0).then_some(fh)
 }
 
+/// What the server closes at a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closes {
+    /// Nothing.
+    Nothing,
+    /// The open file with this number.
+    One(u64),
+    /// All.
+    All,
+}
+
+/// What the server closes at a request with these arguments.
+pub fn closes(opcode: u32, arguments: &[u8]) -> Closes {
+    match Request::parse(opcode, arguments) {
+        Ok(Request::Init { .. } | Request::Destroy) => Closes::All,
+        Ok(Request::Release { fh }) => Closes::One(fh),
+        _ => Closes::Nothing,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_request_that_ends_an_open_file_is_known() {
+        let seven = [7, 0, 0, 0, 0, 0, 0, 0];
+        // RELEASE, RELEASEDIR, DESTROY and FLUSH.
+        for (opcode, closes_) in
+            [(RELEASE, Closes::One(7)), (29, Closes::One(7)), (38, Closes::All), (25, Closes::Nothing)]
+        {
+            assert_eq!(closes(opcode, &seven), closes_, "{opcode}");
+        }
+        assert_eq!(closes(INIT, &[7, 0, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), Closes::All);
+        assert_eq!(closes(RELEASE, &[7]), Closes::Nothing);
+    }
 
     fn name(text: &[u8]) -> Result<&CStr, Bad> {
         Fields(text).name()

@@ -34,6 +34,10 @@ const PAGE: u64 = 4096;
 /// The maximum number of page numbers taken from one request. Linux sends 256. Without a limit, one
 /// request with overlapping buffers could keep the event loop busy for minutes.
 const MAX_PAGES: usize = 1 << 12;
+/// After so many page numbers, and so many reported bytes, others of the event loop have their turn.
+/// Each page may be a call of its own.
+const MAX_TURN_PAGES: usize = 1 << 14;
+const MAX_TURN_BYTES: usize = 1 << 30;
 /// The maximum number of statistics taken from one request. The specification has 16.
 const MAX_STATS: usize = 32;
 
@@ -116,10 +120,14 @@ impl Balloon {
     /// Neighbours are discarded as one run: Linux names pages one by one as its allocator splits
     /// larger blocks.
     fn inflate(active: &mut Active) {
-        let memory = active.memory.clone();
+        let (memory, mut done) = (active.memory.clone(), 0);
         active.serve(INFLATE, |chain| {
+            if done >= MAX_TURN_PAGES {
+                return Served::NextTurn;
+            }
             let named = std::iter::from_fn(|| chain.readable.read_array()).map(u32::from_le_bytes);
             let mut pages: Vec<u32> = named.take(MAX_PAGES).collect();
+            done += pages.len();
             for (first, count) in runs(&mut pages) {
                 let start = GuestAddress(u64::from(first) * PAGE);
                 for slice in memory.get_slices(start, count * PAGE as usize).flatten() {
@@ -133,7 +141,12 @@ impl Balloon {
     /// Discards the pages that the driver's buffers cover. The driver reuses them when the request
     /// completes.
     fn report(active: &mut Active, index: u16) {
+        let mut done = 0;
         active.serve(index, |chain| {
+            if done >= MAX_TURN_BYTES {
+                return Served::NextTurn;
+            }
+            done += chain.writable.left();
             chain.writable.for_each(usize::MAX, vellum_kvm::memory::slices::discard);
             Served::Done(0)
         });

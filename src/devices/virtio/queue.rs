@@ -72,6 +72,9 @@ pub enum Served {
     Done(u32),
     /// It cannot be served now: it stays in the ring, with all requests behind it.
     Later,
+    /// The device has worked long enough at a stretch. The request stays in the ring until others
+    /// of the event loop have had their turn.
+    NextTurn,
 }
 
 /// A ready queue, its doorbell and its device's interrupt.
@@ -128,8 +131,12 @@ impl VirtQueue {
         'ring: loop {
             self.queue.disable_notification(mem).map_err(|e| self.ring(e))?;
             while self.pop(mem, &mut chain)? {
-                let Served::Done(len) = serve(&mut chain) else {
+                let served = serve(&mut chain);
+                let Served::Done(len) = served else {
                     self.queue.go_to_previous_position();
+                    if matches!(served, Served::NextTurn) {
+                        self.ring_doorbell();
+                    }
                     break 'ring;
                 };
                 self.push(mem, chain.head, len)?;

@@ -14,6 +14,8 @@ use crate::virtio::queue::Served;
 
 /// The maximum number of bytes moved at once. The rest follows.
 const MAX_BYTES: usize = 1 << 16;
+/// After so many bytes, others of the event loop have their turn.
+const MAX_TURN: usize = 1 << 20;
 
 /// A port's two queues, and the event data of its two descriptors.
 #[derive(Clone, Copy, Debug)]
@@ -164,13 +166,17 @@ impl Port {
     fn transmit(&mut self, active: &mut Active, ops: &mut EventOps) {
         let (sent, output, lost) = (&mut self.state.sent, &self.output, &mut self.lost);
         let unwritten = &mut self.unwritten;
-        let mut full = false;
+        let (mut full, mut written) = (false, 0);
         active.serve(self.numbers.transmit, |chain| {
             chain.readable.skip(*sent);
             while chain.readable.left() > 0 {
+                if written >= MAX_TURN {
+                    return Served::NextTurn;
+                }
                 match chain.readable.writev(output, MAX_BYTES) {
                     Ok(count @ 1..) => {
                         *sent += count;
+                        written += count;
                         match std::mem::take(unwritten) {
                             0 => {}
                             lost => tracing::warn!(

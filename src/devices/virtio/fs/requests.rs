@@ -13,9 +13,9 @@ use crate::virtio::Active;
 use crate::virtio::queue::Chain;
 use crate::virtio::worker::Work;
 use vellum_kvm::memory::slices::Slices;
-use vellum_share::fuse::{self, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer, out_header};
+use vellum_share::fuse::{self, Closes, Header, IN_HEADER, OUT_HEADER, TRANSFER, Transfer, out_header};
 use vellum_share::process::Client;
-use vellum_share::server::{MAX_ANSWER, MAX_REQUEST};
+use vellum_share::server::{MAX_ANSWER, MAX_REQUEST, MAX_WRITE};
 
 /// The worker's state.
 pub struct Requests {
@@ -61,12 +61,14 @@ impl Requests {
 
     /// Reads bytes of `transfer`'s file into `data`. Returns how many.
     fn read(&self, transfer: Transfer, data: &mut Slices<'_>) -> Result<usize, i32> {
+        check(transfer)?;
         let file = self.files.get(&transfer.fh).ok_or(libc::EBADF)?;
         let most = (transfer.size as usize).min(data.left());
         moved(most, |done| data.preadv(file, at(transfer, done)?, most - done))
     }
 
     fn write(&self, transfer: Transfer, data: &mut Slices<'_>) -> Result<usize, i32> {
+        check(transfer)?;
         let file = self.files.get(&transfer.fh).ok_or(libc::EBADF)?;
         let most = transfer.size as usize;
         if most > data.left() {
@@ -89,6 +91,15 @@ impl Requests {
         }
         Ok(len)
     }
+}
+
+/// The largest read or write, in bytes: as many pages of a guest as it is told, of 64 KiB each at
+/// most. A pause waits for it.
+const MAX_TRANSFER: u32 = MAX_WRITE * 16;
+
+/// Refuses a read or a write that is larger than a guest is told.
+fn check(transfer: Transfer) -> Result<(), i32> {
+    if transfer.size > MAX_TRANSFER { Err(libc::EINVAL) } else { Ok(()) }
 }
 
 /// The file offset of the next bytes of `transfer`.
@@ -156,14 +167,12 @@ impl Work for Requests {
         }
         self.request[..IN_HEADER].copy_from_slice(&bytes);
         readable.read(&mut self.request[IN_HEADER..total]);
-        if header.opcode == fuse::INIT {
-            self.files.clear();
-        }
         let answered = self.ask(header.opcode, total);
-        if header.opcode == fuse::RELEASE
-            && let Some(fh) = self.request[IN_HEADER..total].first_chunk()
-        {
-            self.files.remove(&u64::from_ne_bytes(*fh));
+        // The server has closed its own, whatever it has answered.
+        match fuse::closes(header.opcode, &self.request[IN_HEADER..total]) {
+            Closes::Nothing => {}
+            Closes::One(fh) => drop(self.files.remove(&fh)),
+            Closes::All => self.files.clear(),
         }
         match answered {
             Ok(len) => writable.write(&self.answer[..len]) as u32,

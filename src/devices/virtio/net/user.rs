@@ -12,8 +12,9 @@ use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
 
@@ -23,7 +24,7 @@ use rustix::thread::CapabilitySet;
 
 use super::HEADER;
 use vellum_kvm::memory::slices::Slices;
-use vellum_sys::{program, socket};
+use vellum_sys::{identity, program, socket};
 
 /// The size of the length before each frame.
 const LENGTH: usize = 4;
@@ -131,6 +132,20 @@ pub(super) enum Moved {
     Gone,
 }
 
+/// Checks that another user cannot see the guest's traffic: this user or root listens at `path`, or
+/// has made the socket. A passt that root starts listens as nobody.
+fn is_trusted(path: &Path, socket: &UnixStream) -> io::Result<()> {
+    let trusted = [0, identity::effective().0];
+    let uid = socket::peer_uid(socket)?;
+    let maker = std::fs::symlink_metadata(path)?;
+    match trusted.contains(&uid) || maker.file_type().is_socket() && trusted.contains(&maker.uid()) {
+        true => Ok(()),
+        false => {
+            Err(io::Error::other(format!("user {uid} listens there, and would see the guest's traffic")))
+        }
+    }
+}
+
 /// The stream to passt.
 pub struct Stream {
     socket: Option<OwnedFd>,
@@ -149,6 +164,7 @@ impl Stream {
     pub fn open(user: &User) -> Result<Self, Error> {
         let socket = match &user.socket {
             Some(path) => socket::connect(path, std::time::Duration::from_secs(5))
+                .and_then(|socket| is_trusted(path, &socket).map(|()| socket))
                 .map_err(|source| Error::Socket { path: path.clone(), source })?,
             None => start(user)?,
         };
@@ -414,6 +430,32 @@ fn has_default(v4: &str, v6: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The uid of one thread alone changes, and its listener has it.
+    #[test]
+    fn nobody_else_gets_the_traffic() {
+        if identity::effective().0 != 0 {
+            return eprintln!("skipped: only root can listen as another user");
+        }
+        const OTHER: u32 = 12345;
+        let path = std::env::temp_dir().join(format!("vellum-passt-{}", std::process::id()));
+        let own = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(is_trusted(&path, &UnixStream::connect(&path).unwrap()).is_ok());
+        drop(own);
+        fs::remove_file(&path).unwrap();
+        let at = path.clone();
+        let listen = move || {
+            // SAFETY: setresuid(2) as a system call changes this thread alone.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, OTHER, OTHER, OTHER) };
+            assert_eq!(changed, 0);
+            std::os::unix::net::UnixListener::bind(&at).unwrap()
+        };
+        let theirs = std::thread::spawn(listen).join().unwrap();
+        let refused = is_trusted(&path, &UnixStream::connect(&path).unwrap()).unwrap_err();
+        assert!(refused.to_string().contains("user 12345 listens there"), "{refused}");
+        drop(theirs);
+        fs::remove_file(&path).unwrap();
+    }
 
     #[test]
     fn forwards_are_read_as_they_are_written() {
