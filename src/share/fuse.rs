@@ -285,7 +285,7 @@ pub const OPEN: u32 = 14;
 /// The opcode of CREATE.
 pub const CREATE: u32 = 35;
 /// The opcode of RELEASE.
-const RELEASE: u32 = 18;
+pub const RELEASE: u32 = 18;
 
 impl<'r> Request<'r> {
     /// Whether the guest waits for an answer.

@@ -80,7 +80,7 @@ fn outlives(version: &str) -> Result<(), Failed> {
         0 => guest.boots(version)?,
         _ => guest.comes_back(past)?,
     };
-    guest.works(&serial)?;
+    guest.works(&serial).inspect_err(|_| eprintln!("the guest said:\n{}", serial.tail()))?;
     if past == KEXECS {
         return guest.ends(&serial);
     }
@@ -130,6 +130,13 @@ impl Serial {
             }
         });
         Ok(Self { heard, port })
+    }
+
+    /// The last lines.
+    fn tail(&self) -> String {
+        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines: Vec<_> = heard.lines().collect();
+        lines[lines.len().saturating_sub(60)..].join("\n")
     }
 
     fn events(&self) -> Vec<Event> {
@@ -234,6 +241,7 @@ impl Guest<'_> {
                 _ => None,
             });
             let told: Vec<_> = told.collect();
+            ensure(self.env.standing(NAME).is_some(), || "it has ended".into())?;
             Ok((told.len() >= 2).then_some(told))
         })?;
         ensure(seconds.iter().all(|(_, wrong)| *wrong == 0), || format!("pages are wrong: {seconds:?}"))?;
@@ -280,7 +288,7 @@ impl Guest<'_> {
     /// The messages of its kernel about time, CPUs and disks that stand still.
     fn complaints(&self) -> Result<String, Failed> {
         self.shell(
-            "dmesg | grep -E 'soft lockup|hard LOCKUP|rcu.*(stall|detected)|unstable|blocked for more|I/O error|BUG|Call Trace'; true",
+            "dmesg | grep -E 'soft lockup|hard LOCKUP|rcu.*(stall|detected)|clocksource: timekeeping|_nsec:|unstable|blocked for more|I/O error|BUG|Call Trace'; true",
         )
     }
 

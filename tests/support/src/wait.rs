@@ -7,9 +7,9 @@ use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::{Completion, Failed};
 
-/// A limit for fast operations, on the slowest host. An emulated host takes minutes for what takes
-/// seconds elsewhere.
-pub const LIMIT: Duration = Duration::from_secs(300);
+/// The time after which an operation hangs, on the slowest and busiest host. An emulated host beside
+/// others takes minutes for what takes seconds elsewhere.
+pub const LIMIT: Duration = Duration::from_secs(900);
 
 /// The delay between two looks: short compared to the waits, and long enough to leave the CPU to
 /// others.
