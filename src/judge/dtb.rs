@@ -5,9 +5,9 @@
 use crate::schedule::{PAGE, Range};
 
 /// The largest size of a tree that the boot protocol allows.
-pub const MAX_SIZE: u64 = 2 << 20;
+pub(crate) const MAX_SIZE: u64 = 2 << 20;
 /// The end of what the image maps. Devices are below.
-pub const MAPPED: u64 = 512 << 30;
+pub(crate) const MAPPED: u64 = 512 << 30;
 const MAGIC: u32 = 0xd00d_feed;
 const BEGIN_NODE: u32 = 1;
 const END_NODE: u32 = 2;
