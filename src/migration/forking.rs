@@ -3,6 +3,8 @@
 //! differ from the base at the pause, go into files in the form of a
 //! [`snapshot`](crate::snapshot)'s point.
 //!
+//! Memory that is still being fetched from a snapshot is fetched first.
+//!
 //! On the first fork, the mapping parts from the file while the guest runs. Pages that the guest
 //! writes in parted pieces are private to this machine. They are copied during the pause. Later
 //! forks copy all pages written since.
@@ -19,6 +21,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -36,6 +39,7 @@ use vellum_machine as machine;
 use vellum_sys::mmap::{PAGE_SIZE, host_page};
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::plant::{self, Mistake};
+use vellum_sys::poll::Poll;
 
 /// The thread.
 pub(crate) struct Forking {
@@ -58,6 +62,9 @@ const SHARE: u64 = 4;
 /// So few pages of memory without a file are left to the pause: copying them takes about a
 /// millisecond.
 const FEW: u64 = 500;
+
+/// How often it is checked whether memory is complete.
+const LOOK: Duration = Duration::from_millis(1);
 
 impl Forking {
     /// A fork of `what` into the empty `files`.
@@ -99,6 +106,7 @@ impl Forking {
     }
 
     fn fork(&self) -> Result<SenderEvent, End> {
+        self.wait_until_complete()?;
         // The guest still runs, so that the pause is short.
         disk::flush(&self.disks).map_err(End::Failed)?;
         while self.ram.part().map_err(|error| End::Failed(self.why_whole(&error)))? {
@@ -147,6 +155,20 @@ impl Forking {
         let written = Written { full: false, taken, passes: 1, layer, state_bytes, state_crc, disks };
         let (_, base) = self.ram.base().map_err(failed("its base"))?;
         Ok(SenderEvent::Forked { base, written })
+    }
+
+    /// Waits until no page of RAM is missing. The mapping that parts from the file is not the one
+    /// that pages are fetched into.
+    fn wait_until_complete(&self) -> Result<(), End> {
+        self.ram.fetch_missing(|| self.machine.is_wanted().map(|()| true))?;
+        // The thread that fetches pages notices soon.
+        while !self.ram.mapping.is_complete() {
+            self.machine.is_wanted()?;
+            let mut poll = Poll::default();
+            poll.readable(&**self.machine.descriptor());
+            poll.wait(Some(LOOK)).map_err(failed("poll"))?;
+        }
+        Ok(())
     }
 
     /// The number of pages of RAM.

@@ -120,22 +120,29 @@ impl PostcopyMemory {
         (address - self.mapping.as_ptr() as u64) / self.page
     }
 
-    /// Registers the memory for missing faults.
+    /// Registers the memory for missing faults. It is incomplete from here on
+    /// ([`Mapping::is_complete`]).
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn register(&self) -> Result<(), String> {
+        self.mapping.set_complete(false);
         let registered = self.uffd.register(&self.mapping, 0, self.mapping.len(), Mode::Missing);
-        registered.map_err(|error| format!("userfaultfd for the guest's memory: {error}"))
+        registered.map_err(|error| {
+            self.mapping.set_complete(true);
+            format!("userfaultfd for the guest's memory: {error}")
+        })
     }
 
-    /// Unregisters the memory. A thread that still waits for a missing page gets zeroes.
+    /// Unregisters the memory, which is complete. A thread that still waits for a page gets zeroes.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn unregister(&self) -> Result<(), String> {
         let done = self.uffd.unregister(&self.mapping, 0, self.mapping.len());
-        done.map_err(|error| format!("UFFDIO_UNREGISTER: {error}"))
+        done.map_err(|error| format!("UFFDIO_UNREGISTER: {error}"))?;
+        self.mapping.set_complete(true);
+        Ok(())
     }
 
     /// Unmaps the missing units, which may contain earlier data. In a file their pages must be

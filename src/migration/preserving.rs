@@ -46,7 +46,7 @@ impl Preserving {
                 what.ram.config.backing
             ));
         }
-        if what.ram.mapping.is_kept() {
+        if !what.ram.mapping.is_complete() {
             return Err("a part of its memory is not here yet".into());
         }
         Ok(Self { machine, what, files, disks })

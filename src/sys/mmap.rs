@@ -39,6 +39,8 @@ pub struct Mapping {
     len: usize,
     /// Whether its pages stay, even if a guest reports them as free.
     kept: AtomicBool,
+    /// Whether all of its pages are there.
+    complete: AtomicBool,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread.
@@ -158,7 +160,7 @@ impl Mapping {
             }
         }
         let addr = NonNull::new(addr.cast()).ok_or_else(too_big)?;
-        Ok(Self { addr, len, kept: AtomicBool::new(false) })
+        Ok(Self { addr, len, kept: AtomicBool::new(false), complete: AtomicBool::new(true) })
     }
 
     /// The start address.
@@ -358,6 +360,17 @@ impl Mapping {
     /// Sets whether its pages must stay.
     pub fn keep(&self, kept: bool) {
         self.kept.store(kept, Ordering::Release);
+    }
+
+    /// Whether all of its pages are there. A page that is missing is fetched when it is accessed
+    /// through this mapping. The file behind it has zeroes there.
+    pub fn is_complete(&self) -> bool {
+        self.complete.load(Ordering::Acquire)
+    }
+
+    /// Sets whether all of its pages are there.
+    pub fn set_complete(&self, complete: bool) {
+        self.complete.store(complete, Ordering::Release);
     }
 
     /// Unlocks it from memory.

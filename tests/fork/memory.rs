@@ -1,6 +1,7 @@
 //! Memory of each backing, above 4 GiB, with a dirty log, and of machines that were forked before.
 
 use std::fs;
+use std::os::fd::AsFd;
 use std::path::Path;
 
 use support::env::TestEnv;
@@ -9,6 +10,7 @@ use support::results::every_page_is_right;
 use support::{Failed, ensure, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
+use vellum_sys::mmap::memfd;
 
 use crate::{VELLUM, WRITE, fork_one, says, stops_right, writes_throughout};
 
@@ -139,6 +141,39 @@ fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
         machine.ends_right()?;
     }
     stops_right(&env, "here", here)
+}
+
+/// Memory that a snapshot's files still have is fetched before it is shared. While the order of the
+/// faults is recorded, nothing is fetched unasked. A live update refuses such a machine.
+#[test(kvm())]
+fn memory_that_is_still_being_fetched_is_forked() -> Result<(), Failed> {
+    for backing in ["memfd", "anonymous"] {
+        let env = TestEnv::new()?;
+        let write = "--workload write,order=random,rate=20000,write=80,warm";
+        let line = format!("run --cpus 2 --memory 16m,slots=3,backing={backing} --passes 0 {write}");
+        let first = env.run("first", &line)?;
+        env.has_written("first", 20_000)?;
+        let dir = env.path("snap");
+        let output = env.vellum(&format!("snapshot first {} --downtime 1s --timeout 3s", dir.display()))?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        stops_right(&env, "first", first)?;
+        let from = format!("{} --memory demand,backing={backing} --record=1h", dir.display());
+        let here = env.restore("here", &format!("{from} --json {}", env.path("here.json").display()))?;
+        let mut client = Client::connect(&env.socket("here"))?;
+        let files = [memfd(c"pages", 0, None)?, memfd(c"map", 0, None)?, memfd(c"state", 0, None)?];
+        let refused = client.ask_with(&Do::LiveUpdate {}, &files.each_ref().map(AsFd::as_fd));
+        let why = refused.err().map(|error| error.to_string()).unwrap_or_default();
+        ensure(backing != "memfd" || why.contains("not here yet"), || why.clone())?;
+        let there = fork_one(&env, "here", "there")?;
+        for name in ["here", "there"] {
+            let own = env.done(name)?;
+            env.has_written(name, own + 2000)?;
+        }
+        there.ends_right()?;
+        stops_right(&env, "here", here)?;
+        ensure(every_page_is_right(&env.path("here.json"))?, || "here has a page that is wrong".into())?;
+    }
+    Ok(())
 }
 
 /// Memory below and above the gap.

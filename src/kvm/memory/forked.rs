@@ -200,6 +200,7 @@ impl Memory {
         if self.config.lock {
             return Err("its memory is locked, and private copies of it would not be".into());
         }
+        // What a snapshot's files have is fetched first. A source may be gone.
         if self.mapping.is_kept() {
             return Err("part of its memory has not come yet".into());
         }

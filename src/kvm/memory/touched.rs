@@ -8,11 +8,15 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::{Backing, Memory, Slot};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::pagemap::{self, Pagemap};
 use vellum_sys::plant::{self, Mistake};
+
+/// [`Memory::fetch_missing`] asks whether it is to go on after so many bytes.
+const STEP: u64 = 2 << 20;
 
 impl Memory {
     /// Calls `found` with runs of the pages in `pages` that may be non-zero. `slot` is in this
@@ -57,6 +61,29 @@ impl Memory {
         Ok(true)
     }
 
+    /// Has all missing pages fetched, by reading one word of each. `go_on` is asked now and then,
+    /// and false ends it early. Returns whether it has not.
+    ///
+    /// # Errors
+    /// That of `go_on`.
+    pub fn fetch_missing<E>(&self, mut go_on: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
+        if self.mapping.is_complete() {
+            return Ok(true);
+        }
+        for range in self.shown.get().into_iter().flatten() {
+            for at in (range.start..range.end).step_by(STEP as usize) {
+                if !go_on()? {
+                    return Ok(false);
+                }
+                let step = at as usize / 8..(at + STEP).min(range.end) as usize / 8;
+                self.mapping.words()[step].iter().step_by(PAGE_SIZE as usize / 8).for_each(|word| {
+                    word.load(Ordering::Relaxed);
+                });
+            }
+        }
+        Ok(true)
+    }
+
     /// Calls `found` with runs of the pages in `pages` that may be non-zero. `slot` may be in other
     /// memory too. If this is unknown, reports all pages.
     pub fn perhaps_touched(
@@ -75,8 +102,6 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
-
     use super::*;
     use crate::memory::MemoryConfig;
     use crate::memory::plan::Space;

@@ -154,7 +154,8 @@ impl Files {
         postcopy.put(run, all)
     }
 
-    /// Waits for faults until the order has been recorded for long enough, and then writes it.
+    /// Waits for faults until the order has been recorded for long enough or no unit is missing,
+    /// and then writes it.
     fn record(&mut self, postcopy: &PostcopyMemory) -> Result<(), String> {
         let Some(lasts) = self.recording.as_ref().map(|recording| recording.lasts) else { return Ok(()) };
         if self.runs.is_none() {
@@ -169,7 +170,8 @@ impl Files {
             }
         }
         let left = self.runs.map_or(LOOK, |since| lasts.saturating_sub(since.elapsed()));
-        if !left.is_zero() {
+        // Once all units are present, each has been wanted.
+        if !left.is_zero() && postcopy.left() > 0 {
             let mut poll = Poll::default();
             poll.readable(postcopy.uffd().descriptor());
             return poll.wait(Some(left.min(LOOK))).map(drop).map_err(|error| format!("poll: {error}"));
@@ -234,7 +236,10 @@ mod tests {
             return;
         };
         let mapping = Arc::new(Mapping::new(PAGE_SIZE, PAGE_SIZE, Source::Anonymous).unwrap());
-        let postcopy = PostcopyMemory::new(uffd, mapping, PAGE_SIZE, Bits::new(1), threads::event().unwrap());
+        let missing = Bits::new(1);
+        missing.set(0..1);
+        let postcopy = PostcopyMemory::new(uffd, mapping, PAGE_SIZE, missing, threads::event().unwrap());
+        postcopy.register().unwrap();
         let (file, _naming) = Unnamed::create(&std::env::temp_dir()).unwrap();
         let recording = Recording { lasts: Duration::MAX, file };
         let (tell, told) = channel();
@@ -243,7 +248,8 @@ mod tests {
         assert_eq!((files.go_on(&postcopy), files.runs), (Ok(true), None));
         drop(tell);
         assert_eq!(files.go_on(&postcopy), Ok(true));
-        assert_eq!((files.go_on(&postcopy), files.recording.is_none()), (Ok(false), true));
+        assert_eq!((files.go_on(&postcopy), files.recording.is_none()), (Ok(true), true));
+        assert_eq!((files.go_on(&postcopy), postcopy.left()), (Ok(false), 0));
     }
 
     #[test]

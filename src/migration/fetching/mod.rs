@@ -332,8 +332,11 @@ impl Thread {
     fn finish(self) -> Result<Whole, String> {
         let us = self.began.elapsed().as_micros() as u64;
         let (waited, link) = match self.origin {
-            // This closes the userfaultfd. Threads that still wait get zeroes.
-            Origin::Files(_) => (Waited::default(), None),
+            // Threads that still wait, for pages that were discarded, get zeroes.
+            Origin::Files(_) => {
+                self.postcopy.unregister()?;
+                (Waited::default(), None)
+            }
             Origin::Source(asking) => asking.finish()?,
         };
         let fetched = Fetched { faults: self.faults, pages: self.postcopy.brought(), us };
