@@ -100,9 +100,6 @@ fn process(pid: Option<i32>) -> String {
 
 /// The time limit for an answer. A pause waits for requests in flight and has its own limit.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest answer with descriptors, in bytes.
-const MAX_LENT: usize = 1 << 20;
-
 /// The longest line from a machine, in bytes.
 const MAX_ANSWER: usize = 1 << 20;
 /// The bits of a client's first number. JSON readers that use doubles can still represent the
@@ -247,34 +244,62 @@ impl Client {
     /// # Errors
     /// As [`Client::ask`].
     pub fn borrow(path: &Path, what: &Do) -> Result<(Value, Vec<OwnedFd>), Error> {
-        let client = Self::connect(path)?;
-        let stream = client.stream.get_ref();
+        Self::connect(path)?.ask_for(what)
+    }
+
+    /// Sends a request and returns the answer with its descriptors. Only the process at the other
+    /// end of this connection answers.
+    ///
+    /// # Errors
+    /// As [`Client::ask`].
+    pub fn ask_for(&mut self, what: &Do) -> Result<(Value, Vec<OwnedFd>), Error> {
+        self.last_id += 1;
         let mut request = serde_json::to_value(what).expect("plain data");
-        request["id"] = 1.into();
-        let closed = || Error::Closed { path: path.into(), unread: false };
+        request["id"] = self.last_id.into();
+        let closed = || Error::Closed { path: self.path.clone(), unread: false };
+        let stream = self.stream.get_ref();
         socket::send(stream, format!("{request}\n").as_bytes(), &[]).map_err(|_| closed())?;
-        let (mut line, mut descriptors) = (Vec::new(), Vec::new());
-        while line.last() != Some(&b'\n') && line.len() <= MAX_LENT {
+        // These bytes came before the answer, without descriptors.
+        self.part.extend_from_slice(self.stream.buffer());
+        let read = self.stream.buffer().len();
+        self.stream.consume(read);
+        let mut descriptors = Vec::new();
+        loop {
+            let mut said = None;
+            while let Some(end) = self.part.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.part.drain(..=end).collect();
+                let line: Value = serde_json::from_slice(&line).map_err(|_| Error::Answer {
+                    path: self.path.clone(),
+                    line: String::from_utf8_lossy(&line[..line.len().min(80)]).into_owned(),
+                })?;
+                if line["event"].is_string() {
+                    self.events.push_back(line);
+                } else if line["id"] == self.last_id {
+                    said = Some(line);
+                }
+            }
+            if let Some(mut answer) = said {
+                return match answer["error"].as_str() {
+                    Some(error) => Err(Error::Refused(error.to_owned())),
+                    None => Ok((answer["ok"].take(), descriptors)),
+                };
+            }
+            let closed = || Error::Closed { path: self.path.clone(), unread: false };
+            let stream = self.stream.get_ref();
             let mut poll = Poll::default();
             poll.readable(stream);
-            if !poll.wait(Some(ANSWER_TIMEOUT)).map_err(|_| closed())? {
+            if !poll.wait(Some(self.patience)).map_err(|_| closed())? {
                 let pid = socket::peer_pid(stream).ok();
-                return Err(Error::Silent { path: path.into(), patience: ANSWER_TIMEOUT, pid });
+                return Err(Error::Silent { path: self.path.clone(), patience: self.patience, pid });
             }
             let mut part = vec![0; 64 << 10];
             match socket::receive(stream, &mut part, &mut descriptors) {
-                Ok(count @ 1..) => line.extend_from_slice(&part[..count]),
+                Ok(count @ 1..) if self.part.len() + count <= MAX_ANSWER => {
+                    self.part.extend_from_slice(&part[..count]);
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 _ => return Err(closed()),
             }
-        }
-        let text = String::from_utf8_lossy(&line).into_owned();
-        let Ok(mut answer) = serde_json::from_slice::<Value>(&line) else {
-            return Err(Error::Answer { path: path.into(), line: text });
-        };
-        match answer["error"].as_str() {
-            Some(error) => Err(Error::Refused(error.to_owned())),
-            None => Ok((answer["ok"].take(), descriptors)),
         }
     }
 

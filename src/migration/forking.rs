@@ -114,7 +114,7 @@ impl Forking {
         }
         let first = self.ram.is_without_file();
         if !first {
-            self.ram.base().map_err(|error| End::Failed(why_writable(&error)))?;
+            self.ram.freeze_base().map_err(|error| End::Failed(why_writable(&error)))?;
         }
         let mut next = None;
         if first || self.differ()? * SHARE > self.pages() {
@@ -256,7 +256,7 @@ impl Forking {
     }
 }
 
-/// The message for an error of [`Memory::base`].
+/// The message for an error of [`Memory::freeze_base`].
 fn why_writable(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EBUSY) => "another process maps its memory and could write to it".into(),

@@ -33,22 +33,29 @@ use vellum_sys::plant::{self, Mistake};
 /// The file that backs a memory, mapped shared or privately.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
-    file: Mutex<Option<Arc<File>>>,
+    base: Mutex<Base>,
     /// The bytes of the mapping that have parted from it, counted from the start.
     parted: AtomicU64,
-    /// The number of this base: how many bases came before it.
-    number: AtomicU64,
+}
+
+/// A file and its number, which change together.
+#[derive(Clone, Debug, Default)]
+struct Base {
+    file: Option<Arc<File>>,
+    /// How many bases came before it.
+    number: u64,
 }
 
 impl Shared {
     /// For memory that maps `file` shared, or that has no file.
     pub(super) fn new(file: Option<File>) -> Self {
-        Self { file: Mutex::new(file.map(Arc::new)), ..Self::default() }
+        let base = Base { file: file.map(Arc::new), number: 0 };
+        Self { base: Mutex::new(base), ..Self::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<File>>> {
+    fn lock(&self) -> MutexGuard<'_, Base> {
         // The value is replaced as a whole, so a panic leaves it valid.
-        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+        self.base.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -140,7 +147,7 @@ impl Memory {
 
     /// The file that this memory maps, shared or privately.
     pub(super) fn file(&self) -> Option<Arc<File>> {
-        self.shared.lock().clone()
+        self.shared.lock().file.clone()
     }
 
     /// Whether it has begun to part from its file, or was made from another machine's base.
@@ -232,18 +239,32 @@ impl Memory {
         Ok(at + len < size)
     }
 
-    /// Seals the file that it has parted from against writes, and returns it with its base number.
+    /// Seals the file that it has parted from against writes. This may take seconds.
     ///
     /// # Errors
     /// Some of the memory has not parted, or another process has a writable mapping of the file.
+    pub fn freeze_base(&self) -> io::Result<()> {
+        let (file, _) = self.parted_file()?;
+        if plant::is(Mistake::PieceLeftShared) { Ok(()) } else { mmap::freeze(&file) }
+    }
+
+    /// The base, sealed against writes, and its number.
+    ///
+    /// # Errors
+    /// Some of the memory has not parted, or it is not sealed yet.
     pub fn base(&self) -> io::Result<(Arc<File>, u64)> {
-        let parted = self.parted_bytes() == self.config.size;
-        let file = self.file().filter(|_| parted);
-        let file = file.ok_or_else(|| io::Error::other("it has not parted from its file"))?;
-        if !plant::is(Mistake::PieceLeftShared) {
-            mmap::freeze(&file)?;
+        let (file, number) = self.parted_file()?;
+        if !mmap::is_frozen(&file)? && !plant::is(Mistake::PieceLeftShared) {
+            return Err(io::Error::other("the file that it has parted from is not sealed yet"));
         }
-        Ok((file, self.shared.number.load(Ordering::Acquire)))
+        Ok((file, number))
+    }
+
+    /// The file that all of it has parted from, with its number as a base.
+    fn parted_file(&self) -> io::Result<(Arc<File>, u64)> {
+        let Base { file, number } = self.shared.lock().clone();
+        let file = file.filter(|_| self.parted_bytes() == self.config.size);
+        Ok((file.ok_or_else(|| io::Error::other("it has not parted from its file"))?, number))
     }
 
     /// Makes `file` a future base, which is empty and as long as memory. Copies the base to it, if
@@ -324,16 +345,17 @@ impl Memory {
         for at in (0..size).step_by(PIECE as usize) {
             if let Err(error) = self.mapping.part(at, PIECE.min(size - at), &file, pages) {
                 if at > 0 {
-                    *self.shared.lock() = None;
+                    self.shared.lock().file = None;
                     self.shared.parted.store(at, Ordering::Release);
                 }
                 return Err(error);
             }
         }
-        *self.shared.lock() = Some(Arc::new(file));
-        self.shared.parted.store(size, Ordering::Release);
+        let mut base = self.shared.lock();
         // The first base of a file is its number 0.
-        self.shared.number.fetch_add(u64::from(!first), Ordering::AcqRel);
+        *base = Base { file: Some(Arc::new(file)), number: base.number + u64::from(!first) };
+        drop(base);
+        self.shared.parted.store(size, Ordering::Release);
         Ok(())
     }
 
@@ -373,5 +395,43 @@ impl Memory {
         let memory = Self::of_file(space, config, backing, base, |file| Source::Private { file, pages })?;
         memory.shared.parted.store(memory.config.size, Ordering::Release);
         Ok(memory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    /// Whoever asks for the base while another one is made gets a number with its own file.
+    #[test]
+    fn a_base_has_its_own_number() {
+        const BELOW: &[Range<u64>] = std::slice::from_ref(&(0..1 << 30));
+        let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(1 << 20) };
+        let memory = Memory::map(Space(BELOW), config).unwrap();
+        while memory.part().unwrap() {}
+        memory.freeze_base().unwrap();
+        let ended = std::sync::atomic::AtomicBool::new(false);
+        let found = std::thread::scope(|scope| {
+            let asks = scope.spawn(|| {
+                let mut found = HashMap::new();
+                while !ended.load(Ordering::Relaxed) {
+                    let (file, number) = memory.base().unwrap();
+                    let inode = file.metadata().unwrap().ino();
+                    let first = *found.entry(number).or_insert(inode);
+                    assert_eq!(first, inode, "two files have the number {number}");
+                }
+                found.len()
+            });
+            for _ in 0..2000 {
+                let file = mmap::freezable_memfd(c"vellum-test", 1 << 20, None).unwrap();
+                memory.show(memory.new_base(file).unwrap().unwrap()).unwrap();
+            }
+            ended.store(true, Ordering::Relaxed);
+            asks.join().unwrap()
+        });
+        assert!(found > 0);
     }
 }

@@ -169,7 +169,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     if let Some(lacks) = has.overlays.iter().find(|name| !own.contains(name)) {
         return Err(Failure::usage(devices::lacks_overlay(lacks)));
     }
-    let (source, us) = Source::of(&args.machine, &path, machine, &has, false)?;
+    let (source, us) = Source::of(&args.machine, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
     let mut running = 0;
     for (at, batch) in names.chunks(AT_ONCE).enumerate() {
@@ -377,7 +377,7 @@ pub(super) fn for_command(
     };
     may_fork(&has)?;
     check_room(1, &has)?;
-    let (source, _) = Source::of(zygote, &path, machine, &has, true)?;
+    let (source, _) = Source::of(zygote, machine, &has, true)?;
     let name = format!("from-{}", std::process::id());
     let mut words: Vec<OsString> = vec!["fork".into(), path.into(), "--name".into(), (&name).into()];
     words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
@@ -404,15 +404,9 @@ impl ForCommand {
 }
 
 impl Source {
-    /// Has the machine `name` at `path`, of this status, forked. Also returns how long it stood
-    /// still, in microseconds. If it `waits`, it lets operations of others end first.
-    fn of(
-        name: &str,
-        path: &Path,
-        mut machine: Client,
-        has: &Status,
-        waits: bool,
-    ) -> Result<(Self, u64), Failure> {
+    /// Has the machine `name`, of this status, forked. Also returns how long it stood still, in
+    /// microseconds. If it `waits`, it lets operations of others end first.
+    fn of(name: &str, mut machine: Client, has: &Status, waits: bool) -> Result<(Self, u64), Failure> {
         let file = |name| memfd(name, 0, None).map_err(Failure::host);
         loop {
             let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
@@ -434,7 +428,8 @@ impl Source {
             }
             drop(next);
             let (point, us, of) = forked(name, &mut machine)?;
-            let (answer, base) = Client::borrow(path, &Do::ForkBase {}).map_err(failure)?;
+            // On the same connection: by the path, another process may answer by now.
+            let (answer, base) = machine.ask_for(&Do::ForkBase {}).map_err(failure)?;
             // Another client may have forked it since, on a new base.
             if answer["base"] == of {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
