@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstatfs, memfd_create};
 use rustix::io::Errno;
 
+use crate::{seccomp, terminal};
+
 /// The size of the pages in which memory is tracked, sent and stored: the smallest page size of any
 /// host. A [`host_page`] holds one or more of them.
 pub const PAGE_SIZE: u64 = 4096;
@@ -282,13 +284,21 @@ impl Mapping {
     /// file's `pages` are those of the pool, all of them are reserved. The range is left out of core
     /// dumps. All are multiples of the file's pages.
     ///
+    /// mremap(2) unmaps the target before it looks at the mapping that it moves. If it then fails,
+    /// nothing is mapped in the range, and the process ends: the next mapping of this process could
+    /// be placed there, where KVM lets the guest write. Linux before 5.16 cannot move mappings of
+    /// the pool's huge pages at all, so that is tried elsewhere first.
+    ///
     /// # Errors
-    /// The range is not inside, the pool lacks huge pages, or the process has too many mappings.
-    /// The old mapping stays.
+    /// The range is not inside, the pool lacks huge pages, the process has too many mappings, or the
+    /// kernel cannot move the new mapping. The old mapping stays.
     pub fn part(&self, offset: u64, len: u64, file: &File, pages: Pages) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|&end| end <= self.len as u64 && len > 0);
         if end.is_none() || !(offset | len).is_multiple_of(host_page()) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        if pages == Pages::Pool {
+            can_move(file, len)?;
         }
         let (access, length) = (libc::PROT_READ | libc::PROT_WRITE, len as usize);
         // SAFETY: a new mapping at an address that the kernel chooses changes no other.
@@ -323,11 +333,30 @@ impl Mapping {
                 _ => Ok(()),
             }
         });
-        if moved.is_err() {
+        if let Err(error) = &moved {
+            // This changes nothing. It fails where nothing is mapped.
+            let is_there = self.advise_range(offset, len, libc::MADV_NORMAL);
+            if is_there.is_err_and(|error| error.raw_os_error() == Some(libc::ENOMEM)) {
+                self.lose(offset, length, error);
+            }
             // SAFETY: the mapping made above has not moved and has no users.
             unsafe { libc::munmap(made, length) };
         }
         moved
+    }
+
+    /// Ends the process, because the range at `offset` is not mapped any more.
+    fn lose(&self, offset: u64, length: usize, error: &io::Error) -> ! {
+        // Until the process has ended, no other mapping is placed there.
+        // SAFETY: the range belongs to this mapping, and nothing else is mapped there.
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+            libc::mmap(self.as_ptr().add(offset as usize).cast(), length, libc::PROT_NONE, flags, -1, 0);
+        }
+        terminal::restore();
+        let why = format!("vellum: the guest's memory is lost: mremap: {error}\n");
+        seccomp::write_stderr(why.as_bytes());
+        seccomp::exit_now(1)
     }
 
     /// Faults in `[offset, offset + len)` for writing, so that a shortage is an error here and not
@@ -384,6 +413,36 @@ impl Mapping {
         let flags = if on_fault { libc::MLOCK_ONFAULT } else { 0 };
         // SAFETY: locking changes no content, and the range is ours.
         check(unsafe { libc::mlock2(self.as_ptr().cast(), self.len, flags as libc::c_uint) })
+    }
+}
+
+/// Checks that the kernel can move a mapping of `len` bytes of `file`, whose pages are those of the
+/// pool. A smaller mapping of it is moved to where nothing is.
+///
+/// # Errors
+/// It cannot, or the process has too many mappings.
+fn can_move(file: &File, len: u64) -> io::Result<()> {
+    // A multiple of the pool's pages. Without a reservation it takes none of them.
+    let align = 1 << len.trailing_zeros();
+    let tried = Mapping::new(align, align, Source::Private { file, pages: Pages::Small })?;
+    let scratch = Mapping::new(align, align, Source::Anonymous)?;
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: nothing uses either mapping.
+    let moved = unsafe { libc::mremap(tried.as_ptr().cast(), tried.len, tried.len, flags, scratch.as_ptr()) };
+    if moved != libc::MAP_FAILED {
+        // It is where the scratch mapping was, which is dropped in its place.
+        std::mem::forget(tried);
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    // Its range may be another thread's by now.
+    std::mem::forget(scratch);
+    match error.raw_os_error() {
+        Some(libc::EINVAL) => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this kernel cannot move huge pages of the pool, as Linux 5.16 and later can",
+        )),
+        _ => Err(error),
     }
 }
 
