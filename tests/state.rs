@@ -208,7 +208,7 @@ fn sections_that_are_wrong_are_refused_by_name() -> Result<(), Failed> {
         let said = target.restore(sections, ClockPolicy::Passes).err().map(|error| error.to_string());
         let right = said.as_ref().is_some_and(|said| said.contains(expected) && !said.contains('\n'));
         ensure(right, || format!("{what}: it says {said:?}, not {expected:?}"))?;
-        ensure(target.commit().is_err(), || format!("{what}: what was refused can be committed"))?;
+        ensure(target.commit(false).is_err(), || format!("{what}: what was refused can be committed"))?;
     }
     Ok(())
 }
@@ -324,7 +324,7 @@ fn a_restored_pc_has_another_generation_id_and_is_told() -> Result<(), Failed> {
             let mut target = Pc::like(source.machine.describe(), |_| ())?;
             copy(&source.machine.memory(), &target.machine.memory())?;
             target.machine.restore(sections.clone(), ClockPolicy::Passes)?;
-            target.machine.commit()?;
+            target.machine.commit(false)?;
             ensure(id(&target)? == seen[0], || "it has another ID without being restored".into())?;
             if renew {
                 target.machine.renew()?;
@@ -346,7 +346,7 @@ fn a_pc_without_a_generation_id_stays_without() -> Result<(), Failed> {
     let described = source.machine.describe();
     ensure(described.get("vmgenid").is_none(), || described.to_string())?;
     let mut target = restored(&mut source)?;
-    target.machine.commit()?;
+    target.machine.commit(false)?;
     target.machine.renew()?;
     ensure(target.machine.describe().get("vmgenid").is_none(), || "it has one".into())?;
     let page = target.machine.vm.memory.guest.read_obj::<[u8; 16]>(GuestAddress(layout::VMGENID))?;
@@ -430,7 +430,7 @@ fn a_clock_is_right_after_twenty_moves() -> Result<(), Failed> {
     let mut last = first;
     for hop in 1..=20 {
         let mut next = restored(&mut pc)?;
-        next.machine.commit()?;
+        next.machine.commit(false)?;
         next.machine.start()?;
         next.machine.pause()?;
         let now = read(&next)?;
@@ -482,7 +482,7 @@ fn kvm_writes_to_memory_after_the_commit_alone() -> Result<(), Failed> {
     source.machine.vm.memory.guest.write_obj([0u8; 12], GuestAddress(WALL))?;
     let mut target = restored(&mut source)?;
     ensure(wall(&target)? == [0; 12], || "it was written before the commit".into())?;
-    target.machine.commit()?;
+    target.machine.commit(false)?;
     ensure(wall(&target)? != [0; 12], || "it was forgotten".into())?;
     let time = target.machine.vcpus[0].with(|fd| get_msr(fd, MSR_KVM_SYSTEM_TIME_NEW))??;
     ensure(time == TIME | 1, || format!("the system time's page is {time:#x}"))
@@ -511,7 +511,7 @@ fn a_guest_is_told_that_it_stood_still() -> Result<(), Failed> {
     // A guest that has seen the flag clears it.
     source.machine.vm.memory.guest.write_obj(0u8, FLAGS)?;
     let mut target = restored(&mut source)?;
-    target.machine.commit()?;
+    target.machine.commit(false)?;
     target.machine.start()?;
     told(&target)
 }

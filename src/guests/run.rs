@@ -275,7 +275,7 @@ impl RestoreState for BuiltinMachine {
         self.restore_state(sections, meanwhile)
     }
 
-    fn commit(&mut self) -> Result<(), Self::Error> {
+    fn commit(&mut self, _forked: bool) -> Result<(), Self::Error> {
         self.commit_state()
     }
 

@@ -228,8 +228,8 @@ impl RestoreState for LinuxMachine {
         self.restore_state(sections, meanwhile)
     }
 
-    fn commit(&mut self) -> Result<(), Self::Error> {
-        self.commit_state()
+    fn commit(&mut self, forked: bool) -> Result<(), Self::Error> {
+        self.commit_state(forked)
     }
 
     fn renew(&mut self) -> Result<(), Self::Error> {

@@ -280,7 +280,7 @@ impl LinuxMachine {
         Ok(())
     }
 
-    pub(super) fn commit_state(&mut self) -> Result<(), Error> {
+    pub(super) fn commit_state(&mut self, forked: bool) -> Result<(), Error> {
         let processors = self.arrived.clone().ok_or(state::Error::NotRestored)?;
         self.virtio.retake()?;
         let committed = Quiesced::new(&mut self.vcpus, || ())
@@ -297,7 +297,7 @@ impl LinuxMachine {
             }
         }
         self.arrived = None;
-        self.virtio.devices.iter().for_each(|wired| wired.device.arrived());
+        self.virtio.devices.iter().for_each(|wired| wired.device.arrived(forked));
         Ok(())
     }
 }

@@ -205,11 +205,12 @@ pub trait RestoreState: Inspect {
 
     /// Called after [`RestoreState::restore`], when its memory is complete and it runs nowhere
     /// else. Restores what was held back, takes the locks of its disks, and announces its new place
-    /// to its networks. [`Machine::start`] then runs it.
+    /// to its networks. [`Machine::start`] then runs it. `forked` says that the machine that it is a
+    /// copy of runs on, with the same network addresses.
     ///
     /// # Errors
     /// A disk is in use elsewhere, or KVM refuses. The machine has not run then.
-    fn commit(&mut self) -> Result<(), Self::Error>;
+    fn commit(&mut self, forked: bool) -> Result<(), Self::Error>;
 
     /// Called after [`RestoreState::commit`] of a state that other machines may start from too.
     /// Tells its guest that it may not be the only copy, if the guest can be told.

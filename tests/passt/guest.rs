@@ -153,7 +153,7 @@ impl Guest {
         let wire = Wire { driver: driver.move_to(interface(net)?, |_| ()), sent, given_back, other };
         // The machine does this when it runs. A passt that has received nothing from its guest does
         // not know its MAC address, and starts a connection with a single SYN.
-        wire.driver.device.arrived();
+        wire.driver.device.arrived(false);
         Ok(Self { wire, interface: own, sockets, started, next_port })
     }
 

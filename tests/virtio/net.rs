@@ -142,6 +142,20 @@ fn an_interface_gets_the_address_that_its_new_process_is_asked_for() {
     assert_eq!(driver.move_to(another, |_| ()).config(0, 6), new);
 }
 
+/// The bridge would send the other machine's packets to the fork.
+#[test]
+fn a_fork_announces_no_address_that_another_machine_has() {
+    for (forked, named, announced) in [(true, None, false), (true, Some(MAC), true), (false, None, true)] {
+        let (ours, theirs) = UnixDatagram::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let mut net = Net::on(Tap::from_fd("pair", theirs.into()), MAC).named(named);
+        net.arrived(forked);
+        let heard = ours.recv(&mut [0; 100]).is_ok();
+        assert_eq!(heard, announced, "forked {forked}, with the address {named:?}");
+    }
+}
+
 #[test]
 fn a_tap_that_is_not_there_is_named_with_the_remedy() {
     let open = |tap: &str| {
@@ -161,7 +175,7 @@ fn a_tap_that_is_not_there_is_named_with_the_remedy() {
 fn an_interface_that_has_arrived_tells_switches_where_it_is() {
     let (ours, theirs) = UnixDatagram::pair().unwrap();
     let mut net = Net::on(Tap::from_fd("pair", theirs.into()), MAC);
-    net.arrived();
+    net.arrived(false);
     let mut packet = [0; 100];
     assert_eq!(ours.recv(&mut packet).unwrap(), 12 + 60);
     // The guest broadcasts a RARP request (RFC 903) that contains the guest's address twice.

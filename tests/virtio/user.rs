@@ -173,7 +173,7 @@ fn an_interface_that_moves_keeps_its_address_and_announces_it() {
     let mut driver = driver.move_to(other, |_| ());
     drop(wire);
     assert_eq!((driver.config(0, 6), driver.config(6, 2)), (MAC.to_vec(), vec![1, 0]));
-    driver.device.arrived();
+    driver.device.arrived(false);
     let mut announced = [0; 64];
     far.read_exact(&mut announced).unwrap();
     assert_eq!(

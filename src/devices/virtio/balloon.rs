@@ -1,8 +1,9 @@
 //! Balloon (virtio 1.2, section 5.5): pages that the guest lends to the host.
 //!
 //! The host asks for a size, the driver names pages, and the device discards them from the mapping.
-//! A discarded page reads as zeros when it is touched again. With free page reporting, the driver
-//! also names pages that are currently unused. Discarding a page changes its content, so the page
+//! A discarded page reads as zeros when it is touched again, and in a forked machine as the base
+//! has it (`kvm/memory/slices.rs`). With free page reporting, the driver also names pages that are
+//! currently unused. Discarding a page changes its content, so the page
 //! is marked in the memory's dirty bitmap like any other write.
 
 use std::any::Any;

@@ -267,8 +267,8 @@ pub trait VirtioDevice: Send {
     }
 
     /// The machine has arrived from another process and runs here now. Announces that to the
-    /// network, if needed.
-    fn arrived(&mut self) {}
+    /// network, if needed. If it was `forked`, the other machine runs on.
+    fn arrived(&mut self, _forked: bool) {}
 
     /// Why the machine can be neither saved nor moved because of this device, if so: the key of its
     /// kind, and the reason.

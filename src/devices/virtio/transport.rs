@@ -224,9 +224,9 @@ impl Transport {
         self.lock().device.lend()
     }
 
-    /// The machine has arrived from another process.
-    pub fn arrived(&self) {
-        self.lock().device.arrived();
+    /// The machine has arrived from another process, or was forked from one that runs on.
+    pub fn arrived(&self, forked: bool) {
+        self.lock().device.arrived(forked);
     }
 
     /// Describes the device, to compare it with another.

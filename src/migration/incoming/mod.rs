@@ -141,6 +141,8 @@ pub struct Incoming {
     paused: bool,
     /// Whether other machines may be restored from the same state.
     restored: bool,
+    /// Whether the machine that it is a copy of runs on.
+    forked: bool,
     /// Whether changed disks are accepted.
     disk_changed: bool,
 }
@@ -189,6 +191,7 @@ impl Incoming {
         // A preserved machine is the only one of its state.
         let restored =
             matches!(&arrival, Arrival::Files { origin, .. } if !matches!(origin, Origin::Preserved(_)));
+        let forked = matches!(&arrival, Arrival::Files { origin: Origin::Fork(_), .. });
         let mut accepted = false;
         let (bringer, state, meanwhile, paused) = match arrival {
             Arrival::Process(liveness) => {
@@ -219,6 +222,7 @@ impl Incoming {
             meanwhile,
             paused,
             restored,
+            forked,
             disk_changed: accepted,
         })
     }
@@ -369,7 +373,7 @@ impl Incoming {
         }) {
             return refused();
         }
-        machine.arriving_mut().commit().map_err(|error| error.to_string())?;
+        machine.arriving_mut().commit(self.forked).map_err(|error| error.to_string())?;
         if self.restored {
             machine.arriving_mut().renew().map_err(|error| error.to_string())?;
         }

@@ -51,8 +51,8 @@ where
         Ok(self.machine.restore(sections, meanwhile)?)
     }
 
-    fn commit(&mut self) -> Result<(), Error> {
-        Ok(self.machine.commit()?)
+    fn commit(&mut self, forked: bool) -> Result<(), Error> {
+        Ok(self.machine.commit(forked)?)
     }
 
     fn renew(&mut self) -> Result<(), Error> {

@@ -173,7 +173,7 @@ pub fn hand_over(
     copy(&source.memory(), &target.memory())?;
     target.restore(change(sections), ClockPolicy::Passes).map_err(|error| error.to_string())?;
     source.release();
-    target.commit().map_err(|error| error.to_string())?;
+    target.commit(false).map_err(|error| error.to_string())?;
     target.start().map_err(|error| error.to_string())?;
     Ok(())
 }

@@ -486,10 +486,13 @@ impl VirtioDevice for Net {
         }
     }
 
-    /// Switches learn from any packet which port an address is behind.
-    fn arrived(&mut self) {
+    /// Switches learn from any packet which port an address is behind. An address that the machine
+    /// shares with one that runs on stays behind that one's port.
+    fn arrived(&mut self, forked: bool) {
+        let is_shared = forked && self.named.is_none();
         let packet = announcement(self.mac);
         match &mut self.side {
+            Side::Tap(_) if is_shared => {}
             Side::Tap(tap) => {
                 if let Err(error) = tap.send(&packet) {
                     tracing::warn!(

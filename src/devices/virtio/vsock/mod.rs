@@ -538,7 +538,7 @@ impl VirtioDevice for Vsock {
         Ok(vec![self.hub.listener.lend()?])
     }
 
-    fn arrived(&mut self) {
+    fn arrived(&mut self, _forked: bool) {
         self.waits = false;
     }
 
