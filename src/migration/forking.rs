@@ -63,6 +63,9 @@ const SHARE: u64 = 4;
 /// millisecond.
 const FEW: u64 = 500;
 
+/// The pages that are copied before it is checked again whether the fork is wanted.
+const PIECE: u64 = 512;
+
 /// How often it is checked whether memory is complete.
 const LOOK: Duration = Duration::from_millis(1);
 
@@ -119,7 +122,16 @@ impl Forking {
         let mut next = None;
         if first || self.differ()? * SHARE > self.pages() {
             let file = self.next.try_clone().map_err(failed("another descriptor of a file"))?;
-            next = self.ram.new_base(file).map_err(failed("a new base"))?;
+            next = match self.ram.new_base(file, || self.is_wanted()) {
+                Ok(next) => next,
+                Err(error) if first => return Err(failed("a base")(error)),
+                Err(error) => {
+                    self.machine.is_wanted()?;
+                    // The pages that differ are copied instead.
+                    tracing::warn!("no new base: {error}");
+                    None
+                }
+            };
         }
         let log = match &mut next {
             Some(next) if first => Some(self.copy_ahead(next)?),
@@ -142,8 +154,12 @@ impl Forking {
                     log.owed.collect(&self.ram, Some(&self.pagemap))?;
                     self.copy_owed(log, &mut next)?;
                 }
-                None => self.ram.copy_parted(&self.pagemap, &mut next).map_err(failed("a new base"))?,
+                None => {
+                    let copied = self.ram.copy_parted(&self.pagemap, &mut next, || self.is_wanted());
+                    copied.map_err(failed("a new base"))?;
+                }
             }
+            self.machine.is_wanted()?;
             self.ram.show(next).map_err(failed("a new base"))?;
         }
         self.copy(&mut writer)?;
@@ -169,6 +185,14 @@ impl Forking {
             poll.wait(Some(LOOK)).map_err(failed("poll"))?;
         }
         Ok(())
+    }
+
+    /// Whether the fork is wanted, for what is done piece by piece.
+    fn is_wanted(&self) -> io::Result<()> {
+        self.machine.is_wanted().map_err(|end| match end {
+            End::Failed(why) => io::Error::other(why),
+            End::Orphaned => io::Error::other("its machine is gone"),
+        })
     }
 
     /// The number of pages of RAM.
@@ -215,7 +239,8 @@ impl Forking {
             // Settled before they are read: a later write makes them owed again.
             log.owed.settle(outgoing, run.clone());
             if self.ram.holds(outgoing.slot()) {
-                self.ram.copy(base, outgoing.slot(), run).map_err(failed("copying pages"))?;
+                let copied = self.ram.copy(base, outgoing.slot(), run, || self.is_wanted());
+                copied.map_err(failed("copying pages"))?;
             }
         }
         Ok(())
@@ -225,9 +250,11 @@ impl Forking {
     fn copy(&self, writer: &mut Writer) -> Result<(), End> {
         for (region, slot) in self.memory.iter().enumerate() {
             let mut result = Ok(());
-            let mut write = |run| {
-                if result.is_ok() {
-                    result = writer.write(region, slot, run).map(drop);
+            let mut write = |run: Range<u64>| {
+                for run in pieces(run) {
+                    if result.is_ok() {
+                        result = self.is_wanted().and_then(|()| writer.write(region, slot, run).map(drop));
+                    }
                 }
             };
             if self.ram.holds(slot) {
@@ -254,6 +281,12 @@ impl Forking {
         }
         format!("its memory cannot be mapped privately: {error}")
     }
+}
+
+/// Parts of `run` between which it is checked whether the fork is wanted.
+fn pieces(run: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let starts = (run.start..run.end).step_by(PIECE as usize);
+    starts.map(move |start| start..(start + PIECE).min(run.end))
 }
 
 /// The message for an error of [`Memory::freeze_base`].

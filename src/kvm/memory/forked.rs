@@ -71,11 +71,19 @@ pub struct NewBase {
 }
 
 impl NewBase {
-    /// Copies `len` bytes at `at` of `mapping`.
-    fn copy(&mut self, mapping: &Mapping, at: u64, len: u64) -> io::Result<()> {
+    /// Copies `len` bytes at `at` of `mapping`. Asks `wanted` before each piece, and ends with its
+    /// error.
+    fn copy(
+        &mut self,
+        mapping: &Mapping,
+        at: u64,
+        len: u64,
+        wanted: &dyn Fn() -> io::Result<()>,
+    ) -> io::Result<()> {
         let end = at + len;
         let mut at = at;
         while at < end {
+            wanted()?;
             let piece = at / PIECE * PIECE;
             if let Some(huge) = self.huge.as_ref().filter(|_| self.piece != Some(piece)) {
                 // One page fault brings a huge page where the host has them for files in memory.
@@ -269,11 +277,11 @@ impl Memory {
 
     /// Makes `file` a future base, which is empty and as long as memory. Copies the base to it, if
     /// there is one. The guest may run: the base is never written. Returns `None` for huge pages of
-    /// the pool, which keep their base.
+    /// the pool, which keep their base. Ends with the error of `wanted`, which is asked now and then.
     ///
     /// # Errors
     /// `file` cannot be a base, or the host lacks memory.
-    pub fn new_base(&self, file: File) -> io::Result<Option<NewBase>> {
+    pub fn new_base(&self, file: File, wanted: impl Fn() -> io::Result<()>) -> io::Result<Option<NewBase>> {
         let (size, pages) = (self.config.size, self.config.backing.pages());
         if pages == Pages::Pool {
             return Ok(None);
@@ -302,30 +310,43 @@ impl Memory {
         let mut runs = Vec::new();
         pagemap::data(&base, 0, size / PAGE_SIZE, |run| runs.push(run))?;
         for run in runs {
-            new.copy(&old, run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE)?;
+            new.copy(&old, run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE, &wanted)?;
         }
         Ok(Some(new))
     }
 
-    /// Copies pages of `slot` into `new`. `slot` is part of this memory.
+    /// Copies pages of `slot` into `new`. `slot` is part of this memory. Ends with the error of
+    /// `wanted`, which is asked now and then.
     ///
     /// # Errors
     /// The host lacks memory.
-    pub fn copy(&self, new: &mut NewBase, slot: &Slot, run: Range<u64>) -> io::Result<()> {
+    pub fn copy(
+        &self,
+        new: &mut NewBase,
+        slot: &Slot,
+        run: Range<u64>,
+        wanted: impl Fn() -> io::Result<()>,
+    ) -> io::Result<()> {
         let at = slot.offset() + run.start * PAGE_SIZE;
-        new.copy(&self.mapping, at, (run.end - run.start) * PAGE_SIZE)
+        new.copy(&self.mapping, at, (run.end - run.start) * PAGE_SIZE, &wanted)
     }
 
-    /// Copies the pages that differ from the old base into `new`. The machine must be paused.
+    /// Copies the pages that differ from the old base into `new`. The machine must be paused. Ends
+    /// with the error of `wanted`, which is asked now and then.
     ///
     /// # Errors
     /// The host refuses.
-    pub fn copy_parted(&self, pagemap: &Pagemap, new: &mut NewBase) -> io::Result<()> {
+    pub fn copy_parted(
+        &self,
+        pagemap: &Pagemap,
+        new: &mut NewBase,
+        wanted: impl Fn() -> io::Result<()>,
+    ) -> io::Result<()> {
         for slot in self.slots() {
             let mut result = Ok(());
             self.parted_pages(pagemap, slot, |run| {
                 if result.is_ok() {
-                    result = self.copy(new, slot, run);
+                    result = self.copy(new, slot, run, &wanted);
                 }
             })?;
             result?;
@@ -427,7 +448,7 @@ mod tests {
             });
             for _ in 0..2000 {
                 let file = mmap::freezable_memfd(c"vellum-test", 1 << 20, None).unwrap();
-                memory.show(memory.new_base(file).unwrap().unwrap()).unwrap();
+                memory.show(memory.new_base(file, || Ok(())).unwrap().unwrap()).unwrap();
             }
             ended.store(true, Ordering::Relaxed);
             asks.join().unwrap()

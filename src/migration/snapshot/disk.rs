@@ -53,12 +53,14 @@ fn said<'a>(disk: &'a machine::Disk, what: &'static str) -> impl Fn(io::Error) -
     move |error| format!("{} ({}): {what}: {error}", disk.name, disk.image.path.display())
 }
 
-/// Flushes the guest's writes to the medium.
+/// Flushes the guest's writes to the medium. An overlay that ends with its machine need not survive
+/// the host.
 ///
 /// # Errors
 /// A disk cannot be flushed. The error names it.
 pub fn flush(disks: &[machine::Disk]) -> Result<(), String> {
-    let mut written = disks.iter().filter(|disk| !disk.image.readonly);
+    let lasts = |disk: &&machine::Disk| !disk.image.readonly && disk.image.overlay.is_none();
+    let mut written = disks.iter().filter(lasts);
     written.try_for_each(|disk| disk.image.file.sync_all().map_err(said(disk, "flushing it")))
 }
 
@@ -91,7 +93,10 @@ pub fn saved(disks: &[machine::Disk], clones: &[File]) -> Result<Vec<Disk>, Stri
         };
         let mark = Mark::of(&disk.image.file).map_err(said(disk, "what it is"))?;
         let clone = clones.get(at).map(cloned).transpose().map_err(said(disk, "its clone"))?;
-        mark.settle();
+        // Nobody else writes to an overlay that ends with its machine.
+        if disk.image.overlay.is_none() {
+            mark.settle();
+        }
         all.push(Disk {
             name: disk.name.clone(),
             path: disk.image.path.display().to_string(),
