@@ -156,6 +156,8 @@ fn a_pc_is_forked_with_its_devices() -> Result<(), Failed> {
     says(&refused, 2, "--rng: here has rng: give the new machine one too")?;
     let refused = env.vellum(&format!("fork here --name there --vsock v {}", devices("there.out")))?;
     says(&refused, 2, "--vsock: here has no vsock: leave it out")?;
+    let refused = env.vellum(&format!("fork here --name there {}", devices("here.out")))?;
+    says(&refused, 2, "is the output of another running machine")?;
     for name in ["there", "then"] {
         let forked = fork(&env, "here", &format!("--name {name} {}", devices(&format!("{name}.out"))))?;
         let counted = counts(&format!("{name}.out"))?;

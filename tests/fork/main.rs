@@ -65,7 +65,9 @@ impl Forked<'_> {
 fn fork<'a>(env: &'a TestEnv, from: &str, more: &str) -> Result<Vec<Forked<'a>>, Failed> {
     let output = env.vellum(&format!("fork {from} {more}"))?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    let runs = said.lines().filter_map(|line| line.split_once(" runs, process "));
+    let runs = said.lines().filter_map(|line| {
+        line.split_once(" runs, process ").or_else(|| line.split_once(" is paused, process "))
+    });
     let machine = |(name, pid): (&str, &str)| {
         Ok(Forked { env, name: name.to_owned(), pid: pid.parse().map_err(|_| said.clone())? })
     };

@@ -14,6 +14,7 @@ use vellum_devices::virtio::console::ConsoleConfig;
 use vellum_devices::virtio::fs::FsConfig;
 use vellum_devices::virtio::net::user::Forward;
 use vellum_devices::virtio::net::{self, NetConfig};
+use vellum_devices::virtio::vsock::VsockConfig;
 use vellum_devices::virtio::{DeviceConfig, KINDS, Kind, handoff};
 use vellum_disk::overlay::{self, Place};
 use vellum_linux::virtio::Config;
@@ -98,6 +99,39 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
     fn disks(&mut self) -> impl Iterator<Item = (String, &mut Arc<dyn DeviceConfig>)> {
         let disks = self.0.iter_mut().filter(|config| config.kind().key == blk::KIND.key);
         disks.enumerate().map(|(at, config)| (format!("{}{at}", blk::KIND.key), config))
+    }
+
+    /// The flag and the name of each thing of the host that only one machine at a time can have.
+    pub fn exclusive(&self) -> Vec<(String, String)> {
+        let mut all = Vec::new();
+        for config in &self.0 {
+            let kind = config.kind().key;
+            let config = &**config as &dyn Any;
+            let path = if let Some(disk) = config.downcast_ref::<BlkConfig>() {
+                match &disk.overlay {
+                    Some(Place::File(path)) => Some(path.clone()),
+                    None if !disk.readonly => Some(disk.path.clone()),
+                    _ => None,
+                }
+            } else if let Some(vsock) = config.downcast_ref::<VsockConfig>() {
+                Some(vsock.path.clone())
+            } else if let Some(network) = config.downcast_ref::<NetConfig>() {
+                match &network.user {
+                    Some(user) => user.socket.clone(),
+                    None => Some(network.tap.clone().into()),
+                }
+            } else {
+                None
+            };
+            all.extend(path.map(|path| (flag(kind), path.display().to_string())));
+        }
+        all
+    }
+
+    /// Whether a network on a tap has no address of its own.
+    pub fn lacks_address(&self) -> bool {
+        let lacks = |network: &NetConfig| network.user.is_none() && network.mac.is_none();
+        self.0.iter().any(|config| (&**config as &dyn Any).downcast_ref().is_some_and(lacks))
     }
 
     /// The names of the disks with an overlay.

@@ -6,14 +6,14 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -29,7 +29,7 @@ use super::starting::{Log, Starting, inherited, this_program};
 use crate::session::incoming::{Fork, Listen};
 use crate::session::log::{self, Beside};
 use vellum_control::client::{Client, Error};
-use vellum_control::{ChildDevice, Do, Event, Status, names};
+use vellum_control::{ChildDevice, Do, Event, MachineState, Status, names};
 use vellum_disk::overlay;
 use vellum_host::density::{self, Resource};
 use vellum_host::{hugepages, topology};
@@ -43,6 +43,7 @@ use vellum_sandbox::Mode;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
 use vellum_sys::mmap::{freezable_memfd, memfd};
+use vellum_sys::poll::Poll;
 use vellum_sys::{keyvalue, signal};
 
 /// Make further machines of a running one: they share its memory until they write to it
@@ -171,6 +172,8 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     }
     let (source, us) = Source::of(&args.machine, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
+    // A machine that is forked while it is paused is paused in the fork too.
+    let stands = args.paused || has.state == MachineState::Paused;
     let mut running = 0;
     for (at, batch) in names.chunks(AT_ONCE).enumerate() {
         let first = at * AT_ONCE;
@@ -194,7 +197,8 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
             }
             running += 1;
             let (name, pid) = (&started[at].name, started[at].child.id());
-            print(format_args!("{name} runs, process {pid}\n"))?;
+            let stands = if stands { "is paused" } else { "runs" };
+            print(format_args!("{name} {stands}, process {pid}\n"))?;
             // The machine ends if this process ends before it has reported the machine.
             (&started[at].waits).write_all(&[1]).map_err(Failure::host)?;
         }
@@ -220,10 +224,18 @@ fn names_of(args: &ForkArgs) -> Result<Vec<String>, Failure> {
     let Some(name) = &args.host.name else {
         return Err(Failure::usage("--name NEW: a new machine needs a name, by which it is found"));
     };
-    if args.count.is_some_and(|count| count > 1) && !name.contains("%d") {
+    let mut exclusive = args.host.exclusive();
+    exclusive.insert(0, ("--name".into(), name.clone()));
+    let is_same = |(_, what): &&(String, String)| !what.contains("%d");
+    if let Some((flag, what)) = exclusive.iter().find(is_same).filter(|_| args.count.is_some_and(|n| n > 1)) {
         return Err(Failure::usage(format!(
-            "--name {name}: with --count it has a %d, for the number of each"
+            "{flag} {what}: with --count it has a %d, for the number of each"
         )));
+    }
+    if args.host.lacks_address() {
+        return Err(Failure::usage(
+            "--net tap=: on a bridge the new machine would take the packets of the first one; name an address with mac=ADDRESS",
+        ));
     }
     let numbered = |number: u32| match args.count {
         Some(_) => name.replace("%d", &number.to_string()),
@@ -241,6 +253,9 @@ fn names_of(args: &ForkArgs) -> Result<Vec<String>, Failure> {
 
 /// Fails if the memory of the machine cannot be a base.
 fn check_backing(name: &str, status: &Status) -> Result<(), Failure> {
+    if status.state.is_arriving() {
+        return Err(Failure::usage(format!("{name} has not come yet ({})", status.state)));
+    }
     let backing = status.backing.as_deref().unwrap_or("unknown");
     let instead = match backing {
         "memfd" | "anonymous" | "thp" => return Ok(()),
@@ -397,10 +412,36 @@ pub(super) struct ForCommand(Starting);
 impl ForCommand {
     /// Waits for its end. Returns its exit status, or 128 plus the signal that ended it.
     pub fn wait(&mut self) -> Result<u8, Failure> {
-        let ended = self.0.child.wait().map_err(Failure::host)?;
-        let by_signal = || ended.signal().map_or(0, |signal| 128 + signal);
-        Ok(ended.code().unwrap_or_else(by_signal) as u8)
+        self.0.child.wait().map(status_of).map_err(Failure::host)
     }
+
+    /// The same if it ends within this time.
+    pub fn ends_within(&mut self, time: Duration) -> Result<Option<u8>, Failure> {
+        // Its process has the other end. It sends nothing after it has run.
+        let until = Instant::now() + time;
+        let mut bytes = [0; 8];
+        loop {
+            if let Some(ended) = self.0.child.try_wait().map_err(Failure::host)? {
+                return Ok(Some(status_of(ended)));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let mut poll = Poll::default();
+            poll.readable(&self.0.waits);
+            if poll.wait(Some(left)).map_err(Failure::host)?
+                && !matches!((&self.0.waits).read(&mut bytes), Ok(1..))
+            {
+                return self.wait().map(Some);
+            }
+        }
+    }
+}
+
+/// The exit status, or 128 plus the signal that ended it.
+fn status_of(ended: ExitStatus) -> u8 {
+    ended.code().unwrap_or_else(|| ended.signal().map_or(0, |signal| 128 + signal)) as u8
 }
 
 impl Source {

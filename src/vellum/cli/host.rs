@@ -146,6 +146,23 @@ impl HostArgs {
         given.into_iter().find(|(is_given, _)| *is_given).map(|(_, flag)| flag)
     }
 
+    /// The flag and the name of each thing that only one machine at a time can have, or that the
+    /// next one would replace.
+    pub fn exclusive(&self) -> Vec<(String, String)> {
+        let mut all = self.devices.exclusive();
+        if let Target::File(path) = &self.serial {
+            all.push(("--serial".into(), format!("file={}", path.display())));
+        }
+        let result = self.result.path().filter(|path| path.as_os_str() != "-");
+        all.extend(result.map(|path| ("--json".into(), path.display().to_string())));
+        all
+    }
+
+    /// Whether a network would have the address of the machine that is forked.
+    pub fn lacks_address(&self) -> bool {
+        self.devices.lacks_address()
+    }
+
     /// The names of the disks with an overlay.
     pub fn overlays(&self) -> Vec<String> {
         self.devices.clone().overlays()

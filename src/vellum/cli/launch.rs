@@ -308,6 +308,9 @@ impl From<Up> for Failure {
     }
 }
 
+/// How long a machine without a connection to its agent may take to end by itself.
+const ENDING: Duration = Duration::from_secs(10);
+
 /// Runs a command in a fork of the machine `zygote`, which waits for that. The fork ends with the
 /// command, with this process, or after `limit`.
 pub(super) fn from(
@@ -334,14 +337,19 @@ pub(super) fn from(
     Sandbox::client(sandbox).map_err(|error| Failure::of(&error, FLAGS))?;
     let mut seed = vec![0; 64];
     random::fill(&mut seed).map_err(|error| Failure::host(format!("random bytes: {error}")))?;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    launch.fresh = Some(Fresh { seed, realtime_ns: now.as_nanos() as u64 });
-    let request = serde_json::to_string(&Request::Launch(launch)).map_err(Failure::host)?;
-    // If the machine ended, its socket is gone too.
-    let stream = agent::connect(&vsock, agent::ANSWER_TIMEOUT).ok();
-    let Outcome { ended, unwritten } =
-        stream.and_then(|stream| streams.converse(stream, &request).ok()).unwrap_or_default();
-    let status = child.wait()?;
+    let stream = agent::connect(&vsock, agent::ANSWER_TIMEOUT).map_err(|error| Failure::of(&error, FLAGS));
+    let outcome = stream.and_then(|stream| {
+        // The guest may have taken long to accept the connection.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        launch.fresh = Some(Fresh { seed, realtime_ns: now.as_nanos() as u64 });
+        let request = serde_json::to_string(&Request::Launch(launch)).map_err(Failure::host)?;
+        streams.converse(stream, &request).map_err(|error| Failure::host(format!("the guest agent: {error}")))
+    });
+    let (Outcome { ended, unwritten }, status) = match outcome {
+        Ok(outcome) => (outcome, child.wait()?),
+        // If the machine has ended, its socket is gone, and its end says more.
+        Err(failed) => (Outcome::default(), child.ends_within(ENDING)?.ok_or(failed)?),
+    };
     let ended = ended.unwrap_or_else(|| heard.of_machine(status));
     write_status(status_file, &ended)?;
     Ok(tell(ended, unwritten))

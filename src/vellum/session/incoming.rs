@@ -157,7 +157,12 @@ pub fn run(
     let (listen, serial) = match listen {
         Listen::Lent(socket, serial) => (Listen::Connected(socket), serial),
         listen => {
-            let serial = config.serial.open_beside().map_err(machine::Error::from)?;
+            // A machine that is forked goes on, and so does its output.
+            let serial = match &listen {
+                Listen::Fork(_) => config.serial.open(),
+                _ => config.serial.open_beside(),
+            };
+            let serial = serial.map_err(machine::Error::from)?;
             if matches!(listen, Listen::Preserved(_)) {
                 // The output of the same machine continues.
                 serial.hand_over();
