@@ -4,12 +4,12 @@ use std::os::fd::AsFd;
 
 use support::env::TestEnv;
 use support::hosts::{huge_pages, kvm};
-use support::{Failed, LIMIT, ensure, eventually, test};
+use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::mmap::memfd;
 
-use crate::{fork_one, says, stops_right};
+use crate::{fork, fork_one, says, stops_right};
 
 #[test(kvm())]
 fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
@@ -68,6 +68,34 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
     })?;
     fork_one(&env, "here", "new")?.ends_right()?;
     stops_right(&env, "here", here)
+}
+
+fn root() -> Need {
+    if vellum_sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
+}
+
+/// A machine may have dropped root. Its forks drop it too, and root opens nothing that it names.
+#[test(kvm(), root())]
+fn forks_of_a_machine_that_has_dropped_root_drop_it() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 16m,backing=memfd --passes 0 --user 65534:65533")?;
+    says(
+        &env.vellum("run --from here -- true")?,
+        2,
+        "--from here: it runs as user 65534, and root opens nothing",
+    )?;
+    for (more, expected) in [("", ["65534", "65533"]), ("--user 65532:65531", ["65532", "65531"])] {
+        let forked = fork(&env, "here", &format!("--name there {more}"))?.pop().ok_or("no machine")?;
+        let status = std::fs::read_to_string(format!("/proc/{}/status", forked.pid))?;
+        for (name, id) in ["Uid:", "Gid:"].into_iter().zip(expected) {
+            let line = status.lines().find(|line| line.starts_with(name)).ok_or("no such line")?;
+            ensure(line.split_whitespace().skip(1).all(|other| other == id), || line.to_owned())?;
+        }
+        env.ctl("there stop")?;
+        forked.is_over()?;
+    }
+    env.ctl("here stop")?;
+    here.end().map(drop)
 }
 
 /// If the pool lacks huge pages for all forks, the error comes before the first fork.

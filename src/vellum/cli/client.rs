@@ -11,7 +11,9 @@ use vellum_bench::oracle::edges::{self, EdgeVerdict};
 use vellum_control::client::{Client, Error};
 use vellum_control::{Do, Loses, MigrationBlocker, Status};
 use vellum_kvm::dirty::Method;
+use vellum_sandbox::user::User;
 use vellum_sys::diagnose::Diagnose;
+use vellum_sys::{identity, socket};
 
 /// How long a client waits for an event before it looks for signals.
 const LOOK: Duration = Duration::from_millis(200);
@@ -45,6 +47,28 @@ pub(super) fn heard(machine: &mut Client, of: Option<u64>, what: &str) -> Result
 /// The machine's status.
 pub(super) fn status(machine: &mut Client) -> Result<Status, Failure> {
     serde_json::from_value(machine.ask(&Do::Status {}).map_err(failure)?).map_err(Failure::host)
+}
+
+/// The user of a machine's process, if this process is root and that one is not. It may have dropped
+/// root since it listens, so its credentials are those of its process now. What such a process says
+/// is that user's word.
+///
+/// # Errors
+/// This process is root, and the other one's user is unknown.
+pub(super) fn other_user(machine: &Client) -> Result<Option<User>, Failure> {
+    if identity::effective().0 != 0 {
+        return Ok(None);
+    }
+    let pid = socket::peer_pid(machine.connection()).map_err(Failure::host)?;
+    let of = |error: &dyn std::fmt::Display| Failure::host(format!("the user of process {pid}: {error}"));
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).map_err(|error| of(&error))?;
+    // Real, effective, saved and of the file system (proc_pid_status(5)).
+    let effective = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.split_whitespace().nth(1)?.parse().ok()
+    };
+    let (uid, gid) = effective("Uid").zip(effective("Gid")).ok_or_else(|| of(&"it is not told"))?;
+    Ok((uid != 0).then_some(User { uid, gid }))
 }
 
 /// Checks that the machine with this `status` can be saved and migrated.

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::client::{failure, heard, listen, may_fork, status};
+use super::client::{failure, heard, listen, may_fork, other_user, status};
 use super::control::Resident;
 use super::devices;
 use super::failure::Failure;
@@ -40,6 +40,7 @@ use vellum_migration::loading::Forked;
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sandbox::Mode;
+use vellum_sandbox::user::User;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
 use vellum_sys::mmap::{freezable_memfd, memfd};
@@ -117,6 +118,8 @@ struct Inherited {
     devices: Vec<ChildDevice>,
     /// The time after which the machine ends.
     limit: Option<Duration>,
+    /// The user of the machine that it is forked from, if root forks it.
+    user: Option<User>,
     /// Whether its memory is to have transparent huge pages.
     transparent: bool,
     /// See [`host::Fork::pinned_before`].
@@ -136,8 +139,19 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
     let wrong = |what: &dyn std::fmt::Display| Failure::usage(format!("what it is forked from: {what}"));
     let own = |fd: RawFd| taken(fd).ok_or_else(|| wrong(&format_args!("descriptor {fd} is not open")));
-    let Inherited { point, files, overlays, waits, from, log, devices, limit, transparent, pinned_before } =
-        inherited(list)?;
+    let Inherited {
+        point,
+        files,
+        overlays,
+        waits,
+        from,
+        log,
+        devices,
+        limit,
+        user,
+        transparent,
+        pinned_before,
+    } = inherited(list)?;
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
     let files = Files { ram, map, state, clones: Vec::new() };
@@ -150,7 +164,7 @@ fn be(args: ForkArgs, list: RawFd) -> Result<Exit, Failure> {
     let overlays = overlays.into_iter().map(|(name, fd)| Ok((name, own(fd)?.into())));
     let overlays = overlays.collect::<Result<Vec<(String, File)>, Failure>>()?;
     let from = Some(from);
-    let fork = host::Fork { waits: own_end, from, log, limit, pinned_before, ..host::Fork::default() };
+    let fork = host::Fork { waits: own_end, from, log, limit, user, pinned_before, ..host::Fork::default() };
     let host = args.host.forked(fork).with_devices(devices, &overlays).map_err(Failure::usage)?;
     drop(overlays);
     host.run(listen, memory, LIVENESS, FLAGS)
@@ -345,6 +359,8 @@ struct Source {
     base: OwnedFd,
     /// Its machine's process.
     from: u32,
+    /// The user of that process, if this one is root.
+    user: Option<User>,
     /// Whether its memory has transparent huge pages.
     transparent: bool,
     vcpus: usize,
@@ -384,6 +400,12 @@ pub(super) fn for_command(
 ) -> Result<(ForCommand, File), Failure> {
     let path = names::find(zygote).map_err(failure)?;
     let mut machine = listen(&path)?;
+    if let Some(User { uid, .. }) = other_user(&machine)? {
+        // Its process names the files and directories that the fork opens, and root can open all.
+        return Err(Failure::usage(format!(
+            "--from {zygote}: it runs as user {uid}, and root opens nothing on that user's word: run vellum as that user"
+        )));
+    }
     let has = status(&mut machine)?;
     let Some(devices) = has.children.clone() else {
         return Err(Failure::usage(format!(
@@ -449,6 +471,7 @@ impl Source {
     /// microseconds. If it `waits`, it lets operations of others end first.
     fn of(name: &str, mut machine: Client, has: &Status, waits: bool) -> Result<(Self, u64), Failure> {
         let file = |name| memfd(name, 0, None).map_err(Failure::host);
+        let user = other_user(&machine)?;
         loop {
             let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
             // Where memory is huge pages of the pool it is not used.
@@ -476,7 +499,7 @@ impl Source {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
                 let transparent = has.backing.as_deref() == Some("thp");
                 let (from, vcpus) = (has.pid, has.vcpus);
-                return Ok((Self { point, files, overlays, base, from, transparent, vcpus }, us));
+                return Ok((Self { point, files, overlays, base, from, user, transparent, vcpus }, us));
             }
         }
     }
@@ -506,6 +529,7 @@ impl Source {
                 log,
                 devices,
                 limit,
+                user: self.user,
                 transparent: self.transparent,
                 pinned_before: number * self.vcpus,
             };

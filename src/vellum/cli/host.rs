@@ -96,6 +96,8 @@ pub(super) struct Fork {
     pub log: Option<PathBuf>,
     /// The time after which it ends.
     pub limit: Option<Duration>,
+    /// The user that root is dropped for, unless --user names one.
+    pub user: Option<User>,
     /// The overlays of its disks that have no name.
     pub unnamed: Vec<File>,
     /// Whether it goes on if the client ends before it runs.
@@ -194,7 +196,7 @@ impl HostArgs {
         let process = session::Config {
             control,
             sandbox: self.sandbox,
-            user: self.user,
+            user: self.user.or(self.fork.user),
             result: self.result.path(),
             waits: self.fork.waits,
             outlives_client: self.fork.outlives_client,

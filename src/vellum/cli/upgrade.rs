@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::client::{failure, has_a_descriptor, heard, listen, loses, status};
+use super::client::{failure, has_a_descriptor, heard, listen, loses, other_user, status};
 use super::failure::Failure;
 use super::output::{print, say};
 use super::take_over::Inherited;
@@ -22,6 +22,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::handoff::List;
 use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
+use vellum_sandbox::user::User;
 use vellum_sys::mmap::memfd;
 use vellum_sys::program::detached_with;
 use vellum_sys::signal;
@@ -41,7 +42,11 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     if !has.forked {
         has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
     }
-    let (list, descriptors) = borrow(&path)?;
+    let (mut list, descriptors) = borrow(&path)?;
+    if let Some(User { uid, gid }) = other_user(&client)? {
+        // Root gives the new process the user of the old one, whatever that says.
+        list.user = Some((uid, gid));
+    }
     let [link, other_link] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     let [supervisor, other_supervisor] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     // No descriptor has all of a forked memory, so it is copied.
