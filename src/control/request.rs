@@ -84,6 +84,9 @@ pub enum Do {
         /// The number of these files.
         #[serde(default)]
         overlays: u32,
+        /// The bytes of memory that another base may take. None if that is not known.
+        #[serde(default)]
+        available: Option<u64>,
     },
     /// Get a descriptor of the base that this machine shares with those forked from it. It comes
     /// with the answer `{"base": …}`, the base's number.
@@ -130,7 +133,7 @@ impl Do {
             // Larger numbers than fit into one message are rejected.
             Self::MigrateRecover {} => 2,
             Self::LiveUpdate {} => 3,
-            Self::Fork { overlays } => 4 + (*overlays).min(MAX_DESCRIPTORS as u32) as usize,
+            Self::Fork { overlays, .. } => 4 + (*overlays).min(MAX_DESCRIPTORS as u32) as usize,
             Self::Snapshot(asked) => 3 + asked.clones.min(MAX_DESCRIPTORS as u32) as usize,
             Self::Migrate(asked) => {
                 let connections = asked.connections.clamp(1, MAX_DESCRIPTORS as u32) as usize;

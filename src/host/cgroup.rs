@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::sysfs;
 
-/// One limit that applies to this process.
+/// One limit that applies to a process.
 #[derive(Debug)]
 pub struct Limit {
     /// The file that holds it.
@@ -24,11 +24,27 @@ impl Limit {
     }
 }
 
-/// The memory limit that leaves the least, among this process's group and its visible ancestors.
+/// A process, by its name in /proc.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Process(Option<u32>);
+
+impl Process {
+    /// The process with this number.
+    pub fn of(pid: u32) -> Self {
+        Self(Some(pid))
+    }
+
+    fn directory(self, root: &Path) -> PathBuf {
+        let name = self.0.map_or_else(|| "self".to_owned(), |pid| pid.to_string());
+        root.join("proc").join(name)
+    }
+}
+
+/// The memory limit that leaves the least, among the group of the process and its visible ancestors.
 /// The page cache does not count as used, because the kernel reclaims it first. `root` is `/`, or a
 /// fake root for tests.
-pub fn memory_limit(root: &Path) -> Option<Limit> {
-    let (directory, version) = own_group(root, "memory")?;
+pub fn memory_limit(root: &Path, process: Process) -> Option<Limit> {
+    let (directory, version) = group_of(root, process, "memory")?;
     let (limit, used, files) = match version {
         Version::One => {
             ("memory.limit_in_bytes", "memory.usage_in_bytes", ["total_active_file ", "total_inactive_file "])
@@ -50,9 +66,9 @@ pub fn memory_limit(root: &Path) -> Option<Limit> {
     limits.min_by_key(Limit::left)
 }
 
-/// The limit on tasks that leaves the fewest, as [`memory_limit`].
+/// The limit on this process's tasks that leaves the fewest, as [`memory_limit`].
 pub fn pids_limit(root: &Path) -> Option<Limit> {
-    let (directory, _) = own_group(root, "pids")?;
+    let (directory, _) = group_of(root, Process::default(), "pids")?;
     let limits = directory.groups().filter_map(|group| {
         let file = group.join("pids.max");
         // Without a limit it has `max`, which is no number.
@@ -61,10 +77,10 @@ pub fn pids_limit(root: &Path) -> Option<Limit> {
     limits.min_by_key(Limit::left)
 }
 
-/// Every limit on huge pages of `page_size` bytes, from this process's group up to its highest
+/// Every limit on huge pages of `page_size` bytes, from the group of the process up to its highest
 /// visible ancestor. `root` is `/`, or a fake root for tests.
-pub fn hugetlb_limits(root: &Path, page_size: u64) -> Vec<Limit> {
-    let Some((directory, version)) = own_group(root, "hugetlb") else { return Vec::new() };
+pub fn hugetlb_limits(root: &Path, process: Process, page_size: u64) -> Vec<Limit> {
+    let Some((directory, version)) = group_of(root, process, "hugetlb") else { return Vec::new() };
     let size = size_name(page_size);
     // `rsvd` limits reservations: beyond it mmap fails. The other limits faults: beyond it an
     // access raises SIGBUS.
@@ -109,9 +125,9 @@ impl Directory {
     }
 }
 
-/// The directory of this process's group in the hierarchy that has `controller`.
-fn own_group(root: &Path, controller: &str) -> Option<(Directory, Version)> {
-    let groups = sysfs::whole(&root.join("proc/self/cgroup"))?;
+/// The directory of the process's group in the hierarchy that has `controller`.
+fn group_of(root: &Path, process: Process, controller: &str) -> Option<(Directory, Version)> {
+    let groups = sysfs::whole(&process.directory(root).join("cgroup"))?;
     let entry = |version| {
         groups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);

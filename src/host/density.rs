@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use super::{cgroup, topology};
+use super::cgroup::{self, Process};
+use super::topology;
 
 /// What one machine with one vCPU takes. A sandboxed machine is two processes: its own, and the
 /// guard of its sockets.
@@ -49,7 +50,7 @@ fn resources_under(root: &Path) -> Vec<Resource> {
     let numbers =
         |text: String| -> Vec<u64> { text.split_whitespace().filter_map(|word| word.parse().ok()).collect() };
     let number = |name: &str| numbers(sysctl(name)?).first().copied();
-    let memory = topology::memory_under(root);
+    let memory = topology::memory_under(root, Process::default());
     let limit = memory.limited_by.as_ref().map_or("memory".into(), |file| file.display().to_string());
     let (left, each) = (memory.available >> 20, NEED.memory >> 20);
     let mut all = vec![Resource { name: "MiB of memory", limit, left, each }];

@@ -261,7 +261,7 @@ fn huge_pages(page_size: u64) -> Check {
     if host.on_demand > 0 {
         found += &format!("; {} more on demand", host.on_demand);
     }
-    let limits = cgroup::hugetlb_limits(Path::new("/"), page_size);
+    let limits = cgroup::hugetlb_limits(Path::new("/"), cgroup::Process::default(), page_size);
     if let Some(limit) = limits.iter().min_by_key(|limit| limit.left()) {
         let left = limit.left() / page_size;
         found += &format!("; the control group allows {left}");

@@ -8,8 +8,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::cgroup::{self, Process};
 use super::topology::{self, Size};
-use super::{cgroup, root_command, sysfs};
+use super::{root_command, sysfs};
 use vellum_sys as sys;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 
@@ -112,7 +113,7 @@ pub fn check(page_size: u64, bytes: u64) -> Result<(), Shortage> {
 
 /// All shortages for the same request. [`check`] returns the first.
 pub(crate) fn shortages(page_size: u64, bytes: u64) -> Vec<Shortage> {
-    shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, bytes)
+    shortages_under(Path::new("/"), Process::default(), sys::host::bound_nodes(), page_size, bytes)
 }
 
 /// The sizes in bytes that the kernel supports, in ascending order.
@@ -122,8 +123,17 @@ pub fn sizes() -> Vec<u64> {
 
 /// How many pages of this size this process may have.
 pub fn free(page_size: u64) -> u64 {
+    free_to(Process::default(), page_size)
+}
+
+/// How many pages of this size the process `pid` may have, if it may use the same nodes as this one.
+pub fn free_of(pid: u32, page_size: u64) -> u64 {
+    free_to(Process::of(pid), page_size)
+}
+
+fn free_to(process: Process, page_size: u64) -> u64 {
     // More than any host has. The resulting shortage then says how many there are.
-    let shortages = shortages_under(Path::new("/"), sys::host::bound_nodes(), page_size, 1 << 62);
+    let shortages = shortages_under(Path::new("/"), process, sys::host::bound_nodes(), page_size, 1 << 62);
     let free = |shortage: &Shortage| match shortage {
         Shortage::Pool { free, .. } | Shortage::Cgroup { free, .. } => *free,
         _ => 0,
@@ -147,7 +157,13 @@ pub(crate) fn pools() -> Vec<Pool> {
     sizes_under(root).into_iter().flat_map(pools_of).collect()
 }
 
-fn shortages_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: u64) -> Vec<Shortage> {
+fn shortages_under(
+    root: &Path,
+    process: Process,
+    bound: Option<Vec<u32>>,
+    page_size: u64,
+    bytes: u64,
+) -> Vec<Shortage> {
     let needed = bytes.div_ceil(page_size);
     let Some(pool) = pool_under(root, page_size, None) else {
         return vec![Shortage::NoSuchSize { page_size, sizes: sizes_under(root) }];
@@ -176,7 +192,7 @@ fn shortages_under(root: &Path, bound: Option<Vec<u32>>, page_size: u64, bytes: 
         let command = root_command(total + missing, &file);
         shortages.push(Shortage::Pool { page_size, needed, free, missing, nodes: allowed, command });
     }
-    for limit in cgroup::hugetlb_limits(root, page_size) {
+    for limit in cgroup::hugetlb_limits(root, process, page_size) {
         let free = limit.left() / page_size;
         if needed > free {
             let wanted = limit.used.next_multiple_of(page_size).saturating_add(needed * page_size);
@@ -305,7 +321,10 @@ mod tests {
         }
 
         fn check(&self, bound: Option<Vec<u32>>, mib: u64) -> Result<(), Shortage> {
-            shortages_under(&self.0, bound, 2 * MIB, mib * MIB).into_iter().next().map_or(Ok(()), Err)
+            shortages_under(&self.0, Process::default(), bound, 2 * MIB, mib * MIB)
+                .into_iter()
+                .next()
+                .map_or(Ok(()), Err)
         }
     }
 
@@ -369,7 +388,7 @@ mod tests {
         assert!(shortage.to_string().contains("echo 10485760 "), "{shortage}");
 
         // A larger pool alone would not help.
-        let all = shortages_under(&host.0, None, 2 * MIB, 32 * MIB);
+        let all = shortages_under(&host.0, Process::default(), None, 2 * MIB, 32 * MIB);
         assert!(matches!(all.as_slice(), [Shortage::Pool { .. }, Shortage::Cgroup { .. }]), "{all:?}");
         let remedies: Vec<_> = all.iter().filter_map(Shortage::command).collect();
         assert!(
@@ -391,7 +410,7 @@ mod tests {
     #[test]
     fn a_size_that_the_kernel_lacks_is_named() {
         let host = Picture::new("size");
-        let shortages = shortages_under(&host.0, None, 1 << 30, 1 << 30);
+        let shortages = shortages_under(&host.0, Process::default(), None, 1 << 30, 1 << 30);
         assert_eq!(
             shortages[0].to_string(),
             "this host has no huge pages of 1 GiB (it has 2 MiB); choose another backing"

@@ -5,7 +5,8 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{cgroup, sysfs};
+use super::cgroup::{self, Process};
+use super::sysfs;
 use vellum_sys as sys;
 
 /// The CPUs that this process may use.
@@ -75,13 +76,18 @@ pub struct HostMemory {
 
 /// Examines the memory.
 pub fn memory() -> HostMemory {
-    memory_under(Path::new("/"))
+    memory_under(Path::new("/"), Process::default())
 }
 
-pub(super) fn memory_under(root: &Path) -> HostMemory {
+/// The memory that the process `pid` could get.
+pub fn memory_of(pid: u32) -> HostMemory {
+    memory_under(Path::new("/"), Process::of(pid))
+}
+
+pub(super) fn memory_under(root: &Path, process: Process) -> HostMemory {
     let total = sys::host::total_memory();
     let [available] = meminfo_under(root, ["MemAvailable"]).unwrap_or_default();
-    match cgroup::memory_limit(root) {
+    match cgroup::memory_limit(root, process) {
         Some(limit) if limit.left() < available => {
             HostMemory { total, available: limit.left(), limited_by: Some(limit.file) }
         }
@@ -100,7 +106,7 @@ fn preservable_under(root: &Path) -> Option<u64> {
     let [available] = meminfo_under(root, ["MemAvailable"])?;
     let movable = meminfo_under(root, ["CmaFree"]).map_or(0, |[free]| free);
     let host = available.saturating_sub(movable);
-    Some(cgroup::memory_limit(root).map_or(host, |limit| host.min(limit.left())))
+    Some(cgroup::memory_limit(root, Process::default()).map_or(host, |limit| host.min(limit.left())))
 }
 
 /// Bytes that the kernel uses in vmalloc areas and in unreclaimable slabs. KVM's allocations for a
@@ -157,7 +163,7 @@ mod tests {
         }
 
         fn available(&self) -> (u64, Option<PathBuf>) {
-            let memory = memory_under(&self.0);
+            let memory = memory_under(&self.0, Process::default());
             (memory.available >> 20, memory.limited_by.map(|file| file.strip_prefix(&self.0).unwrap().into()))
         }
     }
@@ -191,6 +197,22 @@ mod tests {
         // A group with more room than the host has does not matter.
         host.write("cg/a/memory.max", 1u64 << 40);
         assert_eq!(host.available(), (1000, None));
+    }
+
+    /// A machine's memory is charged to its own group, and not to that of whoever asks.
+    #[test]
+    fn each_process_has_the_limits_of_its_group() {
+        let host = Picture::new("other");
+        host.write("proc/self/cgroup", "0::/a\n");
+        host.write("proc/77/cgroup", "0::/b\n");
+        host.write("proc/self/mountinfo", "31 2 0:28 / /cg rw shared:1 - cgroup2 none rw\n");
+        for (group, mib) in [("a", 200u64), ("b", 100)] {
+            host.write(&format!("cg/{group}/memory.max"), mib << 20);
+            host.write(&format!("cg/{group}/memory.current"), 0);
+        }
+        assert_eq!(host.available().0, 200);
+        assert_eq!(memory_under(&host.0, Process::of(77)).available >> 20, 100);
+        assert_eq!(memory_under(&host.0, Process::of(78)).available >> 20, 1000);
     }
 
     /// What a control group's limit leaves has nothing to do with where the host's free memory is.

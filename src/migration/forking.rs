@@ -20,6 +20,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -52,6 +53,8 @@ pub(crate) struct Forking {
     files: Files,
     /// A file that can become the next base.
     next: File,
+    /// The bytes of memory that it may take, if that is known.
+    available: Option<u64>,
     disks: Vec<machine::Disk>,
 }
 
@@ -78,6 +81,7 @@ impl Forking {
         what: Moving,
         files: Files,
         next: File,
+        available: Option<u64>,
         disks: Vec<machine::Disk>,
         machine: Mine<Said, SenderCommand>,
     ) -> Result<Self, String> {
@@ -93,6 +97,7 @@ impl Forking {
             pagemap,
             files,
             next,
+            available,
             disks,
         })
     }
@@ -120,7 +125,7 @@ impl Forking {
             self.ram.freeze_base().map_err(|error| End::Failed(why_writable(&error)))?;
         }
         let mut next = None;
-        if first || self.differ()? * SHARE > self.pages() {
+        if first || self.is_new_base_due()? {
             let file = self.next.try_clone().map_err(failed("another descriptor of a file"))?;
             next = match self.ram.new_base(file, || self.is_wanted()) {
                 Ok(next) => next,
@@ -198,6 +203,22 @@ impl Forking {
     /// The number of pages of RAM.
     fn pages(&self) -> u64 {
         self.ram.config.size / PAGE_SIZE
+    }
+
+    /// Whether so much differs that another base costs less than copies, and there is memory for it.
+    fn is_new_base_due(&self) -> Result<bool, End> {
+        let differ = self.differ()?;
+        if differ * SHARE <= self.pages() {
+            return Ok(false);
+        }
+        let base = self.ram.base().and_then(|(base, _)| base.metadata()).map_err(failed("its base"))?;
+        // The old base stays as long as a machine maps it. Blocks have 512 bytes (stat(2)).
+        let takes = base.blocks() * 512 + differ * PAGE_SIZE;
+        let lacks = self.available.is_some_and(|available| takes > available);
+        if lacks {
+            tracing::warn!("no new base: it takes {} MiB, and less is available", takes >> 20);
+        }
+        Ok(!lacks)
     }
 
     /// The number of pages that differ from the base now.

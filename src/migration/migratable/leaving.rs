@@ -135,7 +135,12 @@ impl<P: SaveState> MigratableMachine<P> {
         Ok(json!({}))
     }
 
-    pub(super) fn fork(&mut self, by: Asker, files: Vec<OwnedFd>) -> Result<Value, String> {
+    pub(super) fn fork(
+        &mut self,
+        by: Asker,
+        available: Option<u64>,
+        files: Vec<OwnedFd>,
+    ) -> Result<Value, String> {
         may_leave(self.fork_stays())?;
         self.is_idle()?;
         let mut files = files.into_iter().map(File::from);
@@ -148,7 +153,7 @@ impl<P: SaveState> MigratableMachine<P> {
         }
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
         let copies = self.machine.ram().is_without_file();
-        let forking = Forking::new(self.moving(), files, next, self.machine.disks(), mine)?;
+        let forking = Forking::new(self.moving(), files, next, available, self.machine.disks(), mine)?;
         // A fork that copies memory follows its writes. It does not ask what this kernel's log loses.
         let distrust = copies.then_some(UNASKED);
         self.begin(Kind::Fork, by, SaveOperation::new(thread_end, distrust), || forking.run())?;

@@ -131,7 +131,7 @@ where
         let kind = self.operation.kind();
         match what {
             Do::Snapshot(asked) => return self.snapshot(by, asked, descriptors),
-            Do::Fork { .. } => return self.fork(by, descriptors),
+            Do::Fork { available, .. } => return self.fork(by, *available, descriptors),
             Do::LiveUpdate {} => return self.live_update(by, descriptors),
             Do::LiveUpdatePause {}
                 if !self.operation.is_of(by.connection) || kind != Some(Kind::LiveUpdate) =>

@@ -43,7 +43,7 @@ use vellum_sandbox::Mode;
 use vellum_sandbox::user::User;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
-use vellum_sys::mmap::{freezable_memfd, memfd};
+use vellum_sys::mmap::{PAGE_SIZE, freezable_memfd, memfd};
 use vellum_sys::poll::Poll;
 use vellum_sys::{keyvalue, signal};
 
@@ -186,6 +186,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     }
     let (source, us) = Source::of(&args.machine, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
+    check_copies(names.len() as u64, differs)?;
     // A machine that is forked while it is paused is paused in the fork too.
     let stands = args.paused || has.state == MachineState::Paused;
     let mut running = 0;
@@ -308,8 +309,16 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
             let page = short_size(page);
             return lacks(format!("{count} machines take {needs} huge pages of {page}, and {free} are free"));
         }
+        // Its own pages are charged to its own group. Beyond a limit there, a write is a SIGBUS.
+        let (own, free) = (status.memory / page, hugepages::free_of(status.pid, page));
+        if !status.forked && own > free {
+            let page = short_size(page);
+            return lacks(format!(
+                "its own memory takes {own} huge pages of {page} again, and it may have {free}"
+            ));
+        }
     }
-    let available = topology::memory().available;
+    let available = topology::memory_of(status.pid).available;
     // The first fork copies memory that has no file. The old pages are free only afterwards.
     let is_copied = !status.forked && matches!(status.backing.as_deref(), Some("anonymous" | "thp"));
     let copied = match Resident::of(status.pid.into()) {
@@ -328,6 +337,20 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
         )),
         None => Ok(()),
     }
+}
+
+/// Fails if this host lacks memory for the pages that each of `count` machines copies.
+fn check_copies(count: u64, differs: u64) -> Result<(), Failure> {
+    let available = topology::memory().available;
+    let copies = differs.saturating_mul(PAGE_SIZE).saturating_mul(count);
+    if available == 0 || copies <= available {
+        return Ok(());
+    }
+    let [each, all, available] = [differs * PAGE_SIZE, copies, available].map(|bytes| bytes >> 20);
+    Err(Failure::host(format!(
+        "{count} machines copy {each} MiB each, which the first one has written since it was forked last: {all} MiB, and \
+         {available} MiB are available"
+    )))
 }
 
 /// Waits until the machine is forked. Returns the contents of the files, the downtime in
@@ -481,7 +504,8 @@ impl Source {
             let copies = overlays.iter().map(|(_, file)| file);
             let descriptors = files.iter().chain([&next]).chain(copies).map(AsFd::as_fd).collect::<Vec<_>>();
             let mut unexplained = 0;
-            let fork = Do::Fork { overlays: overlays.len() as u32 };
+            let available = Some(topology::memory_of(has.pid).available).filter(|bytes| *bytes > 0);
+            let fork = Do::Fork { overlays: overlays.len() as u32, available };
             while let Err(error) = machine.ask_with(&fork, &descriptors) {
                 let is_refusal = matches!(error, Error::Refused(_));
                 if !waits || !is_refusal || unexplained == MAX_UNEXPLAINED {
