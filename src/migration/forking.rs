@@ -6,14 +6,16 @@
 //! Memory that is still being fetched from a snapshot is fetched first.
 //!
 //! On the first fork, the mapping parts from the file while the guest runs. Pages that the guest
-//! writes in parted pieces are private to this machine. They are copied during the pause. Later
-//! forks copy all pages written since.
+//! writes in parted pieces are private to this machine. Each fork copies all pages written since the
+//! base.
 //!
-//! If more than a quarter of memory differs, the fork makes a new base: it copies the old base
-//! while the guest runs, and adds the pages that differ during the pause.
+//! Few pages are copied during the pause. Many are copied while the guest runs. The dirty log tells
+//! what the guest writes meanwhile, and only that is copied during the pause. If a snapshot needs
+//! the log ([`Since`]), all pages are copied during the pause.
 //!
-//! Memory without a file is copied into the first base. The dirty log tells what the guest writes
-//! meanwhile. The last pages are copied during the pause, in which all memory is mapped anew.
+//! If more than a quarter of memory differs, the fork makes a new base: it copies the old base and
+//! the pages that differ. All memory is mapped anew during the pause. Memory without a file is
+//! copied into the first base in the same way.
 //!
 //! Parted memory stays parted, even if the fork fails. The guest does not notice.
 
@@ -55,16 +57,21 @@ pub(crate) struct Forking {
     next: File,
     /// The bytes of memory that it may take, if that is known.
     available: Option<u64>,
+    /// Whether nobody else needs the log of dirty pages.
+    may_log: bool,
     disks: Vec<machine::Disk>,
 }
 
 /// A new base is made if more than one page in this many differs from the base. Each fork copies
 /// these pages, and no two machines share the copies, so beyond this a new base costs less.
-const SHARE: u64 = 4;
+const NEW_BASE_DIVISOR: u64 = 4;
 
-/// So few pages of memory without a file are left to the pause: copying them takes about a
-/// millisecond.
-const FEW: u64 = 500;
+/// So few pages that were copied while the guest ran may be copied again in the pause. That takes
+/// about a millisecond.
+const MAX_PAUSE_PAGES: u64 = 500;
+
+/// So few pages are copied in the pause alone. A log of dirty pages would cost the guest more.
+const MAX_UNLOGGED_PAGES: u64 = 2000;
 
 /// The pages that are copied before it is checked again whether the fork is wanted.
 const PIECE: u64 = 512;
@@ -82,6 +89,7 @@ impl Forking {
         files: Files,
         next: File,
         available: Option<u64>,
+        may_log: bool,
         disks: Vec<machine::Disk>,
         machine: Mine<Said, SenderCommand>,
     ) -> Result<Self, String> {
@@ -98,6 +106,7 @@ impl Forking {
             files,
             next,
             available,
+            may_log,
             disks,
         })
     }
@@ -125,7 +134,8 @@ impl Forking {
             self.ram.freeze_base().map_err(|error| End::Failed(why_writable(&error)))?;
         }
         let mut next = None;
-        if first || self.is_new_base_due()? {
+        let differ = if first { 0 } else { self.differ()? };
+        if first || self.is_new_base_due(differ)? {
             let file = self.next.try_clone().map_err(failed("another descriptor of a file"))?;
             next = match self.ram.new_base(file, || self.is_wanted()) {
                 Ok(next) => next,
@@ -138,13 +148,13 @@ impl Forking {
                 }
             };
         }
-        let log = match &mut next {
-            Some(next) if first => Some(self.copy_ahead(next)?),
-            _ => None,
-        };
-        self.machine.is_wanted()?;
         let ram = self.files.ram.try_clone().map_err(failed("another descriptor of a file"))?;
         let mut writer = Writer::new(ram, &self.memory).map_err(failed("the file for pages"))?;
+        let log = match first || self.may_log && differ > MAX_UNLOGGED_PAGES {
+            true => Some(self.copy_ahead(first, next.as_mut(), &mut writer)?),
+            false => None,
+        };
+        self.machine.is_wanted()?;
         let sections = self.machine.save()?;
         let taken = clocks::now();
         let disks = disk::forked(&self.disks, &self.files.clones).map_err(End::Failed)?;
@@ -153,21 +163,19 @@ impl Forking {
             self.machine.demand(Demand::Resume)?;
         }
         // After the state: saving a vCPU makes KVM write to guest memory.
-        if let Some(mut next) = next {
-            match &log {
-                Some(log) => {
-                    log.owed.collect(&self.ram, Some(&self.pagemap))?;
-                    self.copy_owed(log, &mut next)?;
-                }
-                None => {
-                    let copied = self.ram.copy_parted(&self.pagemap, &mut next, || self.is_wanted());
-                    copied.map_err(failed("a new base"))?;
-                }
-            }
+        if let Some(log) = &log {
+            log.owed.collect(&self.ram, Some(&self.pagemap))?;
+            self.copy_owed(log, next.as_mut(), &mut writer)?;
+        } else if let Some(next) = &mut next {
+            let copied = self.ram.copy_parted(&self.pagemap, next, || self.is_wanted());
+            copied.map_err(failed("a new base"))?;
+        }
+        let is_copied = log.is_some() || next.is_some();
+        if let Some(next) = next {
             self.machine.is_wanted()?;
             self.ram.show(next).map_err(failed("a new base"))?;
         }
-        self.copy(&mut writer)?;
+        self.copy(&mut writer, is_copied)?;
         if !early {
             self.machine.demand(Demand::Resume)?;
         }
@@ -206,9 +214,8 @@ impl Forking {
     }
 
     /// Whether so much differs that another base costs less than copies, and there is memory for it.
-    fn is_new_base_due(&self) -> Result<bool, End> {
-        let differ = self.differ()?;
-        if differ * SHARE <= self.pages() {
+    fn is_new_base_due(&self, differ: u64) -> Result<bool, End> {
+        if differ * NEW_BASE_DIVISOR <= self.pages() {
             return Ok(false);
         }
         let base = self.ram.base().and_then(|(base, _)| base.metadata()).map_err(failed("its base"))?;
@@ -231,44 +238,71 @@ impl Forking {
         Ok(all)
     }
 
-    /// Copies memory that has no file to `base`, while the guest runs. Returns the log of the pages
-    /// that it wrote to meanwhile, which are owed.
-    fn copy_ahead(&self, base: &mut NewBase) -> Result<Since, End> {
+    /// Copies the pages that differ from the base while the guest runs, or on a `first` fork all
+    /// memory, to the `next` base or else to `writer`. Returns the log of the pages that the guest
+    /// wrote to meanwhile, which are owed.
+    fn copy_ahead(
+        &self,
+        first: bool,
+        mut next: Option<&mut NewBase>,
+        writer: &mut Writer,
+    ) -> Result<Since, End> {
         let Done::Tracker(tracker) = self.machine.demand(Demand::Track(None))? else {
             return Err(End::Failed("the machine cannot be followed".into()));
         };
         let (method, owed) = (tracker.method(), PendingPages::new(self.memory.clone()));
         let log = Since { method, owed, chain: String::new(), point: 0 };
         log.owed.follow(tracker, &self.ram, Some(&self.pagemap))?;
+        if !first {
+            self.owe_parted(&log)?;
+        }
         let mut left = log.owed.count();
         loop {
-            self.copy_owed(&log, base)?;
+            self.copy_owed(&log, next.as_deref_mut(), writer)?;
             log.owed.collect(&self.ram, Some(&self.pagemap))?;
             let before = std::mem::replace(&mut left, log.owed.count());
             // Another pass takes time in which the guest writes about as much again.
-            if left <= FEW || left > before / 2 {
+            if left <= MAX_PAUSE_PAGES || left > before / 2 {
                 return Ok(log);
             }
         }
     }
 
-    /// Copies the pages of RAM that `log` owes to `base`.
-    fn copy_owed(&self, log: &Since, base: &mut NewBase) -> Result<(), End> {
+    /// Owes the pages that differ from the base, and no others. A page that differs from now on was
+    /// written to, so the log has it.
+    fn owe_parted(&self, log: &Since) -> Result<(), End> {
+        for ((region, slot), bits) in (0..).zip(&self.memory).zip(log.owed.none()) {
+            if self.ram.holds(slot) {
+                let found = self.ram.parted_pages(&self.pagemap, slot, |run| bits.set(run));
+                found.map_err(failed("/proc/self/pagemap"))?;
+            }
+            log.owed.owe(region, &bits);
+        }
+        Ok(())
+    }
+
+    /// Copies the pages of RAM that `log` owes to the `next` base, or else to `writer`.
+    fn copy_owed(&self, log: &Since, mut next: Option<&mut NewBase>, writer: &mut Writer) -> Result<(), End> {
         let (all, mut at) = (Share::new(0, 1), At::default());
         while let Some((outgoing, run)) = log.owed.next(&mut at, &all)? {
             self.machine.is_wanted()?;
             // Settled before they are read: a later write makes them owed again.
             log.owed.settle(outgoing, run.clone());
-            if self.ram.holds(outgoing.slot()) {
-                let copied = self.ram.copy(base, outgoing.slot(), run, || self.is_wanted());
-                copied.map_err(failed("copying pages"))?;
+            let slot = outgoing.slot();
+            if !self.ram.holds(slot) {
+                continue;
             }
+            let copied = match &mut next {
+                Some(base) => self.ram.copy(base, slot, run, || self.is_wanted()),
+                None => writer.write(outgoing.region() as usize, slot, run).map(drop),
+            };
+            copied.map_err(failed("copying pages"))?;
         }
         Ok(())
     }
 
-    /// Copies the pages that differ from the base.
-    fn copy(&self, writer: &mut Writer) -> Result<(), End> {
+    /// Copies the pages that differ from the base, unless they are copied, and memory besides RAM.
+    fn copy(&self, writer: &mut Writer, is_copied: bool) -> Result<(), End> {
         for (region, slot) in self.memory.iter().enumerate() {
             let mut result = Ok(());
             let mut write = |run: Range<u64>| {
@@ -278,6 +312,9 @@ impl Forking {
                     }
                 }
             };
+            if self.ram.holds(slot) && is_copied {
+                continue;
+            }
             if self.ram.holds(slot) {
                 let told = self.ram.parted_pages(&self.pagemap, slot, write);
                 told.map_err(failed("/proc/self/pagemap"))?;

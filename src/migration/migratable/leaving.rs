@@ -153,10 +153,13 @@ impl<P: SaveState> MigratableMachine<P> {
         }
         let (mine, thread_end) = threads::pair(self.wake.clone()).map_err(refused)?;
         let copies = self.machine.ram().is_without_file();
-        let forking = Forking::new(self.moving(), files, next, available, self.machine.disks(), mine)?;
-        // A fork that copies memory follows its writes. It does not ask what this kernel's log loses.
-        let distrust = copies.then_some(UNASKED);
-        self.begin(Kind::Fork, by, SaveOperation::new(thread_end, distrust), || forking.run())?;
+        // The next snapshot needs the log that the last one has left on, if possible.
+        let may_log = copies || self.since.is_none();
+        let disks = self.machine.disks();
+        let forking = Forking::new(self.moving(), files, next, available, may_log, disks, mine)?;
+        // A fork may follow the guest's writes. It does not ask what this kernel's log loses.
+        let leaving = SaveOperation::new(thread_end, Some(UNASKED));
+        self.begin(Kind::Fork, by, leaving, || forking.run())?;
         if copies {
             self.since = None;
         }
