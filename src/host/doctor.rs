@@ -311,7 +311,7 @@ fn memory(memory: &topology::HostMemory) -> Check {
 
 /// How many machines fit, and what runs out first.
 fn machines() -> Option<Check> {
-    let first = density::resources().into_iter().min_by_key(Resource::machines)?;
+    let first = density::resources(density::Shape::default()).into_iter().min_by_key(Resource::machines)?;
     let Resource { name, limit, left, each } = &first;
     let fit = first.machines();
     Some(Check::ok(

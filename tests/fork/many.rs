@@ -10,6 +10,7 @@ use support::env::{TestEnv, children, process};
 use support::hosts::{kvm, real};
 use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Random, ensure, eventually, test};
+use vellum_host::density::Shape;
 
 use crate::{Forked, WRITE, fork, fork_one, stops_right, times};
 
@@ -216,9 +217,15 @@ fn machines_that_are_killed_leave_nothing() -> Result<(), Failed> {
 #[test(real())]
 fn a_machine_takes_no_more_than_is_told() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let here = env.run("here", "run --memory 256m,backing=memfd --passes 0 --workload write,rate=1000")?;
+    a_machine_takes_no_more(&env, 1)?;
+    a_machine_takes_no_more(&env, 8)
+}
+
+fn a_machine_takes_no_more(env: &TestEnv, vcpus: u64) -> Result<(), Failed> {
+    let write = "--passes 0 --workload write,rate=1000";
+    let here = env.run("here", &format!("run --cpus {vcpus} --memory 256m,backing=memfd {write}"))?;
     env.has_written("here", 1000)?;
-    let machines = fork(&env, "here", "--count 8 --name m%d --paused")?;
+    let machines = fork(env, "here", "--count 8 --name m%d --paused")?;
     for machine in &machines {
         let (mut tasks, mut files, mut memory) = (0, 0, 0);
         for pid in children(machine.pid)?.into_iter().chain([machine.pid]) {
@@ -227,7 +234,8 @@ fn a_machine_takes_no_more_than_is_told() -> Result<(), Failed> {
             // Its stacks and page tables belong to it alone.
             memory += kib(pid, "RssAnon")? + kib(pid, "VmPTE")? + threads as u64 * 16;
         }
-        for resource in vellum_host::density::resources() {
+        let shape = Shape { vcpus, servers: 0, memory: 256 << 20 };
+        for resource in vellum_host::density::resources(shape) {
             let takes = match resource.name {
                 "threads" => tasks,
                 "open files" => files,
@@ -240,7 +248,7 @@ fn a_machine_takes_no_more_than_is_told() -> Result<(), Failed> {
         env.ctl(&format!("{} stop", machine.name))?;
         machine.is_over()?;
     }
-    stops_right(&env, "here", here)
+    stops_right(env, "here", here)
 }
 
 /// If the client is killed during a fork, no unreported machine stays, and the source runs on.

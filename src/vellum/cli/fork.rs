@@ -30,8 +30,9 @@ use crate::session::incoming::{Fork, Listen};
 use crate::session::log::{self, Beside};
 use vellum_control::client::{Client, Error};
 use vellum_control::{ChildDevice, Do, Event, MachineState, Status, names};
+use vellum_devices::virtio::{fs, net};
 use vellum_disk::overlay;
-use vellum_host::density::{self, Resource};
+use vellum_host::density::{self, Resource, Shape};
 use vellum_host::{hugepages, topology};
 use vellum_kvm::memory::{Backing, MemoryConfig, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
@@ -186,7 +187,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     }
     let (source, us) = Source::of(&args.machine, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
-    check_copies(names.len() as u64, differs)?;
+    check_copies(names.len() as u64, differs, &has)?;
     // A machine that is forked while it is paused is paused in the fork too.
     let stands = args.paused || has.state == MachineState::Paused;
     let mut running = 0;
@@ -330,7 +331,11 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
         let [copied, available] = [copied, available].map(|bytes| bytes >> 20);
         return lacks(format!("its memory is copied, {copied} MiB, and {available} MiB are available"));
     }
-    match density::resources().iter().find(|resource| resource.machines() < count) {
+    let served = [fs::KIND.key, fs::ROOT.key, net::KIND.key];
+    let is_served = |name: &&String| served.iter().any(|key| name.starts_with(key));
+    let servers = status.devices.iter().filter(is_served).count() as u64;
+    let shape = Shape { vcpus: status.vcpus as u64, servers, memory: status.memory };
+    match density::resources(shape).iter().find(|resource| resource.machines() < count) {
         Some(Resource { name, limit, left, each }) => lacks(format!(
             "{count} machines take about {} {name} beside their guests' pages, and {left} are left ({limit})",
             count * each
@@ -339,17 +344,19 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
     }
 }
 
-/// Fails if this host lacks memory for the pages that each of `count` machines copies.
-fn check_copies(count: u64, differs: u64) -> Result<(), Failure> {
+/// Fails if this host lacks memory for the pages that each of `count` machines like the one with this
+/// `status` copies.
+fn check_copies(count: u64, differs: u64, status: &Status) -> Result<(), Failure> {
     let available = topology::memory().available;
     let copies = differs.saturating_mul(PAGE_SIZE).saturating_mul(count);
-    if available == 0 || copies <= available {
+    // Huge pages of the pool are reserved already.
+    let is_reserved = status.backing.as_deref().is_some_and(|backing| backing.starts_with("shared-"));
+    if is_reserved || available == 0 || copies <= available {
         return Ok(());
     }
     let [each, all, available] = [differs * PAGE_SIZE, copies, available].map(|bytes| bytes >> 20);
     Err(Failure::host(format!(
-        "{count} machines copy {each} MiB each, which the first one has written since it was forked last: {all} MiB, and \
-         {available} MiB are available"
+        "{count} machines copy {each} MiB each, which differ from what they share: {all} MiB, and {available} MiB are available"
     )))
 }
 
