@@ -187,7 +187,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     }
     let (source, us) = Source::of(&args.machine, machine, &has, false)?;
     let differs = source.point.present + source.point.zero;
-    check_copies(names.len() as u64, differs, &has)?;
+    check_copies(names.len() as u64, &source, &has)?;
     // A machine that is forked while it is paused is paused in the fork too.
     let stands = args.paused || has.state == MachineState::Paused;
     let mut running = 0;
@@ -346,7 +346,8 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
 
 /// Fails if this host lacks memory for the pages that each of `count` machines like the one with this
 /// `status` copies.
-fn check_copies(count: u64, differs: u64, status: &Status) -> Result<(), Failure> {
+fn check_copies(count: u64, source: &Source, status: &Status) -> Result<(), Failure> {
+    let differs = source.point.present + source.point.zero;
     let available = topology::memory().available;
     let copies = differs.saturating_mul(PAGE_SIZE).saturating_mul(count);
     // Huge pages of the pool are reserved already.
@@ -445,9 +446,12 @@ pub(super) fn for_command(
     may_fork(&has)?;
     check_room(1, &has)?;
     let (source, _) = Source::of(zygote, machine, &has, true)?;
+    check_copies(1, &source, &has)?;
     let name = format!("from-{}", std::process::id());
     let mut words: Vec<OsString> = vec!["fork".into(), path.into(), "--name".into(), (&name).into()];
     words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
+    words.extend(has.dirty_ring.map(|rings| format!("--dirty-ring={}", rings.entries).into()));
+    words.extend(has.cr3_cache.is_some().then(|| "--cr3-cache=auto".into()));
     let new = NewMachine { name: &name, number: 0, devices, limit };
     let started = source.start(new, words, [Stdio::piped(), Stdio::inherit()], None)?;
     let mut started = ForCommand(started);
