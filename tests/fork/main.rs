@@ -2,13 +2,18 @@
 //! end, built-in guests report whether each page has what they wrote, both the forks and the
 //! machine that was forked.
 
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output};
 
+use serde_json::Value;
 use support::env::{Machine, TestEnv, process};
 use support::hosts::kvm;
 use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Tests, ensure, eventually, is_caught};
+use vellum_control::Do;
+use vellum_control::client::Client;
 
 mod devices;
 mod many;
@@ -81,6 +86,18 @@ fn fork_one<'a>(env: &'a TestEnv, from: &str, name: &str) -> Result<Forked<'a>, 
     let json = env.path(&format!("{name}.json"));
     let more = format!("--name {name} --json {}", json.display());
     fork(env, from, &more)?.pop().ok_or_else(|| "no machine was forked".into())
+}
+
+/// Forks the machine of `client` into `files`, as `vellum fork` does. Returns how that ended.
+fn fork_into(client: &mut Client, available: Option<u64>, files: &[File; 4]) -> Result<Value, Failed> {
+    client.ask_with(&Do::Fork { overlays: 0, available }, &files.each_ref().map(AsFd::as_fd))?;
+    let of = client.last_id();
+    loop {
+        let line = client.event_of(Some(of))?;
+        if ["forked", "not-forked"].iter().any(|event| line["event"] == *event) {
+            return Ok(line);
+        }
+    }
 }
 
 fn stop(env: &TestEnv, name: &str, machine: Machine) -> Result<Output, Failed> {

@@ -134,6 +134,19 @@ fn held(pid: u32) -> Result<[usize; 3], Failed> {
     Ok([entries("fd")?, entries("task")?, maps])
 }
 
+/// The processes that were started in this environment.
+fn processes(env: &TestEnv) -> Result<Vec<u32>, Failed> {
+    let variable = format!("XDG_RUNTIME_DIR={}\0", env.dir().display());
+    let is_own = |pid: &u32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.windows(variable.len()).any(|part| part == variable.as_bytes())
+    };
+    let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let mut own: Vec<u32> = pids.filter(is_own).collect();
+    own.sort();
+    Ok(own)
+}
+
 /// A field of `/proc/PID/status`, in KiB.
 fn kib(pid: u32, field: &str) -> Result<u64, Failed> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
@@ -258,6 +271,7 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
     let here = env.run("here", &format!("run --cpus 2 --memory 32m,backing=memfd --passes 0 {WRITE}"))?;
     env.has_written("here", 3000)?;
     let mut random = Random::new();
+    let before = processes(&env)?;
     for at in 0..times(20, 500) {
         let mut command = env.command(&format!("fork here --count 3 --name k{at}_%d"));
         let mut client = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
@@ -282,7 +296,8 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
         }
         let sockets = |name: &str| env.socket(name).exists();
         eventually(LIMIT, "nothing is left", || {
-            Ok((0..3).all(|number| !sockets(&format!("k{at}_{number}"))).then_some(()))
+            let are_gone = (0..3).all(|number| !sockets(&format!("k{at}_{number}")));
+            Ok((are_gone && processes(&env)? == before).then_some(()))
         })?;
     }
     fork_one(&env, "here", "last")?.ends_right()?;

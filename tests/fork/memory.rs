@@ -4,15 +4,16 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
 
+use serde_json::Value;
 use support::env::TestEnv;
 use support::hosts::{huge_files, huge_pages, kvm, real};
 use support::results::every_page_is_right;
 use support::{Failed, ensure, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
-use vellum_sys::mmap::memfd;
+use vellum_sys::mmap::{freezable_memfd, memfd};
 
-use crate::{VELLUM, WRITE, fork_one, says, stops_right, writes_throughout};
+use crate::{VELLUM, WRITE, fork_into, fork_one, says, stops_right, writes_throughout};
 
 #[test(kvm())]
 fn one_vcpu_writes_throughout() -> Result<(), Failed> {
@@ -174,6 +175,29 @@ fn memory_that_is_still_being_fetched_is_forked() -> Result<(), Failed> {
         ensure(every_page_is_right(&env.path("here.json"))?, || "here has a page that is wrong".into())?;
     }
     Ok(())
+}
+
+/// If the host lacks the memory for a new base, the pages that differ are copied.
+#[test(kvm())]
+fn without_memory_for_a_new_base_pages_are_copied() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --memory 16m,slots=3,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 6000)?;
+    let forked = fork_one(&env, "here", "there")?;
+    let own = env.done("here")?;
+    env.has_written("here", own + 20_000)?;
+    let mut client = env.listen("here")?;
+    let mut fork = |available| -> Result<Value, Failed> {
+        let empty = || memfd(c"vellum-test", 0, None);
+        let files = [empty()?, empty()?, empty()?, freezable_memfd(c"vellum-test", 16 << 20, None)?];
+        fork_into(&mut client, available, &files)
+    };
+    let copied = fork(Some(1 << 20))?;
+    ensure(copied["base"] == 0, || format!("{copied}"))?;
+    let made = fork(Some(1 << 30))?;
+    ensure(made["base"] == 1, || format!("{made}"))?;
+    forked.ends_right()?;
+    stops_right(&env, "here", here)
 }
 
 /// Memory below and above the gap.

@@ -1,5 +1,6 @@
 //! What cannot be forked.
 
+use std::fs::File;
 use std::os::fd::AsFd;
 
 use support::env::TestEnv;
@@ -7,9 +8,9 @@ use support::hosts::{huge_pages, kvm};
 use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
-use vellum_sys::mmap::memfd;
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, freezable_memfd, freeze, memfd};
 
-use crate::{fork, fork_one, says, stops_right};
+use crate::{fork, fork_into, fork_one, says, stops_right};
 
 #[test(kvm())]
 fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
@@ -66,6 +67,56 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
     eventually(LIMIT, "the snapshot is given up", || {
         Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
     })?;
+    fork_one(&env, "here", "new")?.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// The files that a client gives are checked before anything is written to them.
+#[test(kvm())]
+fn files_that_do_not_fit_are_refused() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    // The first fork of memory without a file copies all of it to the fourth file.
+    let here = env.run("here", "run --memory 4m --passes 0")?;
+    let mut client = env.listen("here")?;
+    let of = |len| freezable_memfd(c"vellum-test", len, None);
+    let frozen = of(4 << 20)?;
+    freeze(&frozen)?;
+    for (next, expected) in [
+        (memfd(c"vellum-test", 4 << 20, None)?, "is not sealed as memory is"),
+        (frozen, "is not sealed as memory is"),
+        (of(2 << 20)?, "is not as long as memory"),
+        (File::open("/dev/null")?, "is not as long as memory"),
+    ] {
+        let files = [memfd(c"pages", 0, None)?, memfd(c"map", 0, None)?, memfd(c"state", 0, None)?, next];
+        let said = fork_into(&mut client, None, &files)?;
+        let why = said["why"].as_str().unwrap_or_default();
+        ensure(said["event"] == "not-forked" && why.contains(expected), || format!("{expected}: {said}"))?;
+    }
+    let files = (0..5).map(|_| of(0)).collect::<Result<Vec<_>, _>>()?;
+    let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    for (count, overlays) in [(5, 1), (3, 0)] {
+        let refused = client.ask_with(&Do::Fork { overlays, available: None }, &files[..count]);
+        ensure(refused.is_err(), || format!("{count} files, of which {overlays} are for overlays"))?;
+    }
+    fork_one(&env, "here", "new")?.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// Whoever could write to the base is noticed. The machine goes on, and is forked once that is over.
+#[test(kvm(), root())]
+fn memory_that_others_could_write_to_is_no_base() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", "run --memory 4m,backing=memfd --passes 0 --workload write,rate=1000")?;
+    let mut found = std::fs::read_dir(format!("/proc/{}/fd", here.child.id()))?.filter_map(|entry| {
+        let path = entry.ok()?.path();
+        std::fs::read_link(&path).ok()?.to_string_lossy().contains("memfd:vellum-guest").then_some(path)
+    });
+    let path = found.next().ok_or("its memory has no descriptor")?;
+    let file = File::options().read(true).write(true).open(path)?;
+    let mapped = Mapping::new(4 << 20, PAGE_SIZE, Source::Shared(&file))?;
+    says(&env.vellum("fork here --name new")?, 1, "another process maps its memory and could write to it")?;
+    ensure(Client::borrow(&env.socket("here"), &Do::ForkBase {}).is_err(), || "a base".into())?;
+    drop((mapped, file));
     fork_one(&env, "here", "new")?.ends_right()?;
     stops_right(&env, "here", here)
 }
