@@ -290,8 +290,9 @@ fn taken(takes: Takes, gave: &Gave, nanoseconds: f64) -> Cell {
             lost.reduce(|sum, more| sum + more)
         }
         Takes::Failed => {
-            let bad = gave.reports.iter().flat_map(|report| &report.cases);
-            bad.map(|case| f64::from(u8::from(case.status.is_bad()))).reduce(|sum, more| sum + more)
+            // A case that crashed or was not in time lost nothing that is known.
+            let cases = gave.reports.iter().flat_map(|report| &report.cases);
+            cases.map(|case| f64::from(u8::from(case.status == Status::Fail))).reduce(|sum, more| sum + more)
         }
         Takes::Headline => return cost(gave, nanoseconds).unwrap_or_else(|| Cell::Absent(why())),
     };
@@ -477,7 +478,8 @@ mod tests {
             taken(Takes::Failed, &ended(code, vec![report]), 2.0)
         };
         assert_eq!(value(&failed(&[Status::Pass, Status::Pass], 0)), Some(0.0));
-        assert_eq!(value(&failed(&[Status::Fail, Status::Pass, Status::Crash], 1)), Some(2.0));
+        assert_eq!(value(&failed(&[Status::Fail, Status::Pass, Status::Crash], 1)), Some(1.0));
+        assert_eq!(failed(&[Status::Pass, Status::Timeout], 1), Cell::Failed("vellum: why".into()));
         assert_eq!(failed(&[], 1), Cell::Failed("vellum: why".into()));
     }
 
