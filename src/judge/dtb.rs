@@ -27,15 +27,22 @@ pub struct List<T, const N: usize> {
 }
 
 impl<T: Copy, const N: usize> List<T, N> {
-    const fn new(empty: T) -> Self {
+    /// An empty list.
+    pub const fn new(empty: T) -> Self {
         Self { items: [empty; N], count: 0 }
     }
 
-    fn push(&mut self, item: T) {
+    /// Adds a value.
+    pub fn push(&mut self, item: T) {
         if let Some(place) = self.items.get_mut(self.count) {
             *place = item;
             self.count += 1;
         }
+    }
+
+    /// Whether there is no place for further values.
+    pub fn is_full(&self) -> bool {
+        self.count == N
     }
 
     /// The values.

@@ -29,7 +29,8 @@
 //! boundary, which tells the part of the state that is old. Two more comparisons find a wrong
 //! machine earlier: no vCPU's position goes back from where another vCPU has seen it (kept in
 //! registers), and no vCPU is more than a phase ahead. After each pass every vCPU also compares its
-//! neighbour's pages. A checksum in a register covers code, tables and stacks.
+//! neighbour's pages. A checksum in a register covers code, tables, parameters, and the stacks in use.
+//! All else that the image writes, besides buffers of devices, is on the page of the positions.
 //!
 //! A fault sets a bit of the position that is never cleared. The checksum of all words that the
 //! last pass reads has an initial value that depends on the position. [`read`] computes it again.
@@ -44,6 +45,7 @@
 //!
 //! The image cannot detect:
 //! - A machine that goes back as a whole. It looks like a machine that has run for less time.
+//!   [`read`] finds that the progress on the console goes back.
 //! - Changes of pages that the image excludes. It lists these.
 //! - Changes of words in a page other than the first two and the last.
 //!
@@ -51,7 +53,7 @@
 //! The pages still differ.
 //!
 //! `model.rs` implements this argument as a program. It rolls back every proper subset of the
-//! parts.
+//! parts. `tests/judge/faults.rs` does that with the image.
 
 pub mod drive;
 #[allow(dead_code)] // The image for Arm uses the rest.
@@ -60,6 +62,7 @@ pub mod image;
 #[cfg(test)]
 mod model;
 pub mod read;
+#[allow(dead_code)] // The image uses the rest.
 mod schedule;
 #[allow(dead_code)] // The image uses the rest.
 pub mod sectors;

@@ -1,12 +1,23 @@
 //! Derives a verdict from a console log.
 //!
 //! The log is hostile: it has passed through a VMM and a serial port, and firmware prints to it
-//! too. Lines that are not the image's are skipped. A log is WHOLE only if it contains every line
-//! of the image exactly once and in order, with the checksums that follow from [`crate::schedule`].
+//! too. Lines that are not the image's are skipped. A log is WHOLE only if it has the first line,
+//! each range of RAM, each case, each processor's checksum as it follows from [`crate::schedule`],
+//! and the end, each of them once; if no line of the image makes no sense; and if its progress never
+//! goes back.
+
+use std::fmt;
 
 use crate::schedule::{MAX_RANGES, MAX_VCPUS, PAGE, PHASE, POISON, Range, Schedule, mix};
 use crate::sectors;
-use crate::words::{DISK, END, FAULT, KINDS, LEFT_OUT, PASS, RAM, REFUSED, REQUESTS, START, SUM};
+use crate::words::{DISK, END, FAULT, KINDS, LEFT_OUT, PASS, RAM, REFUSED, REQUESTS, SKIP, START, SUM};
+
+/// The finding of this reader that the progress went back. The image cannot see that by itself.
+pub const WENT_BACK: &str = "went-back";
+
+/// The kinds that a machine may be unable to show.
+const MAY_SKIP: [&str; 7] =
+    ["clock-jump", "kvmclock-back", "kvmclock-jump", "timer", "disk-data", "disk-ring", "disk-lost"];
 
 /// Limits of a log, so that a hostile log takes bounded memory and time.
 const MAX_FAULTS: usize = 10_000;
@@ -61,6 +72,24 @@ pub struct Finding {
     pub found: u64,
 }
 
+/// How far the first processor was when it reported its progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Progress {
+    /// The pass.
+    pub pass: u64,
+    /// The phase of the pass: 0 writes, 1 compares the neighbour's pages, 2 and 3 end the pass.
+    pub phase: u64,
+    /// The accesses in the phase.
+    pub accesses: u64,
+}
+
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pass, phase, accesses } = self;
+        write!(f, "access {accesses} of phase {phase} of pass {pass}")
+    }
+}
+
 /// The content of a log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Log {
@@ -76,10 +105,17 @@ pub struct Log {
     pub disks: Vec<(String, u64)>,
     /// The last pass that was reported.
     pub pass: Option<u64>,
+    /// The last progress that was reported.
+    progress: Option<Progress>,
+    /// The first report that is behind the one before it, after that one: the whole machine went
+    /// back, or two copies of it ran.
+    pub went_back: Option<(Progress, Progress)>,
     /// The faults that were printed one by one.
     pub faults: Vec<Finding>,
     /// The count of each kind at the end, in the order of [`kinds`].
     pub counts: Vec<Option<u64>>,
+    /// The reason why a kind was not checked, in the image's words, in the same order.
+    pub skipped: Vec<Option<String>>,
     sums: Vec<(u64, u64, u64)>,
     answered: Vec<u64>,
     end: Option<bool>,
@@ -114,7 +150,8 @@ pub fn page(start: &Start, address: u64, pass: u64) -> [u64; 3] {
 
 /// Parses a log.
 pub fn read(log: &[u8]) -> Log {
-    let mut read = Log { counts: vec![None; KINDS.len()], ..Log::default() };
+    let of_kinds = (vec![None; KINDS.len()], vec![None; KINDS.len()]);
+    let mut read = Log { counts: of_kinds.0, skipped: of_kinds.1, ..Log::default() };
     for line in log.split(|byte| *byte == b'\n') {
         let line = printable(line);
         if read.line(line.trim_end()).is_none() {
@@ -122,6 +159,23 @@ pub fn read(log: &[u8]) -> Log {
         }
     }
     read
+}
+
+/// The first progress that a console reports, which need not have the image's first line. `None` if
+/// it reports none.
+pub(crate) fn first_progress(console: &[u8]) -> Option<Progress> {
+    let mut lines = console.split(|byte| *byte == b'\n').map(printable);
+    lines.find_map(|line| Some(progress(line.trim_end().strip_prefix(PASS)?)?.0))
+}
+
+/// The progress in the rest of a line, and the number of passes.
+fn progress(words: &str) -> Option<(Progress, u64)> {
+    let (pass, rest) = words.split_once(" of ")?;
+    let of = |key| number(value(rest, key)?);
+    // The last word: without it, the numbers before may be cut.
+    of("faults")?;
+    let progress = Progress { pass: number(pass)?, phase: of("phase")?, accesses: of("accesses")? };
+    Some((progress, number(rest.split(' ').next()?)?))
 }
 
 /// A line without control characters and escape sequences. Firmware prints escape sequences,
@@ -133,6 +187,10 @@ fn printable(line: &[u8]) -> String {
         if byte == 0x1b {
             if bytes.next_if_eq(&b'[').is_some() {
                 while bytes.next_if(|byte| !(0x40..0x7f).contains(byte)).is_some() {}
+            } else if bytes.next_if_eq(&b']').is_some() {
+                // A command to the terminal, up to BEL or ESC and a backslash.
+                while bytes.next_if(|byte| ![0x07, 0x1b].contains(byte)).is_some() {}
+                bytes.next_if_eq(&0x1b);
             }
             bytes.next();
         } else if (0x20..0x7f).contains(&byte) {
@@ -180,8 +238,11 @@ impl Log {
             self.refused.get_or_insert(reason.chars().take(200).collect());
             return Some(());
         }
-        if self.start.is_none() || self.end.is_some() {
-            return None;
+        // Others may print such lines before the image starts and after it ends. But a fault counts
+        // wherever it stands, and a second end is none of theirs.
+        if (self.start.is_none() || self.end.is_some()) && !line.starts_with(FAULT) && !line.starts_with(END)
+        {
+            return Some(());
         }
         if let Some(rest) = line.strip_prefix(RAM) {
             let (start, end) = rest.split_once(' ')?;
@@ -193,9 +254,15 @@ impl Log {
         } else if let Some(rest) = line.strip_prefix(LEFT_OUT) {
             (self.left_out.len() < MAX_LEFT_OUT).then(|| self.left_out.push(rest.chars().take(200).collect()))
         } else if let Some(rest) = line.strip_prefix(PASS) {
-            let pass = number(rest.split(' ').next()?)?;
-            self.pass = self.pass.max(Some(pass));
-            Some(())
+            let (progress, passes) = progress(rest)?;
+            let of = self.start.as_ref().map(|start| start.passes);
+            let is_possible =
+                Some(passes) == of && (passes == 0 || progress.pass <= passes) && progress.phase < 4;
+            if let Some(before) = self.progress.filter(|before| *before > progress) {
+                self.went_back.get_or_insert((before, progress));
+            }
+            (self.progress, self.pass) = (Some(progress), Some(progress.pass));
+            is_possible.then_some(())
         } else if let Some(rest) = line.strip_prefix(FAULT) {
             let kind = KINDS.iter().find(|kind| rest.split(' ').next() == Some(**kind))?;
             let of = |key| number(value(rest, key)?);
@@ -221,25 +288,34 @@ impl Log {
         } else if let Some(rest) = line.strip_prefix(SUM) {
             let of = |key| number(value(rest, key)?);
             let sum = (of("vcpu")?, of("position")?, of("checksum")?);
-            (self.sums.len() < MAX_VCPUS).then(|| self.sums.push(sum))
+            // Each timer has interrupted its processor at least at the end.
+            let is_alive = of("interrupts")? > 0 || self.start.as_ref().is_some_and(|start| !start.timer);
+            (self.sums.len() < MAX_VCPUS && is_alive).then(|| self.sums.push(sum))
         } else if let Some(rest) = line.strip_prefix(END) {
+            let is_first = self.end.is_none();
             self.end = Some(match rest {
-                "WHOLE" => true,
+                "WHOLE" => self.end.unwrap_or(true),
                 "LOST" => false,
                 _ => return None,
             });
-            Some(())
+            is_first.then_some(())
         } else {
             let rest = line.strip_prefix("not ").unwrap_or(line).strip_prefix("ok ")?;
+            let (rest, skipped) = rest.split_once(SKIP).map_or((rest, None), |(rest, why)| (rest, Some(why)));
             let mut words = rest.split(' ');
-            let (at, kind) = (number(words.next()?)?, words.next()?);
-            let at = usize::try_from(at).ok()?.checked_sub(1)?;
+            let (at, Some(kind)) = (words.next()?, words.next().filter(|kind| KINDS.contains(kind))) else {
+                // What the VMM or its firmware prints.
+                return Some(());
+            };
+            let at = usize::try_from(number(at)?).ok()?.checked_sub(1)?;
             if KINDS.get(at) != Some(&kind) || self.counts[at].is_some() {
                 return None;
             }
             let count = if line.starts_with("not ") { number(words.nth(1)?)?.max(1) } else { 0 };
             self.counts[at] = Some(count);
-            Some(())
+            self.skipped[at] = skipped.map(|why| why.chars().take(200).collect());
+            // The image checks the others on every machine.
+            (skipped.is_none() || MAY_SKIP.contains(&kind)).then_some(())
         }
     }
 
@@ -273,6 +349,46 @@ impl Log {
         (hot && start.write <= 100 && (1..=MAX_VCPUS as u64).contains(&start.vcpus)).then_some(start)
     }
 
+    /// The memory that each vCPU alone writes, and that all write in turn: each range with the
+    /// vCPU's number or `None`. Empty if the log has not listed it.
+    pub fn parts(&self) -> Vec<(Range, Option<usize>)> {
+        let mut parts = Vec::new();
+        if let Some(start) = &self.start
+            && let Ok(division) =
+                (Schedule { vcpus: start.vcpus, ..Schedule::default() }).divide(&self.ranges)
+        {
+            for vcpu in 0..start.vcpus as usize {
+                parts.extend(division.of(vcpu).iter().filter(|part| vcpu == 0 || part.shared == 0).map(
+                    |part| {
+                        let range = Range { start: part.base, end: part.base + part.count * part.stride };
+                        (range, (part.shared == 0).then_some(vcpu))
+                    },
+                ));
+            }
+        }
+        parts
+    }
+
+    /// The bytes of each range of memory that was left out.
+    pub(crate) fn left_out_bytes(&self) -> impl Iterator<Item = u64> {
+        self.left_out.iter().filter_map(|line| {
+            let mut words = line.split(' ').map(number);
+            let (start, end) = (words.next()??, words.next()??);
+            Some(end.saturating_sub(start))
+        })
+    }
+
+    /// The first loss: a fault, or a step back of the whole machine. Empty without one.
+    pub fn loss(&self) -> String {
+        match (self.faults.first(), self.went_back) {
+            (Some(fault), _) => {
+                format!(" {} at {:#x}, seen by vCPU {}", fault.kind, fault.address, fault.vcpu)
+            }
+            (None, Some((before, after))) => format!(" {WENT_BACK}: {after} came after {before}"),
+            (None, None) => String::new(),
+        }
+    }
+
     /// How the image broke off, if the log says so. It may have reported faults before.
     pub fn stopped(&self) -> Option<String> {
         if let Some(reason) = &self.refused
@@ -288,7 +404,7 @@ impl Log {
         let crashed = |reason: &str| Verdict::Crashed(reason.into());
         // Faults count whatever the image does then: one that has lost its stack crashes.
         let lost = !self.faults.is_empty() || self.counts.iter().flatten().any(|count| *count > 0);
-        if self.start.is_some() && (lost || self.end == Some(false)) {
+        if self.start.is_some() && (lost || self.went_back.is_some() || self.end == Some(false)) {
             return Verdict::Lost;
         }
         if let Some(reason) = self.stopped() {
@@ -311,6 +427,9 @@ impl Log {
 
     /// Compares positions and checksums with the expected ones.
     fn check(&self, start: &Start) -> Result<(), &'static str> {
+        if start.passes == 0 {
+            return Err("a run without an end has one");
+        }
         let mut schedule = Schedule {
             seed: mix(start.seed),
             vcpus: start.vcpus,

@@ -10,6 +10,8 @@ pub const PAGE: u64 = 4096;
 pub const MAX_VCPUS: usize = 8;
 /// The maximum number of RAM ranges.
 pub const MAX_RANGES: usize = 8;
+/// The maximum number of RAM ranges of which the largest are judged.
+pub const MAX_FOUND: usize = 64;
 /// The maximum number of segments of a vCPU: its ranges and the shared pages.
 pub const MAX_SEGMENTS: usize = MAX_RANGES + 1;
 /// The bit of a position that is set by a fault.
@@ -36,6 +38,19 @@ pub struct Range {
     pub start: u64,
     /// The address after the last byte.
     pub end: u64,
+}
+
+/// Leaves the largest [`MAX_RANGES`] of the first `count` ranges in their order, and calls `dropped`
+/// with each of the others. Returns how many are left.
+pub fn keep_largest(ranges: &mut [Range], mut count: usize, mut dropped: impl FnMut(Range)) -> usize {
+    while count > MAX_RANGES {
+        let by_size = ranges.iter().take(count).enumerate().min_by_key(|(_, range)| range.end - range.start);
+        let Some((smallest, range)) = by_size else { break };
+        dropped(*range);
+        ranges.copy_within(smallest + 1..count, smallest);
+        count -= 1;
+    }
+    count
 }
 
 /// Pages that a vCPU visits in ascending or in shuffled order.
@@ -73,9 +88,14 @@ pub struct Schedule {
     pub cold: u64,
 }
 
-/// There is too little memory to divide.
+/// Why memory cannot be divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TooLittle;
+pub enum Unfit {
+    /// There are too few pages.
+    TooLittle,
+    /// The accesses of a vCPU in a phase do not fit into its position.
+    TooMuch,
+}
 
 /// The segments of each vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,12 +185,13 @@ impl Schedule {
         }
     }
 
-    /// Divides RAM. Each vCPU has its own pages, and the end of the largest range is shared.
+    /// Divides RAM. Each vCPU has its own pages, and the end of the largest range is shared. The
+    /// last vCPU also has what is left when the others have as many.
     ///
     /// # Errors
-    /// There are fewer than 80 pages for each vCPU, or the largest range is too small for the
-    /// shared pages.
-    pub fn divide(&self, ranges: &[Range]) -> Result<Division, TooLittle> {
+    /// There are fewer than 80 pages for each vCPU, the largest range is too small for the shared
+    /// pages, or a vCPU has too many pages.
+    pub fn divide(&self, ranges: &[Range]) -> Result<Division, Unfit> {
         let vcpus = self.vcpus;
         let pages = |range: &Range| range.end.saturating_sub(range.start) / PAGE;
         let total: u64 = ranges.iter().map(pages).sum();
@@ -182,12 +203,16 @@ impl Schedule {
         }
         let groups = total / (16 * vcpus);
         if ranges.is_empty() || total < 80 * vcpus || pages(&ranges[largest]) < groups * vcpus {
-            return Err(TooLittle);
+            return Err(Unfit::TooLittle);
         }
-        let own = (total - groups * vcpus) / vcpus;
+        let (own, rest) = ((total - groups * vcpus) / vcpus, (total - groups * vcpus) % vcpus);
+        if own + rest + groups >= 1 << PHASE {
+            return Err(Unfit::TooMuch);
+        }
+        let of = |vcpu: usize| if vcpu as u64 + 1 == vcpus { own + rest } else { own };
         let mut division =
             Division { segments: [[Segment::default(); MAX_SEGMENTS]; MAX_VCPUS], counts: [0; MAX_VCPUS] };
-        let (mut vcpu, mut missing) = (0, own);
+        let (mut vcpu, mut missing) = (0, of(0));
         for (at, range) in ranges.iter().enumerate() {
             let mut left = pages(range) - if at == largest { groups * vcpus } else { 0 };
             let mut base = range.start;
@@ -196,7 +221,7 @@ impl Schedule {
                 division.add(vcpu, self.segment(base, count, PAGE, 0));
                 (base, left, missing) = (base + count * PAGE, left - count, missing - count);
                 if missing == 0 {
-                    (vcpu, missing) = (vcpu + 1, own);
+                    (vcpu, missing) = (vcpu + 1, of(vcpu + 1));
                 }
             }
         }
@@ -223,5 +248,60 @@ impl Division {
     /// The segments of a vCPU.
     pub fn of(&self, vcpu: usize) -> &[Segment] {
         &self.segments[vcpu][..self.counts[vcpu]]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every page of RAM is visited once in a pass, whatever the number of pages and vCPUs.
+    #[test]
+    fn each_page_is_in_one_segment() {
+        for vcpus in 1..=MAX_VCPUS as u64 {
+            for pages in 80 * vcpus..80 * vcpus + 40 {
+                let schedule = Schedule { seed: mix(pages), vcpus, shuffled: true, ..Schedule::default() };
+                // Two ranges, of which the second is the larger one.
+                let split = (0x10_0000 / PAGE) + pages / 3;
+                let ranges = [
+                    Range { start: 0x10_0000, end: split * PAGE },
+                    Range { start: 1 << 32, end: (1 << 32) + (pages - pages / 3) * PAGE },
+                ];
+                let division = schedule.divide(&ranges).unwrap();
+                for pass in [0, 1, 7] {
+                    let mut visited: Vec<u64> = Vec::new();
+                    for vcpu in 0..vcpus {
+                        for segment in division.of(vcpu as usize) {
+                            let address = |index| schedule.address(segment, vcpu, pass, index);
+                            visited.extend((0..segment.count).map(address));
+                        }
+                    }
+                    visited.sort_unstable();
+                    let all = |range: &Range| (range.start..range.end).step_by(PAGE as usize);
+                    let expected: Vec<u64> = ranges.iter().flat_map(all).collect();
+                    assert_eq!(visited, expected, "{vcpus} vCPUs, {pages} pages, pass {pass}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_largest_ranges_are_kept_and_the_others_are_named() {
+        let range = |at: u64| Range { start: at << 20, end: (at << 20) + ((at * 7) % 11 + 1) * PAGE };
+        let mut ranges: Vec<Range> = (1..=11).map(range).collect();
+        let mut dropped = Vec::new();
+        let kept = keep_largest(&mut ranges, 11, |range| dropped.push((range.end - range.start) / PAGE));
+        assert_eq!((kept, dropped), (MAX_RANGES, vec![1, 2, 3]));
+        assert!(ranges[..kept].is_sorted_by_key(|range| range.start));
+        assert_eq!(keep_largest(&mut ranges, 3, |_| panic!("three fit")), 3);
+    }
+
+    #[test]
+    fn what_does_not_fit_into_a_position_is_refused() {
+        let schedule = Schedule { vcpus: 1, ..Schedule::default() };
+        let range = |pages: u64| [Range { start: 1 << 32, end: (1 << 32) + pages * PAGE }];
+        assert_eq!(schedule.divide(&range(79)), Err(Unfit::TooLittle));
+        assert!(schedule.divide(&range((1 << PHASE) - 1)).is_ok());
+        assert_eq!(schedule.divide(&range(1 << PHASE)), Err(Unfit::TooMuch));
     }
 }

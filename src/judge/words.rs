@@ -11,11 +11,13 @@ pub const LEFT_OUT: &str = "# left out ";
 pub const DISK: &str = "# disk ";
 /// The number of requests that a disk has answered, at the end.
 pub const REQUESTS: &str = "# requests ";
-/// Progress.
+/// Progress of the first processor.
 pub const PASS: &str = "# pass ";
 /// One fault.
 pub const FAULT: &str = "# fault ";
-/// A processor's position and checksum at the end.
+/// After a case that was not checked, before the reason.
+pub const SKIP: &str = " # SKIP ";
+/// A processor's position, its checksum and its timer interrupts at the end.
 pub const SUM: &str = "# sum ";
 /// The last line.
 pub const END: &str = "# end ";

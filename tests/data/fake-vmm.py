@@ -4,7 +4,8 @@ documents have it. Its guest is a recorded log of the image: it stands where a p
 
 FAKE_LOG is the log, FAKE_COPY that of the second machine of QEMU, FAKE_REQUESTS a file that gets each request, FAKE_ANSWER what is answered instead of an answer (`endless`: byte by byte, for ever), and
 FAKE_VERSION the version. FAKE_CAPABILITIES is what QMP does when a migration's capabilities are asked for: `error`, `close`, or, with `again`, an error from the
-second round on. The machine whose console has FAKE_SILENT in its name ends without
+second round on. With FAKE_MOVED the guest is over as
+soon as it has been moved (`over`), or an older one (`back`). The machine whose console has FAKE_SILENT in its name ends without
 printing anything. With FAKE_BOOTS the guest ends as soon as it has started."""
 import json
 import os
@@ -20,6 +21,10 @@ PAGE = 4096
 
 def option(name):
     return ARGUMENTS[ARGUMENTS.index(name) + 1] if name in ARGUMENTS else None
+
+
+def progress(number):
+    return f"# pass {number} of 8 phase=0 accesses=0 faults=0\r\n"
 
 
 class Guest:
@@ -39,7 +44,7 @@ class Guest:
         self.console.flush()
 
     def starts(self):
-        self.prints(HEAD + "# pass 2 of 2 accesses=0 faults=0\r\n")
+        self.prints(HEAD + progress(2))
         if "FAKE_BOOTS" in os.environ:
             self.goes_on()
 
@@ -50,8 +55,11 @@ class Guest:
         elif self.saved:
             # For another snapshot.
             self.saved = False
-            self.prints("# pass 9 of 2 accesses=0 faults=0\r\n")
+            self.prints(progress(5))
         else:
+            # Since it has been moved, it has run for a pass; or it has gone back, or was over at once.
+            if os.environ.get("FAKE_MOVED") != "over":
+                self.prints(progress(1 if os.environ.get("FAKE_MOVED") == "back" else 6))
             # Firecracker logs to its standard output, in the middle of the guest's lines, unless it is told where.
             logs = NAME == "firecracker" and not option("--log-path")
             self.prints("1.." + (TAIL.replace("ok 5 ", "ok [main] The API server received a request. 5 ") if logs else TAIL))
@@ -155,7 +163,7 @@ def cloud_hypervisor(guest, request, body):
 def send(guest, path):
     stream = socket.socket(socket.AF_UNIX)
     stream.connect(path)
-    guest.prints("# pass 2 of 2 accesses=1 faults=0\r\n")
+    guest.prints(progress(3))
     stream.sendall(b"state")
     stream.shutdown(socket.SHUT_WR)
     stream.recv(1)

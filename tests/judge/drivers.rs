@@ -39,7 +39,7 @@ fn a_driven_qemu_is_whole_in_each_scenario() -> Result<(), Failed> {
 }
 
 /// The options of the image whose log `whole.log` is.
-const RECORDED: &str = "seed=3 passes=2";
+const RECORDED: &str = "seed=3 passes=8";
 
 /// A directory with a program of this name, which is `tests/data/fake-vmm.py`.
 fn vmms(env: &TestEnv, name: &str) -> Result<std::path::PathBuf, Failed> {
@@ -57,7 +57,7 @@ fn fake(env: &TestEnv, name: &str, scenario: &str) -> Result<Command, Failed> {
     let vmm = if name.starts_with("qemu") { "qemu" } else { name };
     let mut command = env.command(&format!("judge run --vmm {vmm} --scenario {scenario} --format ktap"));
     // Those of the recorded log.
-    command.args(["-p", RECORDED]);
+    command.args(["-m", "16m", "-p", RECORDED]);
     command.env("VELLUM_VMMS", vmms(env, name)?).env("FAKE_LOG", log);
     command.env("FAKE_REQUESTS", env.path("requests"));
     if scenario == "boot" {
@@ -125,6 +125,42 @@ fn a_copy_without_a_console_is_a_crash() -> Result<(), Failed> {
     ensure(output.status.code() == Some(1) && right, || format!("{output:?}"))
 }
 
+/// A copy of an older state is named, however right its checksums are. One that ends before it has
+/// compared its memory has no verdict.
+#[test(python())]
+fn a_copy_that_is_older_or_over_does_not_pass() -> Result<(), Failed> {
+    for (vmm, scenario, moved, says) in [
+        (
+            "crosvm",
+            "snapshot",
+            "back",
+            "LOST went-back: access 0 of phase 0 of pass 1 came after access 0 of",
+        ),
+        ("kvmtool", "pause", "back", "LOST went-back: access 0 of phase 0 of pass 1 came after access 0 of"),
+        ("crosvm", "snapshot", "over", "ended before it had run for a pass after its move"),
+        ("kvmtool", "pause", "over", "ended before it had run for a pass after its move"),
+    ] {
+        let env = TestEnv::new()?;
+        let output = fake(&env, vmm, scenario)?.env("FAKE_MOVED", moved).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let right = output.status.code() == Some(1) && said.contains(says) && said.lines().count() == 1;
+        ensure(right, || format!("{vmm} {scenario} {moved}: {output:?}"))?;
+    }
+    Ok(())
+}
+
+/// The image on another machine checks less, which the result says.
+#[test(emulator())]
+fn what_a_machine_cannot_show_is_noted() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let json = env.path("json");
+    let mut command = env.command("judge run --vmm qemu --memory 16m --scenario boot --json");
+    let output = command.arg(&json).arg("--vmm-arg=-cpu").arg("--vmm-arg=max,-kvmclock").output()?;
+    let text = fs::read_to_string(&json)?;
+    let right = text.contains("kvmclock-back was not judged: there is no kvmclock");
+    ensure(output.status.success() && right, || format!("{output:?}: {text}"))
+}
+
 fn python() -> Need {
     tools::program("python3")
 }
@@ -134,8 +170,8 @@ fn python() -> Need {
 #[test(python())]
 fn drivers_of_rest_apis_send_what_is_documented() -> Result<(), Failed> {
     let machine = [
-        r#"PUT /machine-config {"mem_size_mib":64,"track_dirty_pages":true,"vcpu_count":2}"#,
-        r#"PUT /boot-source {"boot_args":"CMDLINE","kernel_image_path":"judge.elf"}"#,
+        r#"PUT /machine-config {"mem_size_mib":16,"track_dirty_pages":true,"vcpu_count":2}"#,
+        r#"PUT /boot-source {"boot_args":"CMDLINE","kernel_image_path":"judge.kernel"}"#,
         r#"PUT /drives/disk {"drive_id":"disk","is_read_only":true,"is_root_device":false,"path_on_host":"judge.raw"}"#,
         r#"PUT /actions {"action_type":"InstanceStart"}"#,
     ];
@@ -200,7 +236,7 @@ fn sent(vmm: &str, scenario: &str) -> Result<String, Failed> {
     ensure(right, || format!("{vmm} {scenario}: {output:?}"))?;
     let dir = format!("{}/{scenario}-1", fs::canonicalize(&logs)?.display());
     let requests = fs::read_to_string(env.path("requests")).unwrap_or_default().replace(&dir, "DIR");
-    let cmdline = if scenario == "boot" { "passes=3" } else { "passes=16 rate=30000" };
+    let cmdline = if scenario == "boot" { "passes=3" } else { "passes=32 rate=30000 verify=end late=2s" };
     Ok(requests.replace(&format!("{cmdline} report=50ms seed=3 {RECORDED}"), "CMDLINE"))
 }
 
@@ -209,16 +245,16 @@ fn sent(vmm: &str, scenario: &str) -> Result<String, Failed> {
 fn drivers_of_commands_ask_as_is_documented() -> Result<(), Failed> {
     let crosvm = |name: &str, more: &str| {
         format!(
-            "run --disable-sandbox --socket {name}.sock --cpus 2 --mem 64 --no-usb --serial \
+            "run --disable-sandbox --socket {name}.sock --cpus 2 --mem 16 --no-usb --serial \
              type=file,path={name}.log,hardware=serial,num=1,console=true --block path=judge.raw,ro=true \
-             --params CMDLINE{more} judge.elf\n"
+             --params CMDLINE{more} judge.kernel\n"
         )
     };
     let first = crosvm("first", "");
     let suspended = format!("{first}suspend first.sock --full\n");
     let restored = |name| format!("{}resume {name}.sock --full\n", crosvm(name, " --restore saved"));
     let saved = format!("{suspended}snapshot take saved first.sock\n");
-    let lkvm = "run --name first -k judge.bzimage -c 2 -m 64 -p CMDLINE --console serial --network mode=none \
+    let lkvm = "run --name first -k judge.kvmtool -c 2 -m 16 -p CMDLINE --console serial --network mode=none \
                 --disk judge.raw,ro\n";
     for (vmm, scenario, expected) in [
         ("kvmtool", "boot", lkvm.to_owned()),
@@ -359,12 +395,14 @@ fn script(env: &TestEnv, script: &str, arguments: &[&str]) -> Result<Command, Fa
 #[test]
 fn a_log_of_another_machine_does_not_pass() -> Result<(), Failed> {
     for (arguments, words, says) in [
-        (["-p", "seed=3 passes=2"], "{cmdline} {cpus}", ""),
-        (["-p", "seed=1 passes=1 seed=3 passes=2"], "{cmdline}", ""),
+        (["-p", "seed=3 passes=8"], "{cmdline} {cpus}", ""),
+        (["-p", "seed=1 passes=1 seed=3 passes=8"], "{cmdline}", ""),
         (["-c", "4"], "", ""),
-        (["-p", "passes=2"], "{cmdline}", "boot: the log is of another machine: seed=3, and not "),
-        (["-p", "seed=4 passes=2"], "{cmdline}", "boot: the log is of another machine: seed=3, and not 4"),
-        (["-p", "seed=3"], "{cmdline}", "boot: the log is of another machine: passes=2, and not 3"),
+        (["-p", "passes=8"], "{cmdline}", "boot: the log is of another machine: seed=3, and not "),
+        (["-p", "seed=4 passes=8"], "{cmdline}", "boot: the log is of another machine: seed=3, and not 4"),
+        (["-p", "seed=3"], "{cmdline}", "boot: the log is of another machine: passes=8, and not 3"),
+        (["-m", "20m"], "{memory}", "boot: 4 MiB of the memory are neither judged nor left out"),
+        (["-m", "16m"], "{memory}", ""),
         (["-c", "1"], "{cpus}", "boot: the log is of another machine: vcpus=2, and not 1"),
     ] {
         let env = TestEnv::new()?;

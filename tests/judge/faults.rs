@@ -3,9 +3,11 @@
 
 use std::fs;
 
+use serde_json::Value;
 use support::env::TestEnv;
 use support::{Completion, Failed, LIMIT, ensure, eventually, test};
 use vellum_judge::read::{Log, Verdict, read};
+use vellum_migration::snapshot::layer;
 use vellum_sys::plant::{IMPOSSIBLE, POSSIBLE};
 
 use crate::{boots, disk, ends, has_passed, line, logged, moves, succeeds};
@@ -108,6 +110,21 @@ impl Files {
         Ok(Self { env, before, devices })
     }
 
+    fn state(&self, dir: &str) -> Result<Value, Failed> {
+        Ok(serde_json::from_slice(&fs::read(self.env.path(dir).join("state-0"))?)?)
+    }
+
+    /// Gives the second point another state.
+    fn set_state(&self, state: &Value) -> Result<(), Failed> {
+        let (dir, bytes) = (self.env.path("new"), serde_json::to_vec(state)?);
+        let mut manifest: Value = serde_json::from_slice(&fs::read(dir.join("manifest.json"))?)?;
+        manifest["points"][0]["state_bytes"] = bytes.len().into();
+        manifest["points"][0]["state_crc"] = layer::sum(&bytes).into();
+        fs::write(dir.join("manifest.json"), serde_json::to_vec(&manifest)?)?;
+        fs::write(dir.join("state-0"), bytes)?;
+        Ok(())
+    }
+
     fn ram(&self, dir: &str) -> Result<Vec<u8>, Failed> {
         Ok(fs::read(self.env.path(dir).join("ram-0"))?)
     }
@@ -125,7 +142,20 @@ impl Files {
         Ok(log)
     }
 
+    /// The start of the range that was left out for this reason.
+    fn logged_start(&self, why: &str) -> Result<u64, Failed> {
+        let log = read(&self.before);
+        let line = log.left_out.iter().find(|line| line.contains(why)).ok_or("not left out")?;
+        Ok(u64::from_str_radix(line.split(' ').next().unwrap_or_default().trim_start_matches("0x"), 16)?)
+    }
+
     fn runs_on(&self, ram: &[u8], wanted: &[(&str, Option<usize>)]) -> Result<Log, Failed> {
+        self.until(ram, |log| !wanted.is_empty() && wanted.iter().all(|(kind, at)| finds(log, kind, *at)))
+    }
+
+    /// Restores the second point with this RAM. Returns the image's log when it is `right`, or at the
+    /// image's end.
+    fn until(&self, ram: &[u8], right: impl Fn(&Log) -> bool) -> Result<Log, Failed> {
         let dir = self.env.path("new");
         fs::write(dir.join("ram-0"), ram)?;
         let console = self.env.path("restored.log");
@@ -139,22 +169,157 @@ impl Files {
         eventually(LIMIT, "it finds what is wrong", || {
             let ended = restored.child.try_wait()?.is_some();
             let log = log()?;
-            let found = !wanted.is_empty() && wanted.iter().all(|(kind, at)| finds(&log, kind, *at));
             // Its log then ends in the middle.
-            let spins = !wanted.is_empty() && used(pid) > Some(FOR_EVER);
-            Ok((ended || found || spins).then_some(()))
+            Ok((ended || right(&log) || used(pid) > Some(FOR_EVER)).then_some(()))
         })?;
-        if !wanted.is_empty() {
-            // It may have ended by itself meanwhile. A machine that neither ends nor stops fails
-            // below.
-            self.env.vellum("ctl restored stop")?;
-        }
+        // It may have ended by itself meanwhile. A machine that neither ends nor stops fails below.
+        self.env.vellum("ctl restored stop")?;
         ends(restored, 0)?;
         let log = log()?;
         fs::remove_file(&console)?;
         Ok(log)
     }
 }
+
+/// The fields of a section of a machine's state.
+fn section<'a>(state: &'a mut Value, name: &str) -> Result<&'a mut Value, Failed> {
+    let sections = state["sections"].as_array_mut().ok_or("no sections")?;
+    let section = sections.iter_mut().find(|section| section["name"] == name);
+    section.map(|section| &mut section["fields"]).ok_or_else(|| format!("no section {name}").into())
+}
+
+/// A number of 64 bits in a field that is a list of smaller ones, with `bits` each.
+fn number(field: &Value, at: usize, bits: usize) -> Result<u64, Failed> {
+    let list = field.as_array().and_then(|list| list.get(at..at + 64 / bits)).ok_or("no list")?;
+    let parts = list.iter().rev().map(|part| part.as_u64().unwrap_or(0));
+    Ok(parts.fold(0, |sum, part| sum << bits | part))
+}
+
+fn set_number(field: &mut Value, at: usize, bits: usize, number: u64) {
+    for part in 0..64 / bits {
+        field[at + part] = (number >> (part * bits) & ((1 << bits) - 1)).into();
+    }
+}
+
+/// Offsets in `struct kvm_regs` and in `struct kvm_sregs` (arch/x86/include/uapi/asm/kvm.h in
+/// Linux), and of the word of 32 bits of XMM15 in the area of XSAVE.
+const R12: usize = 96;
+const R15: usize = 120;
+const FS_BASE: usize = 72;
+const XMM15: usize = 100;
+
+/// Whether both processors are in the loop, where their registers have their meaning. While Rust code
+/// runs, R12 has something else, and an image whose memory is of another time may crash.
+fn is_in_loop(state: &mut Value) -> Result<bool, Failed> {
+    for name in ["vcpu0", "vcpu1"] {
+        let fields = section(state, name)?;
+        if number(&fields["regs"], R12, 8)? >> 26 != number(&fields["xsave"], XMM15, 32)? >> 26 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The image with a state that can be changed, of a snapshot whose processors are in the loop.
+fn files_in_loop(more: &str) -> Result<(Files, Value), Failed> {
+    eventually(LIMIT, "a snapshot of the loop", || {
+        let files = Files::of(TestEnv::new()?, more, String::new())?;
+        let mut state = files.state("new")?;
+        Ok(is_in_loop(&mut state)?.then_some((files, state)))
+    })
+}
+
+/// Each part of a vCPU's state that is a pass old, or a clock that is not the one of before, has its
+/// own name.
+#[test(boots())]
+fn parts_of_a_vcpu_s_state_are_named() -> Result<(), Failed> {
+    const PASS: u64 = 1 << 28;
+    let (files, state) = files_in_loop("clock=600s late=1s")?;
+    let ram = files.ram("new")?;
+    let ticks = state["machine"]["tsc_khz"].as_u64().ok_or("no frequency")? * 1000;
+    for (kind, field, at, bits, change) in [
+        ("general-registers", "regs", R12, 8, PASS.wrapping_neg()),
+        ("vector-registers", "xsave", XMM15, 32, PASS.wrapping_neg()),
+        ("msrs", "sregs", FS_BASE, 8, PASS.wrapping_neg()),
+        ("clock-back", "regs", R15, 8, 1 << 45),
+        ("clock-jump", "regs", R15, 8, (1000 * ticks).wrapping_neg()),
+    ] {
+        let mut state = state.clone();
+        let field = &mut section(&mut state, "vcpu0")?[field];
+        let before = number(field, at, bits)?;
+        set_number(field, at, bits, before.wrapping_add(change));
+        files.set_state(&state)?;
+        let log = files.restored(&ram, &[(kind, None)])?;
+        let fault = log.faults.iter().find(|fault| fault.kind == kind);
+        ensure(fault.is_some_and(|fault| fault.vcpu == 0 && fault.expected != fault.found), || {
+            format!("{fault:?}")
+        })?;
+    }
+    // Kvmclock is 1000 s further than when it was saved.
+    let mut changed = state.clone();
+    let clock = &mut section(&mut changed, "clock")?["nanoseconds"];
+    let before = clock.as_u64().ok_or("no clock")?;
+    *clock = (before + 1_000_000_000_000).into();
+    files.set_state(&changed)?;
+    files.restored(&ram, &[("kvmclock-jump", None)])?;
+    // A byte of the image: the head of a bzImage, which nothing runs; and its settings.
+    files.set_state(&state)?;
+    let settings = files.logged_start("the image's stacks")? as usize - 2 * PAGE;
+    for at in [0x10_0600, settings] {
+        let mut ram = ram.clone();
+        ram[at] ^= 1;
+        files.restored(&ram, &[("image", None)])?;
+    }
+    Ok(())
+}
+
+/// The parts of the machine that the argument in `vellum_judge` is about: each vCPU's registers and
+/// pages, and what all write. Every proper subset of them is rolled back by some passes. Stacks go
+/// with the registers that use them, and the image's own page of positions with the shared memory.
+#[test(boots())]
+fn every_proper_subset_of_the_parts_that_is_older_is_lost() -> Result<(), Failed> {
+    let files = eventually(LIMIT, "two snapshots of the loop", || {
+        let (files, _) = files_in_loop("late=1s")?;
+        Ok(is_in_loop(&mut files.state("old")?)?.then_some(files))
+    })?;
+    let (old, new) = (files.ram("old")?, files.ram("new")?);
+    let (mut old_state, new_state) = (files.state("old")?, files.state("new")?);
+    let parts = read(&files.before).parts();
+    let stacks = files.logged_start("the image's stacks")?;
+    for subset in 1..(1 << 5) - 1 {
+        let is_old = |part: usize| subset >> part & 1 == 1;
+        let mut state = new_state.clone();
+        let mut ram = new.clone();
+        let mut take = |start: u64, end: u64| {
+            let range = start as usize..end as usize;
+            ram[range.clone()].copy_from_slice(&old[range]);
+        };
+        for vcpu in 0..2 {
+            if is_old(vcpu) {
+                let name = format!("vcpu{vcpu}");
+                *section(&mut state, &name)? = section(&mut old_state, &name)?.clone();
+                let stack = stacks + STACK * vcpu as u64;
+                take(stack, stack + STACK);
+            }
+        }
+        for (range, owner) in &parts {
+            if is_old(owner.map_or(4, |vcpu| 2 + vcpu)) {
+                take(range.start, range.end);
+            }
+        }
+        if is_old(4) {
+            take(stacks - PAGE as u64, stacks);
+        }
+        files.set_state(&state)?;
+        let log = files.until(&ram, |log| log.verdict() == Verdict::Lost)?;
+        let what = format!("subset {subset:#07b} of registers 0 and 1, pages 0 and 1, shared memory");
+        ensure(log.verdict() == Verdict::Lost && !log.faults.is_empty(), || format!("{what}: {log:?}"))?;
+    }
+    Ok(())
+}
+
+/// Bytes of a processor's stack (`boot.s`).
+const STACK: u64 = 32 << 10;
 
 /// Whether the log has a fault of this kind in the page at this address.
 fn finds(log: &Log, kind: &str, at: Option<usize>) -> bool {

@@ -114,7 +114,10 @@ fn pages_that_a_snapshot_of_qemu_loses_are_named() -> Result<(), Failed> {
     };
     let shown = run(Vmm::Qemu, Scenario::Snapshot, &setup, env.dir());
     ensure(shown.trouble.is_none(), || format!("{:?}", shown.trouble))?;
-    let [log] = &shown.logs[..] else { return Err(format!("{} logs", shown.logs.len()).into()) };
+    let [machine] = &shown.machines[..] else {
+        return Err(format!("{} machines", shown.machines.len()).into());
+    };
+    let log = &machine.log;
     ensure(log.verdict() == Verdict::Lost, || format!("{log:?}"))?;
     let found = found(log);
     ensure(found == expected(0), || format!("{found:x?}"))

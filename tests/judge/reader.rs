@@ -51,10 +51,62 @@ fn a_log_passes_only_if_it_is_whole() -> Result<(), Failed> {
     Ok(())
 }
 
+/// A machine that went back as a whole is right in itself. Its progress is not.
+#[test]
+fn progress_that_goes_back_is_a_loss() -> Result<(), Failed> {
+    let log = String::from_utf8(log()?)?;
+    let with = |positions: &[(u64, u64, u64)]| {
+        let of = |(pass, phase, accesses): &(u64, u64, u64)| {
+            format!("# pass {pass} of 8 phase={phase} accesses={accesses} faults=0\r\n")
+        };
+        let lines: String = positions.iter().map(of).collect();
+        read(log.replacen("1..", &format!("{lines}1.."), 1).as_bytes())
+    };
+    for (positions, verdict) in [
+        (&[(1, 0, 64), (1, 0, 64), (1, 1, 0), (8, 3, 0)][..], Verdict::Whole),
+        (&[(2, 0, 0), (1, 3, 64)], Verdict::Lost),
+        (&[(2, 1, 0), (2, 0, 64)], Verdict::Lost),
+        (&[(2, 1, 64), (2, 1, 0), (3, 0, 0)], Verdict::Lost),
+        (&[(9, 0, 0)], Verdict::Crashed("lines of the image make no sense".into())),
+    ] {
+        let found = with(positions).verdict();
+        ensure(found == verdict, || format!("{positions:?}: {found:?}"))?;
+    }
+    // A line that is cut has no position: this one may be at access 65 or at 6.
+    let lines = "# pass 8 of 8 phase=3 accesses=64 faults=0\r\n# pass 8 of 8 phase=3 accesses=6";
+    let cut = format!("{}{lines}", log.split("1..").next().unwrap_or_default());
+    let verdict = read(cut.as_bytes()).verdict();
+    ensure(matches!(verdict, Verdict::Crashed(_)), || format!("{verdict:?}"))?;
+    let back = with(&[(2, 1, 64), (2, 1, 0)]).loss();
+    ensure(
+        back == " went-back: access 0 of phase 1 of pass 2 came after access 64 of phase 1 of pass 2",
+        || back,
+    )
+}
+
+/// A kind that was not checked does not pass, and only some may be left out. A timer that never
+/// interrupts is not whole.
+#[test]
+fn what_was_not_checked_does_not_pass() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let whole = String::from_utf8(log()?)?;
+    let output = judged(&env, whole.as_bytes(), "--format ktap")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let skips = text.contains("kvmclock-back # SKIP there is no kvmclock");
+    ensure(output.status.success() && skips, || format!("{output:?}"))?;
+    for (from, to) in [("ok 1 lost-write", "ok 1 lost-write # SKIP no"), ("interrupts=1", "interrupts=0 x=")]
+    {
+        let verdict = read(whole.replacen(from, to, 1).as_bytes()).verdict();
+        ensure(matches!(verdict, Verdict::Crashed(_)), || format!("{to}: {verdict:?}"))?;
+    }
+    Ok(())
+}
+
 #[test]
 fn noise_around_the_lines_does_not_matter() -> Result<(), Failed> {
     let noise = b"\x1b[2J\x1b[01;01HSeaBIOS (version 1.16)\r\n\xff\xfe\x00\x07\r\n\x1b[0m";
-    let log = [&noise[..], &log()?, b"\x1bc[ 1.0] reboot: Power down\n"].concat();
+    let before = b"ok 3 disks\r\n# ram test passed\r\nok [main] started\r\n\x1b]0;a title\x07";
+    let log = [&noise[..], before, &log()?, b"\x1bc[ 1.0] reboot: Power down\n# sum of all\n"].concat();
     ensure(read(&log).verdict() == Verdict::Whole, || format!("{:?}", read(&log)))
 }
 

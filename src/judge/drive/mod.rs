@@ -13,19 +13,20 @@ mod qemu;
 mod stream;
 mod vellum;
 
+use std::cell::Cell;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{BufWriter, Read, Write};
 use std::path::{self, Path, PathBuf};
 use std::process::Command;
-use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::image::{Arch, image};
-use crate::read::{Log, Verdict, read};
+use crate::read::{Log, Verdict, first_progress, read};
 use crate::sectors;
 pub use command::PLACEHOLDERS;
 use process::{Process, printable};
+use vellum_sys::keyvalue;
 
 /// What happens to the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,6 +154,22 @@ impl Setup {
             let asked = asked.filter(|asked| *asked != found)?;
             Some(format!("the log is of another machine: {name}={found}, and not {asked}"))
         })
+        .or_else(|| self.unlisted(log))
+    }
+
+    /// How much of the machine's memory the log neither has as judged nor as left out.
+    fn unlisted(&self, log: &Log) -> Option<String> {
+        let judged = log.ranges.iter().map(|range| range.end - range.start);
+        let listed = judged.chain(log.left_out_bytes()).fold(0u64, u64::saturating_add);
+        let missing = self.memory.saturating_sub(listed >> 20);
+        (self.gives("{memory}") && missing > MAX_UNLISTED)
+            .then(|| format!("{missing} MiB of the memory are neither judged nor left out"))
+    }
+
+    /// The time between two reports of the image.
+    fn interval(&self) -> Duration {
+        let asked = value(&self.cmdline, "report").and_then(|text| keyvalue::duration(text).ok());
+        asked.unwrap_or(Duration::from_secs(1))
     }
 
     /// Why the machine's disk was not judged, if it was not.
@@ -165,10 +182,15 @@ impl Setup {
     }
 }
 
-/// The number that the image takes for `key`: the last one counts.
+/// The number that the image takes for `key`.
 pub fn asked(cmdline: &str, key: &str) -> Option<u64> {
+    value(cmdline, key)?.parse().ok()
+}
+
+/// The text that the image takes for `key`: the last one counts.
+fn value<'a>(cmdline: &'a str, key: &str) -> Option<&'a str> {
     let mut values = cmdline.split_whitespace().filter_map(|word| word.strip_prefix(key)?.strip_prefix('='));
-    values.next_back()?.parse().ok()
+    values.next_back()
 }
 
 /// Why there is no log to read.
@@ -207,7 +229,7 @@ impl Trouble {
 /// # Errors
 /// Where it is not installed, fails, or says nothing in this time.
 pub fn version(vmm: Vmm, setup: &Setup, dir: &Path) -> Result<String, Trouble> {
-    let round = Round { setup, dir };
+    let round = Round { setup, dir, stood: Cell::new(None) };
     match vmm {
         Vmm::CloudHypervisor => cloud_hypervisor::version(&round),
         Vmm::Crosvm => crosvm::version(&round),
@@ -222,24 +244,32 @@ pub fn version(vmm: Vmm, setup: &Setup, dir: &Path) -> Result<String, Trouble> {
 /// The result of a round.
 #[derive(Debug)]
 pub struct Shown {
-    /// The log of each machine that went on to the end, after what the first machine had printed
-    /// before. With `trouble`, also that of the first machine.
-    pub logs: Vec<Log>,
+    /// Each machine that went on to the end. With `trouble`, also the first machine.
+    pub machines: Vec<Machine>,
     /// The reason why the scenario did not come to its end.
     pub trouble: Option<Trouble>,
+}
+
+/// What a machine has printed.
+#[derive(Debug)]
+pub struct Machine {
+    /// Its log, after what the first machine had printed before.
+    pub log: Log,
+    /// Whether it has run for a full pass since it was moved, and so has compared each page.
+    pub is_compared: bool,
 }
 
 /// Runs a scenario once, in a directory of its own. Reads the consoles of all its machines, also if
 /// a step fails: an image that has lost something may not end.
 pub fn run(vmm: Vmm, scenario: Scenario, setup: &Setup, dir: &Path) -> Shown {
-    let round = Round { setup, dir };
+    let round = Round { setup, dir, stood: Cell::new(None) };
     let trouble = round.run(vmm, scenario).err();
-    Shown { logs: round.logs(scenario, trouble.is_some()), trouble }
+    Shown { machines: round.machines(scenario, trouble.is_some()), trouble }
 }
 
 /// Whether the first machine of a round in `dir` came to its end by itself, and lost nothing.
 pub fn is_over(setup: &Setup, dir: &Path) -> bool {
-    read(&Round { setup, dir }.console("first")).verdict() == Verdict::Whole
+    read(&Round { setup, dir, stood: Cell::new(None) }.console("first")).verdict() == Verdict::Whole
 }
 
 /// The directory with the VMMs' programs that are not in PATH.
@@ -279,7 +309,11 @@ fn cannot<T>(what: &str, remedy: &str) -> Result<T, Trouble> {
 /// The first machine stands still: its console does not grow while it could report ten times.
 fn is_silent(round: &Round) -> Result<(), Trouble> {
     let before = round.first_length();
-    thread::sleep(Duration::from_millis(500));
+    round.stood.set(Some(before));
+    let begun = Instant::now();
+    while begun.elapsed() < 10 * round.setup.interval() && round.first_length() == before {
+        process::wait(begun, round.setup.limit, "ten times report=")?;
+    }
     match round.first_length() == before {
         true => Ok(()),
         false => Err(Trouble::GoesOn),
@@ -292,12 +326,12 @@ const FIRST: &str = "first.log";
 const KERNEL: &str = "judge.kernel";
 /// Its disk there.
 const DISK: &str = "judge.raw";
+/// MiB of its memory that a machine's firmware and its memory map may take.
+const MAX_UNLISTED: u64 = 2;
 /// Bytes of a console.
 const MAX_CONSOLE: u64 = 64 << 20;
 /// Bytes of a version.
 const MAX_VERSION: u64 = 4096;
-/// What the first machine had printed when it was forked.
-const BEFORE: &str = "before.log";
 /// The names of further machines. Those of [`Scenario::Restore`] are restored in these groups.
 const COPIES: [&str; 3] = ["second", "third", "fourth"];
 const GROUPS: [&[&str]; 2] = [&["second", "third"], &["fourth"]];
@@ -310,10 +344,28 @@ fn write_disk(path: &Path) -> std::io::Result<()> {
     file.flush()
 }
 
+impl Machine {
+    /// A machine that printed `own` after it had been moved.
+    fn new(before: &[u8], own: &[u8]) -> Self {
+        let log = read(&[before, own].concat());
+        // A line that was begun before the move may have a position of then.
+        let is_begun = before.last().is_some_and(|byte| *byte != b'\n');
+        let end = own.iter().position(|byte| *byte == b'\n').filter(|_| is_begun).unwrap_or(0);
+        // All processors begin a pass together, after each has ended the one before. So the passes
+        // after the one that was reported began after the move.
+        let is_compared = first_progress(&own[end..])
+            .zip(log.start.as_ref())
+            .is_some_and(|(progress, start)| progress.pass < start.passes);
+        Self { log, is_compared }
+    }
+}
+
 /// One run of a scenario.
 struct Round<'a> {
     setup: &'a Setup,
     dir: &'a Path,
+    /// The length of the first console when that machine last stood still.
+    stood: Cell<Option<u64>>,
 }
 
 impl Round<'_> {
@@ -331,20 +383,23 @@ impl Round<'_> {
         }
     }
 
-    /// The log of each machine of a scenario. A copy goes on where the first one was. A first one
-    /// that is forked goes on by itself.
-    fn logs(&self, scenario: Scenario, is_broken_off: bool) -> Vec<Log> {
+    /// Each machine of a scenario. A copy goes on where the first one was. A first one that was
+    /// paused or forked goes on by itself.
+    fn machines(&self, scenario: Scenario, is_broken_off: bool) -> Vec<Machine> {
         let first = self.console("first");
-        let is_forked = self.path(BEFORE).exists();
-        let before = if is_forked { self.console("before") } else { first.clone() };
+        let goes_on = matches!(scenario, Scenario::Boot | Scenario::Pause | Scenario::Fork);
+        let stood = self.stood.get().filter(|_| goes_on).map_or(first.len(), |at| at as usize);
+        let (before, after) = first.split_at(stood.min(first.len()));
         // The console of a copy that was not started, or printed nothing, is empty: its log then
         // has no end.
-        let of_copy = |name: &&str| read(&[before.clone(), self.console(name)].concat());
-        let mut logs: Vec<Log> = scenario.copies().iter().map(of_copy).collect();
-        if is_forked || logs.is_empty() || is_broken_off {
-            logs.push(read(&first));
+        let consoles = scenario.copies().iter().map(|name| self.console(name));
+        let mut machines: Vec<Machine> = consoles.map(|own| Machine::new(before, &own)).collect();
+        if scenario == Scenario::Boot {
+            machines.push(Machine { log: read(&first), is_compared: true });
+        } else if goes_on || is_broken_off {
+            machines.push(Machine::new(before, after));
         }
-        logs
+        machines
     }
 
     /// Restores the copies of a scenario by `start`, and waits for their ends.

@@ -126,6 +126,14 @@ impl Process {
         self.end(limit, "the machine's end").map(drop)
     }
 
+    /// Waits for its end for this time, also if a signal comes.
+    pub(super) fn ends_within(&mut self, limit: Duration) {
+        let begun = Instant::now();
+        while matches!(self.status(), Ok(None)) && begun.elapsed() < limit {
+            thread::sleep(POLL);
+        }
+    }
+
     fn end(&mut self, limit: Duration, what: &str) -> Result<ExitStatus, Trouble> {
         let begun = Instant::now();
         loop {

@@ -1,20 +1,24 @@
 //! This program, driven by its own command line.
 
-use std::fs;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use super::process::Process;
-use super::{BEFORE, COPIES, DISK, FIRST, KERNEL, Round, Scenario, Trouble, is_silent, version_of};
+use super::{COPIES, DISK, KERNEL, Round, Scenario, Trouble, is_silent, version_of};
+use vellum_sys::program::own;
+
+/// How long a machine that a fork has made may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(super) fn version(round: &Round) -> Result<String, Trouble> {
-    let own = std::env::current_exe().map_err(Trouble::io("this program"))?;
-    version_of(round, &own.display().to_string(), "--version", "")
+    let own = own().map_err(Trouble::io("this program"))?;
+    version_of(round, &own.get_program().to_string_lossy(), "--version", "")
 }
 
 impl Round<'_> {
     /// A command whose machines have their sockets in the round's directory.
     fn vellum(&self, arguments: &[&str]) -> Result<Command, Trouble> {
-        let mut command = std::env::current_exe().map(Command::new).map_err(Trouble::io("this program"))?;
+        let mut command = own().map_err(Trouble::io("this program"))?;
         // A path may have commas, which end it in an argument of a disk.
         command.args(arguments).env("XDG_RUNTIME_DIR", self.dir).current_dir(self.dir);
         Ok(command)
@@ -47,7 +51,7 @@ impl Round<'_> {
     /// Forks the first machine, which stands still, so that it is known what it has printed.
     fn forks(&self, first: &mut Process) -> Result<(), Trouble> {
         self.succeeds(&["pause", "first"])?;
-        fs::copy(self.path(FIRST), self.path(BEFORE)).map_err(Trouble::io("the console"))?;
+        self.stood.set(Some(self.first_length()));
         let mut children = Vec::new();
         for name in &COPIES[..2] {
             self.succeeded(&mut self.machine(name, &["fork", "first"])?, "fork")?;
@@ -81,9 +85,12 @@ impl Child<'_> {
 
 impl Drop for Child<'_> {
     fn drop(&mut self) {
-        // It may have ended. A signal does not keep this from it.
+        // It may have ended. A signal does not keep this from it, and a machine that hangs does not
+        // keep the driver.
         let Ok(mut command) = self.round.vellum(&["ctl", self.name, "stop"]) else { return };
-        let _ = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        if let Ok(mut process) = Process::start(&mut command, self.round.path("stop.err")) {
+            process.ends_within(STOP_TIMEOUT);
+        }
     }
 }
 

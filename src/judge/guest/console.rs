@@ -16,6 +16,7 @@ pub(crate) enum Item<'a> {
     Address(u64),
 }
 
+#[unsafe(link_section = ".bss.live")]
 static LOCK: AtomicU32 = AtomicU32::new(0);
 
 /// What the lines are printed on.
@@ -43,8 +44,10 @@ impl Output {
     }
 }
 
+#[unsafe(link_section = ".data.sealed")]
 static OUTPUT: Shared<Output> = Shared::new(Output::None);
 /// A port that once did not take a byte in time is not waited for any more.
+#[unsafe(link_section = ".bss.live")]
 static IS_STUCK: AtomicBool = AtomicBool::new(false);
 
 /// Opens the serial port that does not need the data of the boot protocol.
@@ -179,6 +182,7 @@ static MEMORY: Shared<Memory> = Shared::new(Memory {
     used: [0; 4092],
 });
 /// Bytes in the line, and the lines that were given to the device.
+#[unsafe(link_section = ".bss.live")]
 static PRINTED: Shared<(u64, u16)> = Shared::new((0, 0));
 
 /// Starts the virtio console at `place`.

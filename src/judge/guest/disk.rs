@@ -8,8 +8,8 @@
 //! almost any time there is a request in flight. Each buffer is compared twice: when the answer is
 //! collected, and seven requests later, before the buffer is used again.
 
-use core::mem::offset_of;
-use core::sync::atomic::{Ordering, fence};
+use core::mem::{MaybeUninit, offset_of};
+use core::sync::atomic::{AtomicBool, Ordering, fence};
 
 use crate::arch::{load, store};
 use crate::console::{Item, line};
@@ -76,32 +76,40 @@ const NO_MEMORY: Memory = Memory {
 };
 
 static MEMORY: Shared<[Memory; MAX_DISKS]> = Shared::new([NO_MEMORY; MAX_DISKS]);
-static DISKS: Shared<[Option<Disk>; MAX_DISKS]> = Shared::new([None; MAX_DISKS]);
+#[unsafe(link_section = ".bss.sealed")]
+static DISKS: Shared<[MaybeUninit<Disk>; MAX_DISKS]> = Shared::new([const { MaybeUninit::zeroed() }; MAX_DISKS]);
+/// The number of disks.
+#[unsafe(link_section = ".bss.sealed")]
+static COUNT: Shared<usize> = Shared::new(0);
+
+/// Whether a disk is no longer used: its rings are wrong, or it does not answer.
+#[unsafe(link_section = ".bss.live")]
+static IS_OFF: [AtomicBool; MAX_DISKS] = [const { AtomicBool::new(false) }; MAX_DISKS];
 
 #[derive(Clone, Copy)]
 struct Disk {
+    number: usize,
     device: Device,
     memory: u64,
     sectors: u64,
     seed: u64,
     /// The number of bytes that the device reports as written for a request.
     length: u32,
-    /// The disk is no longer used: its rings are wrong, or it does not answer.
-    is_off: bool,
 }
 
-fn disks() -> &'static mut [Option<Disk>; MAX_DISKS] {
-    // SAFETY: only the first processor calls this.
-    unsafe { &mut *DISKS.get() }
+fn disks() -> &'static [Disk] {
+    // SAFETY: only the first processor calls this and `add`, which has filled in this many.
+    unsafe { core::slice::from_raw_parts(DISKS.get().cast(), *COUNT.get()) }
 }
 
 /// Starts the disk at `place`. A disk with other sectors is reported and not used.
 pub(crate) fn add(place: Place, seed: u64) {
-    let Some(at) = disks().iter().position(Option::is_none) else {
+    let at = disks().len();
+    if at == MAX_DISKS {
         return left_out(place.address(), "there are four already");
-    };
+    }
     let memory = MEMORY.get().cast::<Memory>().wrapping_add(at) as u64;
-    match Disk::start(place, seed, memory) {
+    match Disk::start(at, place, seed, memory) {
         Ok(disk) => {
             line(&[
                 Item::Text(words::DISK),
@@ -113,7 +121,11 @@ pub(crate) fn add(place: Place, seed: u64) {
                 Item::Name(" sectors="),
                 Item::Number(disk.sectors),
             ]);
-            disks()[at] = Some(disk);
+            // SAFETY: as in `disks`.
+            unsafe {
+                DISKS.get().cast::<Disk>().add(at).write(disk);
+                *COUNT.get() = at + 1;
+            }
         }
         Err(why) => left_out(place.address(), why),
     }
@@ -133,18 +145,18 @@ pub(crate) fn left_out(address: u64, why: &str) {
 
 /// Whether there is a disk.
 pub(crate) fn any() -> bool {
-    disks().iter().any(Option::is_some)
+    !disks().is_empty()
 }
 
 /// Waits for the answers to earlier requests, checks them, and makes request `number` of each disk.
 /// Returns whether something was wrong.
 pub(crate) fn request(number: u64) -> bool {
     let mut right = true;
-    for disk in disks().iter_mut().flatten() {
+    for disk in disks() {
         right &= disk.is_answered(number) && disk.is_right(number, number - 1);
         // The buffer is about to be used again.
-        right &= number < SLOTS || disk.is_off || disk.is_right(number, number - SLOTS);
-        if !disk.is_off {
+        right &= number < SLOTS || disk.is_off() || disk.is_right(number, number - SLOTS);
+        if !disk.is_off() {
             disk.make(number);
         }
     }
@@ -153,10 +165,10 @@ pub(crate) fn request(number: u64) -> bool {
 
 /// Checks the buffers of the last of `number` requests.
 pub(crate) fn finish(number: u64) {
-    for (at, disk) in disks().iter_mut().flatten().enumerate() {
+    for (at, disk) in disks().iter().enumerate() {
         let answered = disk.is_answered(number);
         for request in number - SLOTS.min(number)..number {
-            if answered && !disk.is_off {
+            if answered && !disk.is_off() {
                 disk.is_right(number, request);
             }
         }
@@ -172,7 +184,7 @@ pub(crate) fn finish(number: u64) {
 }
 
 impl Disk {
-    fn start(place: Place, seed: u64, memory: u64) -> Result<Self, &'static str> {
+    fn start(number: usize, place: Place, seed: u64, memory: u64) -> Result<Self, &'static str> {
         store(memory + offset_of!(Memory, avail_flags) as u64, NO_INTERRUPT);
         let rings = Rings {
             descriptors: memory,
@@ -181,7 +193,7 @@ impl Disk {
         };
         let (device, [low, high]) = place.start(0, &rings)?;
         let sectors = u64::from(low) | u64::from(high) << 32;
-        let mut disk = Self { device, memory, sectors, seed, length: 0, is_off: false };
+        let mut disk = Self { number, device, memory, sectors, seed, length: 0 };
         for slot in 0..SLOTS {
             for (at, descriptor) in disk.descriptors(slot).into_iter().enumerate() {
                 store(memory + 16 * (3 * slot + at as u64), descriptor);
@@ -208,6 +220,14 @@ impl Disk {
         };
         device.reset();
         Err(why)
+    }
+
+    fn is_off(&self) -> bool {
+        IS_OFF[self.number & 3].load(Ordering::Relaxed)
+    }
+
+    fn give_up(&self) {
+        IS_OFF[self.number & 3].store(true, Ordering::Relaxed);
     }
 
     fn used_index(&self) -> u16 {
@@ -270,8 +290,8 @@ impl Disk {
     }
 
     /// Waits until `number` requests have been answered.
-    fn is_answered(&mut self, number: u64) -> bool {
-        if self.is_off {
+    fn is_answered(&self, number: u64) -> bool {
+        if self.is_off() {
             return false;
         }
         let expected = number as u16;
@@ -291,13 +311,13 @@ impl Disk {
                 continue;
             };
             fault(kind, 0, at, expected.into(), found.into());
-            self.is_off = true;
+            self.give_up();
             return false;
         }
     }
 
     /// Checks everything that a request has left in memory, after `made` requests.
-    fn is_right(&mut self, made: u64, number: u64) -> bool {
+    fn is_right(&self, made: u64, number: u64) -> bool {
         let slot = number % SLOTS;
         let head = 3 * slot;
         let index = self.memory + offset_of!(Memory, avail_index) as u64;
@@ -322,7 +342,7 @@ impl Disk {
         let wrong = rings.iter().find(|(_, expected, found)| expected != found);
         if let Some((at, expected, found)) = wrong {
             fault(Kind::DiskRing, 0, *at, *expected, *found);
-            self.is_off = true;
+            self.give_up();
         }
         let data = self.wrong_word(number);
         if let Some((at, expected, found)) = data {

@@ -13,8 +13,8 @@
 mod arch;
 mod console;
 mod disk;
-#[cfg(target_arch = "aarch64")]
 #[path = "../dtb.rs"]
+#[allow(dead_code)] // x86-64 has no device tree.
 mod dtb;
 mod find;
 mod options;
@@ -34,7 +34,8 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use console::{Item, line};
 use options::Options;
-use schedule::{Division, MAX_RANGES, MAX_SEGMENTS, MAX_VCPUS, PAGE, Range, Schedule, Segment};
+use report::Checked;
+use schedule::{Division, MAX_FOUND, MAX_SEGMENTS, MAX_VCPUS, PAGE, Range, Schedule, Segment, Unfit};
 
 /// A value that one processor writes before the others read it.
 pub(crate) struct Shared<T>(UnsafeCell<T>);
@@ -77,12 +78,21 @@ pub(crate) struct Cpu {
     clock: u64,
     odd1: u64,
     odd2: u64,
-    pub(crate) position: u64,
-    pub(crate) checksum: u64,
+    result: u64,
 }
 
-/// The parameters of all processors. From `segments` on they are constant while the loop runs,
-/// which the loop checks.
+/// The result of a processor. The loop writes the first two.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Outcome {
+    pub(crate) position: u64,
+    pub(crate) checksum: u64,
+    pub(crate) interrupts: u64,
+}
+
+/// The parameters of all processors. They are in the section whose checksum the loop compares, like
+/// all else that is constant while the loop runs. What changes is in the section `.bss.live`, which
+/// is one page: the loop compares the positions that are there, too.
 #[repr(C, align(16))]
 struct Sealed {
     cpus: [Cpu; MAX_VCPUS],
@@ -98,6 +108,7 @@ struct Sealed {
     late: u64,
     /// Requests of a disk in a pass.
     requests: u64,
+    checked: Checked,
 }
 
 const NO_CPU: Cpu = Cpu {
@@ -122,12 +133,12 @@ const NO_CPU: Cpu = Cpu {
     clock: 0,
     odd1: 0,
     odd2: 0,
-    position: 0,
-    checksum: 0,
+    result: 0,
 };
 const NO_SCHEDULE: Schedule = Schedule { seed: 0, vcpus: 0, shuffled: false, hot_set: 0, hot: 0, cold: 0 };
 const NO_SEGMENT: Segment = Segment { base: 0, count: 0, stride: 0, mask: 0, shift: 0, shared: 0 };
 
+#[unsafe(link_section = ".bss.sealed")]
 static SEALED: Shared<Sealed> = Shared::new(Sealed {
     cpus: [NO_CPU; MAX_VCPUS],
     segments: [[NO_SEGMENT; MAX_SEGMENTS]; MAX_VCPUS],
@@ -139,16 +150,33 @@ static SEALED: Shared<Sealed> = Shared::new(Sealed {
     ticks: 0,
     late: 0,
     requests: 0,
+    checked: Checked::NONE,
 });
 /// The time at which the first processor reports progress again.
+#[unsafe(link_section = ".bss.live")]
 static NEXT_REPORT: AtomicU64 = AtomicU64::new(0);
 
 /// The number of other processors that have started.
+#[unsafe(link_section = ".bss.live")]
 static STARTED: AtomicU32 = AtomicU32::new(0);
 /// Set when the parameters are complete.
+#[unsafe(link_section = ".bss.live")]
 static GO: AtomicU32 = AtomicU32::new(0);
+/// The number of processors whose clocks run.
+#[unsafe(link_section = ".bss.live")]
+static READY: AtomicU64 = AtomicU64::new(0);
 /// The number of processors that have finished.
+#[unsafe(link_section = ".bss.live")]
 static DONE: AtomicU64 = AtomicU64::new(0);
+/// Set when a processor prints the end.
+#[unsafe(link_section = ".bss.live")]
+static ENDS: AtomicU32 = AtomicU32::new(0);
+#[unsafe(link_section = ".bss.live")]
+static OUTCOMES: Shared<[Outcome; MAX_VCPUS]> =
+    Shared::new([Outcome { position: 0, checksum: 0, interrupts: 0 }; MAX_VCPUS]);
+/// The position of each processor when it last looked at its clocks, and how long it has been there.
+#[unsafe(link_section = ".bss.live")]
+static STUCK: Shared<[(u64, Patience); MAX_VCPUS]> = Shared::new([(0, Patience::NONE); MAX_VCPUS]);
 
 const FLAG_FSGSBASE: u64 = 1;
 const FLAG_SPARSE: u64 = 2;
@@ -211,24 +239,61 @@ extern "C" fn judge_main(number: u64) -> ! {
         arch::halt();
     }
     arch::start_clocks(number);
-    // SAFETY: complete since GO; each processor changes its own alone, at its end.
-    let cpu = unsafe { &raw mut (*SEALED.get()).cpus[number as usize & 7] };
-    unsafe { arch::judge_run(cpu) };
+    // SAFETY: complete since GO.
+    let sealed = unsafe { &*SEALED.get() };
+    // `start_clocks` fills in the last parameters.
+    READY.fetch_add(1, Ordering::SeqCst);
+    while READY.load(Ordering::SeqCst) < sealed.schedule.vcpus {
+        core::hint::spin_loop();
+    }
+    // SAFETY: its parameters are complete, and its outcome is its own.
+    unsafe { arch::judge_run(&sealed.cpus[number as usize & 7]) };
     if number == 0 && disk::any() {
-        // SAFETY: complete since GO.
-        let sealed = unsafe { &*SEALED.get() };
         disk::finish(1 + (sealed.passes + 1) * sealed.requests);
     }
+    if sealed.checked.timer {
+        finish_timer(number);
+    }
+    // SAFETY: as above.
+    unsafe { (*OUTCOMES.get())[number as usize & 7].interrupts = arch::interrupts(number) };
     DONE.fetch_add(1, Ordering::SeqCst);
     if number != 0 {
         arch::halt();
     }
-    // SAFETY: as above.
-    let sealed = unsafe { &*SEALED.get() };
+    let mut patience = Patience::NONE;
     while DONE.load(Ordering::SeqCst) < sealed.schedule.vcpus {
+        // A processor that has lost its position may never finish.
+        if report::total() != 0 && patience.is_over() {
+            break;
+        }
         core::hint::spin_loop();
     }
-    report::end(&sealed.cpus[..sealed.schedule.vcpus as usize & 15]);
+    end()
+}
+
+/// Waits for the timer's outstanding interrupt, and for another one.
+fn finish_timer(cpu: u64) {
+    for _ in 0..2 {
+        let before = arch::outstanding(cpu);
+        let mut patience = Patience::NONE;
+        while arch::interrupts(cpu) == before {
+            if patience.is_over() {
+                return report::fault(report::Kind::Timer, cpu, arch::fired_address(cpu), before + 1, before);
+            }
+            core::hint::spin_loop();
+        }
+        arch::shoot(cpu);
+    }
+}
+
+/// Prints the end and powers off. The first processor that gets here does.
+fn end() -> ! {
+    if ENDS.swap(1, Ordering::SeqCst) != 0 {
+        arch::halt();
+    }
+    // SAFETY: complete since GO. The outcomes are complete, or the verdict does not depend on them.
+    let (sealed, outcomes) = unsafe { (&*SEALED.get(), &*OUTCOMES.get()) };
+    report::end(sealed.checked, outcomes.iter().take(sealed.schedule.vcpus as usize));
     arch::power_off()
 }
 
@@ -275,6 +340,8 @@ fn prepare() {
         Item::Text(if kvmclock { "yes" } else { "no" }),
         Item::Name(" timer="),
         Item::Text(if timer { "yes" } else { "no" }),
+        Item::Name(" clock="),
+        Item::Number(options.clock.unwrap_or(0)),
         Item::Name(" boot="),
         Item::Text(boot.protocol()),
     ]);
@@ -288,8 +355,18 @@ fn prepare() {
             Item::Text(why),
         ]);
     }
-    let mut ranges = [Range { start: 0, end: 0 }; MAX_RANGES];
-    let ranges = boot.ranges(&mut ranges);
+    let mut ranges = [Range { start: 0, end: 0 }; MAX_FOUND];
+    let found = boot.ranges(&mut ranges);
+    let kept = schedule::keep_largest(&mut ranges, found, |range| {
+        line(&[
+            Item::Text(words::LEFT_OUT),
+            Item::Address(range.start),
+            Item::Name(" "),
+            Item::Address(range.end),
+            Item::Name(" one of too many ranges of RAM"),
+        ]);
+    });
+    let ranges = ranges.get(..kept).unwrap_or_default();
     for range in ranges {
         line(&[
             Item::Text(words::RAM),
@@ -298,19 +375,23 @@ fn prepare() {
             Item::Address(range.end),
         ]);
     }
-    let Ok(division) = schedule.divide(ranges) else {
-        refuse("too little memory: 80 pages for each processor are needed");
+    let division = match schedule.divide(ranges) {
+        Ok(division) => division,
+        Err(Unfit::TooLittle) => refuse("too little memory: 80 pages for each processor are needed"),
+        Err(Unfit::TooMuch) => refuse("too much memory: 255 GiB for each processor are judged"),
     };
     find::disks(schedule.seed);
-    fill_in(&options, schedule, &division, ticks);
+    let checked = Checked { clock: options.clock.is_some(), kvmclock, timer, disk: disk::any() };
+    fill_in(&options, schedule, &division, ticks, checked);
     GO.store(1, Ordering::SeqCst);
 }
 
-fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u64) {
+fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u64, checked: Checked) {
     // SAFETY: the others wait for GO.
     let sealed = unsafe { &mut *SEALED.get() };
     sealed.segments = division.segments;
     sealed.schedule = schedule;
+    sealed.checked = checked;
     sealed.passes = options.passes;
     sealed.clock = options.clock;
     sealed.report = options.report * ticks / 1000;
@@ -321,10 +402,6 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
     NEXT_REPORT.store(arch::now() + sealed.report, Ordering::Relaxed);
     let regions = arch::constant_regions();
     sealed.regions[..regions.len()].copy_from_slice(&regions);
-    let count = regions.len();
-    let start = sealed.segments.as_ptr() as u64;
-    // From the segments to the end. The processors' results come before and change.
-    sealed.regions[count] = [start, &raw const *sealed as u64 + size_of::<Sealed>() as u64];
     let passes = if options.passes == 0 { options::MAX_PASSES } else { options.passes };
     for vcpu in 0..schedule.vcpus as usize {
         let other = (vcpu + 1) % schedule.vcpus as usize;
@@ -350,14 +427,13 @@ fn fill_in(options: &Options, schedule: Schedule, division: &Division, ticks: u6
             neighbour: other as u64,
             active: (1 << schedule.vcpus) - 1,
             regions: sealed.regions.as_ptr() as u64,
-            region_count: count as u64 + 1,
+            region_count: regions.len() as u64,
             stack: arch::stack_top(vcpu as u64),
             // A difference in the upper half of all numbers is a step back.
             clock: options.clock.map_or(u64::MAX / 2, |limit| limit * (ticks / 1000)),
             odd1: schedule::ODD[0],
             odd2: schedule::ODD[1],
-            position: 0,
-            checksum: 0,
+            result: OUTCOMES.get() as u64 + (size_of::<Outcome>() * vcpu) as u64,
         };
     }
 }
@@ -401,11 +477,12 @@ mod called {
         }
     }
 
-    /// The copies of a position differ.
+    /// The copies of a position differ. The upper half of `more` has the bits of the checksum that
+    /// the GS base has, and its lower half the position in memory.
     #[unsafe(no_mangle)]
-    extern "C" fn judge_copies_differ(cpu: &Cpu, expected: u64, xmm: u64, fs: u64, _gs: u64, published: u64) {
+    extern "C" fn judge_copies_differ(cpu: &Cpu, expected: u64, xmm: u64, fs: u64, gs: u64, more: u64) {
         let low = (1 << 46) - 1;
-        let [gpr, vector, base, memory] = [expected & low, xmm & low, fs, published];
+        let [gpr, vector, base, memory] = [expected & low, xmm & low, fs, more & 0xffff_ffff];
         if vector != gpr {
             // If two of three copies agree, the third is wrong. If all differ, the vector register
             // is reported.
@@ -423,21 +500,32 @@ mod called {
                 memory,
             );
         } else {
-            fault(Kind::Msrs, cpu.number, 0, expected >> 46, _gs);
+            fault(Kind::Msrs, cpu.number, 0, expected >> 46 << 30 | more >> 32, gs);
         }
     }
 
-    /// The positions of the processors in `back` went back. Those in `ahead` are too far ahead.
+    /// The positions of the processors in the lower half of `wrong` went back from where they were
+    /// seen. Those in its upper half have reached `limit`.
     #[unsafe(no_mangle)]
-    extern "C" fn judge_position_wrong(cpu: &Cpu, back: u64, ahead: u64, seen0: u64, seen2: u64, seen4: u64) {
+    extern "C" fn judge_position_wrong(
+        cpu: &Cpu,
+        wrong: u64,
+        seen0: u64,
+        seen2: u64,
+        seen4: u64,
+        seen6: u64,
+        limit: u64,
+    ) {
+        let (back, ahead) = (wrong as u32, (wrong >> 32) as u32);
         let other = u64::from((back | ahead).trailing_zeros()) & 7;
         let pair = match other / 2 {
             0 => seen0,
             1 => seen2,
             2 => seen4,
-            _ => 0,
+            _ => seen6,
         };
-        let expected = if other % 2 == 0 { pair & 0xffff_ffff } else { pair >> 32 };
+        let seen = if other % 2 == 0 { pair & 0xffff_ffff } else { pair >> 32 };
+        let expected = if back >> other & 1 == 1 { seen } else { limit };
         let address = arch::published_address(other);
         // SAFETY: the address is in the image's own memory.
         let found = unsafe { core::ptr::read_volatile(address as *const u32) };
@@ -466,6 +554,14 @@ mod called {
         arch::set_next_look(cpu.number, now + sealed.ticks / 1000);
         let limit = sealed.clock.map_or(u64::MAX, |limit| limit * 1_000_000);
         let wrong = arch::look_at_clocks(cpu.number, limit);
+        // A processor that waits for a position that was lost would wait for ever.
+        // SAFETY: each processor has its own.
+        let (before, patience) = unsafe { &mut (*STUCK.get())[cpu.number as usize & 7] };
+        if *before != position {
+            (*before, *patience) = (position, Patience::NONE);
+        } else if (report::total() != 0 || position >> schedule::POISON & 1 == 1) && patience.is_over() {
+            end();
+        }
         if cpu.number == 0 && now >= NEXT_REPORT.load(Ordering::Relaxed) {
             report::progress(position, sealed.passes);
             // Counted from the end of the line. Otherwise, on a slow console, the image would only

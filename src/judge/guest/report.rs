@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::Cpu;
+use crate::Outcome;
 use crate::arch;
 use crate::console::{Item, line};
 use crate::schedule::{PHASE, POISON};
@@ -34,9 +34,39 @@ pub(crate) enum Kind {
     DiskLost,
 }
 
+/// What the image can check on this machine.
+#[derive(Clone, Copy)]
+pub(crate) struct Checked {
+    /// Whether there is a limit of a clock's steps.
+    pub(crate) clock: bool,
+    pub(crate) kvmclock: bool,
+    pub(crate) timer: bool,
+    pub(crate) disk: bool,
+}
+
+impl Checked {
+    pub(crate) const NONE: Self = Self { clock: false, kvmclock: false, timer: false, disk: false };
+
+    /// Why no fault of this kind can be found.
+    fn skips(self, kind: usize) -> Option<&'static str> {
+        let of = |kinds: &[Kind]| kinds.iter().any(|of| *of as usize == kind);
+        if !self.kvmclock && of(&[Kind::KvmclockBack, Kind::KvmclockJump]) {
+            return Some("there is no kvmclock");
+        }
+        if !self.clock && of(&[Kind::ClockJump, Kind::KvmclockJump]) {
+            return Some("clock= is not given");
+        }
+        if !self.timer && of(&[Kind::Timer]) {
+            return Some("there is no timer that counts");
+        }
+        (!self.disk && of(&[Kind::DiskData, Kind::DiskRing, Kind::DiskLost])).then_some("there is no disk")
+    }
+}
+
 /// The number of faults of each kind that are printed individually.
 const PRINTED: u64 = 16;
 
+#[unsafe(link_section = ".bss.live")]
 static COUNTS: [AtomicU64; words::KINDS.len()] = [const { AtomicU64::new(0) }; words::KINDS.len()];
 
 /// Counts a fault. Prints the first faults of each kind.
@@ -60,12 +90,14 @@ pub(crate) fn fault(kind: Kind, vcpu: u64, address: u64, expected: u64, found: u
 /// Prints the progress of the first processor.
 pub(crate) fn progress(position: u64, passes: u64) {
     let accesses = position & ((1 << PHASE) - 1);
-    let pass = (position & ((1 << POISON) - 1)) >> (PHASE + 2);
+    let phase = (position & ((1 << POISON) - 1)) >> PHASE;
     line(&[
         Item::Text(words::PASS),
-        Item::Number(pass),
+        Item::Number(phase / 4),
         Item::Name(" of "),
         Item::Number(passes),
+        Item::Name(" phase="),
+        Item::Number(phase % 4),
         Item::Name(" accesses="),
         Item::Number(accesses),
         Item::Name(" faults="),
@@ -73,38 +105,42 @@ pub(crate) fn progress(position: u64, passes: u64) {
     ]);
 }
 
-fn total() -> u64 {
+/// The number of faults.
+pub(crate) fn total() -> u64 {
     COUNTS.iter().map(|count| count.load(Ordering::Relaxed)).sum()
 }
 
 /// Prints the test cases, the checksums and the verdict.
-pub(crate) fn end(cpus: &[Cpu]) {
+pub(crate) fn end<'a>(checked: Checked, outcomes: impl Iterator<Item = &'a Outcome>) {
     line(&[Item::Name("1.."), Item::Number(words::KINDS.len() as u64)]);
     for (at, kind) in words::KINDS.iter().enumerate() {
         let count = COUNTS[at].load(Ordering::Relaxed);
         let verdict = if count == 0 { "ok " } else { "not ok " };
+        let skips = checked.skips(at).filter(|_| count == 0);
         let items = [
             Item::Text(verdict),
             Item::Number(at as u64 + 1),
             Item::Name(" "),
             Item::Text(kind),
-            Item::Name(" # "),
-            Item::Number(count),
-            Item::Name(" found"),
+            Item::Text(if skips.is_some() { words::SKIP } else { " # " }),
+            skips.map_or(Item::Number(count), Item::Text),
+            Item::Name(if skips.is_some() { "" } else { " found" }),
         ];
-        line(if count == 0 { &items[..4] } else { &items });
+        line(if count == 0 && skips.is_none() { &items[..4] } else { &items });
     }
     let mut poisoned = false;
-    for cpu in cpus {
-        poisoned |= cpu.position >> POISON & 1 == 1;
+    for (number, outcome) in outcomes.enumerate() {
+        poisoned |= outcome.position >> POISON & 1 == 1;
         line(&[
             Item::Text(words::SUM),
             Item::Name("vcpu="),
-            Item::Number(cpu.number),
+            Item::Number(number as u64),
             Item::Name(" position="),
-            Item::Address(cpu.position),
+            Item::Address(outcome.position),
             Item::Name(" checksum="),
-            Item::Address(cpu.checksum),
+            Item::Address(outcome.checksum),
+            Item::Name(" interrupts="),
+            Item::Number(outcome.interrupts),
         ]);
     }
     let lost = poisoned || total() != 0;

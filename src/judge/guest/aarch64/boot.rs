@@ -2,7 +2,7 @@
 
 use super::{METHOD, address, load, map};
 use crate::dtb::{self, MAPPED, MAX_SIZE, Tree};
-use crate::schedule::{MAX_RANGES, PAGE, Range};
+use crate::schedule::{MAX_FOUND, PAGE, Range};
 use crate::{Shared, refuse};
 
 const MAX_LINE: usize = 2048;
@@ -15,6 +15,7 @@ pub(crate) struct Boot {
     at: Range,
 }
 
+#[unsafe(link_section = ".data.sealed")]
 static BOOT: Shared<Boot> = Shared::new(Boot {
     tree: Tree::EMPTY,
     line: [0; MAX_LINE],
@@ -56,21 +57,25 @@ impl Boot {
 
     /// The ranges that are not judged, with the reasons.
     pub(crate) fn left_out(&self) -> impl Iterator<Item = (u64, u64, &'static str)> {
-        let image = (address!(image_start), address!(image_end), "the image, which checks itself");
+        let (live, end) = (address!(live_end), address!(image_end));
+        let image = [
+            (address!(image_start), live, "the image, which checks itself"),
+            (live, end, "the image's stacks and buffers, of which it checks those in use"),
+        ];
         let tree = (self.at.start, self.at.end, "the device tree");
         let high = (MAPPED, 1 << 52, "memory above 512 GiB");
         let reserved = self.tree.reserved.iter().map(|range| (range.start, range.end, "reserved by the device tree"));
         let has_high = self.tree.memory.iter().any(|range| range.end > MAPPED);
-        [image, tree].into_iter().chain(has_high.then_some(high)).chain(reserved)
+        image.into_iter().chain([tree]).chain(has_high.then_some(high)).chain(reserved)
     }
 
     /// The RAM that is judged. It is mapped as memory.
-    pub(crate) fn ranges<'a>(&self, ranges: &'a mut [Range; MAX_RANGES]) -> &'a [Range] {
+    pub(crate) fn ranges(&self, ranges: &mut [Range; MAX_FOUND]) -> usize {
         let high = Range { start: MAPPED, end: u64::MAX };
         let holes = || self.left_out().map(|(start, end, _)| Range { start, end }).chain([high]);
         let count = dtb::without(&self.tree.memory, holes, ranges);
-        ranges[..count].iter().for_each(|range| map(range.start, range.end));
-        &ranges[..count]
+        ranges.iter().take(count).for_each(|range| map(range.start, range.end));
+        count
     }
 }
 

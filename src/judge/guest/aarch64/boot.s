@@ -282,7 +282,7 @@ interrupt:
     ldp x0, x1, [sp], #32
     eret
 
-.section .bss.boot, "aw", @nobits
+.section .bss.tables, "aw", @nobits
 .balign 4096
 // One table of the first level, and the tables below it.
 .globl page_tables
@@ -290,15 +290,25 @@ page_tables:
     .skip 33 * 4096
 .globl page_tables_end
 page_tables_end:
+
+.section .bss.stacks, "aw", @nobits
+.balign 4096
 .globl exception_stacks
 exception_stacks:
     .skip 8 * 4096
 .globl stacks
 stacks:
     .skip 8 * 32768
+
+.section .bss.live, "aw", @nobits
+.balign 64
 .globl fired
 fired:
     .skip 64
+
+// Constant while the loop runs.
+.section .bss.sealed, "aw", @nobits
+.balign 8
 .globl boot_tree
 boot_tree:
     .skip 8

@@ -4,7 +4,7 @@ use core::arch::asm;
 
 use super::boot::boot_of;
 use super::processors::own_affinity;
-use super::{address, load, now, store};
+use super::{address, fired_address, load, now, store};
 use crate::dtb::Gic;
 use crate::report::{Kind, fault};
 use crate::schedule::MAX_VCPUS;
@@ -33,8 +33,10 @@ struct Readings {
     patience: Patience,
 }
 
+#[unsafe(link_section = ".bss.live")]
 static READINGS: Shared<[Readings; MAX_VCPUS]> =
     Shared::new([Readings { interrupts: 0, deadline: 0, patience: Patience::NONE }; MAX_VCPUS]);
+#[unsafe(link_section = ".bss.sealed")]
 static HAS_TIMER: Shared<bool> = Shared::new(false);
 
 /// Finds the timer and the GIC. Called on the first processor. There is no kvmclock on Arm.
@@ -121,10 +123,20 @@ fn seen(cpu: u64) -> &'static mut Readings {
     unsafe { &mut (*READINGS.get())[cpu as usize & 7] }
 }
 
+/// The timer interrupts of this processor.
+pub(crate) fn interrupts(cpu: u64) -> u64 {
+    load(fired_address(cpu))
+}
+
+/// The timer interrupts of this processor before its last shot.
+pub(crate) fn outstanding(cpu: u64) -> u64 {
+    seen(cpu).interrupts
+}
+
 /// Sets the timer for one interrupt after [`SHOT`].
-fn shoot(cpu: u64) {
+pub(crate) fn shoot(cpu: u64) {
     let seen = seen(cpu);
-    seen.interrupts = load(address!(fired) + 8 * cpu);
+    seen.interrupts = interrupts(cpu);
     seen.deadline = now() + crate::ticks() * SHOT / 1000;
     seen.patience = Patience::NONE;
     // SAFETY: the virtual timer is the image's.
@@ -138,11 +150,11 @@ pub(crate) fn look_at_clocks(cpu: u64, _limit: u64) -> bool {
         return false;
     }
     let seen = seen(cpu);
-    let interrupts = load::<u64>(address!(fired) + 8 * cpu);
+    let interrupts = interrupts(cpu);
     if interrupts != seen.interrupts {
         shoot(cpu);
     } else if now() > seen.deadline && seen.patience.is_over() {
-        fault(Kind::Timer, cpu, address!(fired) + 8 * cpu, interrupts + 1, interrupts);
+        fault(Kind::Timer, cpu, fired_address(cpu), interrupts + 1, interrupts);
         shoot(cpu);
         return true;
     }

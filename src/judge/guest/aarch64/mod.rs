@@ -5,7 +5,7 @@ mod clocks;
 mod processors;
 
 pub(crate) use boot::boot;
-pub(crate) use clocks::{find_clocks, look_at_clocks, start_clocks};
+pub(crate) use clocks::{find_clocks, interrupts, look_at_clocks, outstanding, shoot, start_clocks};
 pub(crate) use processors::start as start_processors;
 
 use core::arch::{asm, global_asm};
@@ -41,8 +41,7 @@ global_asm!(
     c_clock = const offset_of!(Cpu, clock),
     c_odd1 = const offset_of!(Cpu, odd1),
     c_odd2 = const offset_of!(Cpu, odd2),
-    c_position = const offset_of!(Cpu, position),
-    c_checksum = const offset_of!(Cpu, checksum),
+    c_result = const offset_of!(Cpu, result),
     s_base = const offset_of!(Segment, base),
     s_count = const offset_of!(Segment, count),
     s_stride = const offset_of!(Segment, stride),
@@ -55,6 +54,8 @@ global_asm!(
     F_RATE = const crate::FLAG_RATE,
     F_DISK = const crate::FLAG_DISK,
     EVERY = const crate::sectors::EVERY,
+    POISON = const crate::schedule::POISON,
+    PHASE = const crate::schedule::PHASE,
 );
 
 /// The name in results.
@@ -64,9 +65,11 @@ pub(crate) const FAULT_ADDRESS: &str = "FAR";
 
 #[allow(improper_ctypes)]
 unsafe extern "C" {
-    pub(crate) fn judge_run(cpu: *mut Cpu);
+    pub(crate) fn judge_run(cpu: *const Cpu);
     static image_start: u8;
-    static constant_end: u8;
+    static file_end: u8;
+    static sealed_end: u8;
+    static live_end: u8;
     static image_end: u8;
     static page_tables: u8;
     static page_tables_end: u8;
@@ -92,6 +95,7 @@ use address;
 const SYSTEM_OFF: u32 = 0x8400_0008;
 
 /// How PSCI is called.
+#[unsafe(link_section = ".data.sealed")]
 static METHOD: Shared<Method> = Shared::new(Method::Hvc);
 
 /// The end of what [`pci_window`] has given.
@@ -235,8 +239,9 @@ pub(crate) fn has_fsgsbase() -> bool {
 /// The memory that is constant while the loop runs.
 pub(crate) fn constant_regions() -> [[u64; 2]; 2] {
     [
-        [address!(image_start), address!(constant_end)],
-        [address!(page_tables), address!(page_tables_end)],
+        [address!(image_start), address!(file_end)],
+        // Page tables and all parameters.
+        [address!(page_tables), address!(sealed_end)],
     ]
 }
 
@@ -250,6 +255,11 @@ pub(crate) fn stack_top(cpu: u64) -> u64 {
 
 pub(crate) fn published_address(cpu: u64) -> u64 {
     address!(published) + 4 * cpu
+}
+
+/// The address of the number of a processor's timer interrupts.
+pub(crate) fn fired_address(cpu: u64) -> u64 {
+    address!(fired) + 8 * cpu
 }
 
 /// Sets the time at which a processor checks its clocks again.

@@ -17,8 +17,8 @@
 // these go to memory. Return addresses are in x30, x19 and d14, which Rust code preserves. schedule.rs has the same
 // functions for the host.
 
-.set POISON, 61
-.set PHASE, 26
+.set POISON, {POISON}
+.set PHASE, {PHASE}
 
 // The pass of the position.
 .macro PASS register
@@ -128,8 +128,8 @@ judge_run:
     b.hs 6f
     add x4, x4, #1
     b 2b
-6:  str x20, [x28, #{c_position}]
-    str x21, [x28, #{c_checksum}]
+6:  ldr x0, [x28, #{c_result}]
+    stp x20, x21, [x0]
     ldr x19, [sp, #16]
     ldp x29, x30, [sp], #32
     ret
@@ -172,10 +172,12 @@ store_copies:
     stlr w2, [x0]
     ret
 
-// After a fault: the position says so from now on, in all copies. Changes x0 and x1.
+// After a fault: the position says so from now on, in all copies. A position of another time stays what it is, for
+// `check_copies` to find. Changes x0 and x1.
 poison:
     orr x20, x20, #1 << POISON
-    and x0, x20, #~63
+    fmov x0, d15
+    orr x0, x0, #1 << POISON
     mov x1, v15.d[1]
     mov v15.d[0], x0
     msr tpidr_el0, x0
@@ -207,6 +209,9 @@ check_copies:
     and x4, x4, #0x3fffffff
     orr x4, x4, x6, lsl #30
     and x3, x3, #0x3fffffffffff
+    mov x6, v15.d[1]
+    and x6, x6, #0x3fffffff
+    orr x5, x5, x6, lsl #32
     mov x0, x28
     PARK
     bl judge_copies_differ
@@ -258,12 +263,13 @@ look:
     mov x27, v1.d[1]
     ret
 2:  mov x0, x28
-    mov w1, w3
-    mov w2, w4
-    mov x3, x24
-    mov x4, x25
-    mov x5, x26
-    mov x6, x27
+    // Who is ahead, and of what, in the upper half.
+    orr x1, x3, x4, lsl #32
+    fmov w6, s4
+    mov x2, x24
+    mov x3, x25
+    mov x4, x26
+    mov x5, x27
     PARK
     bl judge_position_wrong
     UNPARK
@@ -560,7 +566,8 @@ page_wrong:
 weights:
     .word 1, 2, 4, 8
 
-.section .bss.published, "aw", @nobits
+// On one page with all else that changes and is not stamped: if that page is old, the positions are old, too.
+.section .bss.live, "aw", @nobits
 .balign 64
 .globl published
 published:

@@ -1,11 +1,11 @@
 //! Reads the data of the boot protocol: PVH's start_info, or Linux's zero page.
 
 use super::{TRAMPOLINE, address, read, write};
-use crate::schedule::{MAX_RANGES, PAGE, Range};
+use crate::dtb::{self, List};
+use crate::schedule::{MAX_FOUND, PAGE, Range};
 use crate::{Shared, refuse};
 
 const MAX_LINE: usize = 2048;
-const MAX_ENTRIES: usize = 64;
 /// The initial page tables map the addresses below. [`Boot::map`] maps RAM above.
 const MAPPED: u64 = 4 << 30;
 /// RAM above is not judged.
@@ -18,21 +18,23 @@ pub(crate) struct Boot {
     pub(crate) rsdp: u64,
     line: [u8; MAX_LINE],
     line_len: usize,
-    entries: [Range; MAX_ENTRIES],
-    count: usize,
+    memory: List<Range, 64>,
+    /// What the memory map has besides RAM, which is stricter where both overlap.
+    reserved: List<Range, 64>,
     modules: [Range; 4],
     module_count: usize,
     /// The end of the image and of the page tables after it.
     pub(super) end: u64,
 }
 
+#[unsafe(link_section = ".bss.sealed")]
 static BOOT: Shared<Boot> = Shared::new(Boot {
     is_pvh: false,
     rsdp: 0,
     line: [0; MAX_LINE],
     line_len: 0,
-    entries: [Range { start: 0, end: 0 }; MAX_ENTRIES],
-    count: 0,
+    memory: List::new(Range { start: 0, end: 0 }),
+    reserved: List::new(Range { start: 0, end: 0 }),
     modules: [Range { start: 0, end: 0 }; 4],
     module_count: 0,
     end: 0,
@@ -48,7 +50,6 @@ pub(crate) fn boot() -> &'static Boot {
     } else {
         boot.zero_page(info)
     }
-    boot.entries[..boot.count].sort_unstable_by_key(|range| range.start);
     boot.end = address!(image_end);
     boot.map();
     boot
@@ -86,6 +87,20 @@ impl Boot {
             let at = info + 0x2d0 + 20 * entry;
             self.entry(read(at), read(at + 8), read(at + 16));
         }
+        // SETUP_E820_EXT: further entries (Documentation/arch/x86/boot.rst in Linux).
+        let mut data = read::<u64>(info + 0x250);
+        for _ in 0..16 {
+            if data == 0 || data >= MAPPED {
+                break;
+            }
+            if read::<u32>(data + 8) == 1 {
+                for entry in 0..u64::from(read::<u32>(data + 12) / 20).min(128) {
+                    let at = data + 16 + 20 * entry;
+                    self.entry(read(at), read(at + 8), read(at + 16));
+                }
+            }
+            data = read(data);
+        }
     }
 
     fn copy_line(&mut self, address: u64, limit: usize) {
@@ -111,19 +126,24 @@ impl Boot {
     }
 
     fn entry(&mut self, start: u64, size: u64, kind: u32) {
-        if kind == 1 && self.count < MAX_ENTRIES {
-            let end = start.saturating_add(size).min(MAX_ADDRESS) & !(PAGE - 1);
-            let start = start.next_multiple_of(PAGE);
-            if start < end {
-                self.entries[self.count] = Range { start, end };
-                self.count += 1;
-            }
+        let end = start.saturating_add(size);
+        if start >= end {
+            return;
+        }
+        if self.memory.is_full() || self.reserved.is_full() {
+            refuse("the memory map has too many entries");
+        }
+        if kind == 1 {
+            self.memory.push(Range { start, end });
+        } else {
+            let end = end.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
+            self.reserved.push(Range { start: start & !(PAGE - 1), end });
         }
     }
 
     /// Maps RAM above 4 GiB, with page directories after the image.
     fn map(&mut self) {
-        let top = self.entries[..self.count].iter().map(|range| range.end).max().unwrap_or(0);
+        let top = self.memory.iter().map(|range| range.end.min(MAX_ADDRESS)).max().unwrap_or(0);
         let pointers = address!(page_tables) + 0x1000;
         for gib in MAPPED >> 30..top.div_ceil(1 << 30) {
             let directory = self.end;
@@ -145,40 +165,29 @@ impl Boot {
 
     /// The ranges that are not judged, with the reasons.
     pub(crate) fn left_out(&self) -> impl Iterator<Item = (u64, u64, &'static str)> {
-        let image = (LOW, self.end, "the image, which checks itself");
+        let (live, end) = (address!(live_end), address!(image_end));
+        let own = [
+            (0, LOW, "low memory, which firmware writes"),
+            (LOW, live, "the image, which checks itself"),
+            (live, end, "the image's stacks and buffers, of which it checks those in use"),
+            (end, self.end, "page tables, which the image checks"),
+        ];
         let modules =
             self.modules[..self.module_count].iter().map(|range| (range.start, range.end, "a module"));
-        [(0, LOW, "low memory, which firmware writes"), image].into_iter().chain(modules)
+        let high = (MAX_ADDRESS, 1 << 52, "memory above 512 GiB");
+        let has_high = self.memory.iter().any(|range| range.end > MAX_ADDRESS);
+        own.into_iter().filter(|(start, end, _)| start < end).chain(modules).chain(has_high.then_some(high))
     }
 
-    /// The RAM that is judged.
-    pub(crate) fn ranges<'a>(&self, ranges: &'a mut [Range; MAX_RANGES]) -> &'a [Range] {
-        let mut count = 0;
-        for entry in &self.entries[..self.count] {
-            let mut start = entry.start.max(LOW);
-            // Takes the holes one by one, lowest first.
-            loop {
-                let holes = self.left_out().map(|(from, to, _)| Range { start: from, end: to });
-                let next = holes
-                    .filter(|hole| hole.end > start && hole.start < entry.end)
-                    .min_by_key(|hole| hole.start);
-                let end = next.map_or(entry.end, |hole| hole.start.max(start));
-                if start < end && count < MAX_RANGES {
-                    ranges[count] = Range { start, end };
-                    count += 1;
-                }
-                match next {
-                    Some(hole) if hole.end < entry.end => start = hole.end,
-                    _ => break,
-                }
-            }
-        }
-        &ranges[..count]
+    /// The RAM that is judged. Returns the number of ranges.
+    pub(crate) fn ranges(&self, ranges: &mut [Range; MAX_FOUND]) -> usize {
+        let own = || self.left_out().map(|(start, end, _)| Range { start, end });
+        dtb::without(&self.memory, || own().chain(self.reserved.iter().copied()), ranges)
     }
 
     /// Whether there is RAM at the page of the trampoline.
     pub(crate) fn has_trampoline(&self) -> bool {
-        self.entries[..self.count]
+        self.memory
             .iter()
             .any(|range| range.start <= TRAMPOLINE && range.end >= TRAMPOLINE + PAGE)
     }

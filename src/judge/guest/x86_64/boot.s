@@ -378,8 +378,6 @@ gdt:
     .quad 0x00affb000000ffff
     .quad 0x00cf9b000000ffff
     .fill 26, 8, 0
-.globl gdt_end
-gdt_end:
 gdt_pointer:
     .word 0xff
     .quad gdt
@@ -392,29 +390,30 @@ no_idt:
     .word 0
     .quad 0
 
-.section .bss.boot, "aw", @nobits
+.section .bss.tables, "aw", @nobits
 .balign 4096
 // PML4, PDPT, and the directories of the first 4 GiB.
 .globl page_tables
 page_tables:
     .skip 0x6000
-.globl page_tables_end
-page_tables_end:
 .globl idt
 idt:
     .skip 0x1000
+tss:
+    .skip 8 * 128
+
+.section .bss.stacks, "aw", @nobits
+.balign 4096
 .globl user_stacks
 user_stacks:
     .skip 8 * 32768
 kernel_stacks:
     .skip 8 * 2048
-.globl tss
-tss:
-    .skip 8 * 128
-.globl tss_end
-tss_end:
 boot_stack:
     .skip 256
+
+// Constant while the loop runs.
+.section .bss.sealed, "aw", @nobits
 .globl boot_info
 boot_info:
     .skip 4
@@ -425,12 +424,16 @@ boot_kind:
 ap_index:
     .skip 4
     .balign 8
-// Of each processor: timer interrupts, and its local APIC's registers; 0 where they are MSRs.
-.globl fired
-fired:
-    .skip 8 * 8
+// Of each processor: its local APIC's registers; 0 where they are MSRs.
 .globl local_apics
 local_apics:
+    .skip 8 * 8
+
+// Of each processor: timer interrupts.
+.section .bss.live, "aw", @nobits
+.balign 64
+.globl fired
+fired:
     .skip 8 * 8
 
 // XEN_ELFNOTE_PHYS32_ENTRY (include/xen/interface/elfnote.h in Linux).

@@ -1,6 +1,6 @@
 //! Checks kvmclock and the local APIC's timer of each processor.
 
-use super::{Service, address, cpuid, load, now, out, read, read_msr, service, store, write_msr};
+use super::{Service, address, cpuid, fired_address, load, now, out, read_msr, service, store, write_msr};
 use crate::report::{Kind, fault};
 use crate::schedule::MAX_VCPUS;
 use crate::{Patience, Shared};
@@ -48,6 +48,7 @@ const NO_TIME: SystemTime = SystemTime {
     rest: [0; 34],
 };
 
+#[unsafe(link_section = ".bss.live")]
 static TIMES: Shared<[SystemTime; MAX_VCPUS]> = Shared::new([NO_TIME; MAX_VCPUS]);
 
 /// The last values of a processor's clock and timer.
@@ -59,10 +60,13 @@ struct Readings {
     patience: Patience,
 }
 
+#[unsafe(link_section = ".bss.live")]
 static READINGS: Shared<[Readings; MAX_VCPUS]> =
     Shared::new([Readings { nanoseconds: 0, interrupts: 0, deadline: 0, patience: Patience::NONE }; MAX_VCPUS]);
 /// The timer's ticks in [`SHOT`]. 0 without a timer.
+#[unsafe(link_section = ".bss.sealed")]
 static COUNT: Shared<u32> = Shared::new(0);
+#[unsafe(link_section = ".bss.sealed")]
 static HAS_CLOCK: Shared<bool> = Shared::new(false);
 
 fn apic_write(base: u64, register: u64, value: u32) {
@@ -124,7 +128,7 @@ pub(crate) fn start_clocks(cpu: u64) {
         apic_write(base, SPURIOUS, 0x1ff);
         apic_write(base, DIVIDE, 0xb);
         apic_write(base, TIMER, VECTOR);
-        shoot(cpu, count);
+        shoot(cpu);
         service(Service::Interrupts, 0, 0);
     }
 }
@@ -139,13 +143,25 @@ fn seen(cpu: u64) -> &'static mut Readings {
 }
 
 /// Sets the timer for one interrupt after [`SHOT`].
-fn shoot(cpu: u64, count: u32) {
+pub(crate) fn shoot(cpu: u64) {
     let seen = seen(cpu);
-    seen.interrupts = read(address!(fired) + 8 * cpu);
+    seen.interrupts = interrupts(cpu);
     seen.deadline = now() + crate::ticks() * SHOT / 1000;
     seen.patience = Patience::NONE;
     let registers = load::<u64>(address!(local_apics) + 8 * cpu);
+    // SAFETY: constant since `find_clocks`.
+    let count = unsafe { *COUNT.get() };
     apic_write(if registers == 0 { 1 << 10 } else { registers }, INITIAL, count);
+}
+
+/// The timer interrupts of this processor.
+pub(crate) fn interrupts(cpu: u64) -> u64 {
+    load(fired_address(cpu))
+}
+
+/// The timer interrupts of this processor before its last shot.
+pub(crate) fn outstanding(cpu: u64) -> u64 {
+    seen(cpu).interrupts
 }
 
 /// Checks kvmclock and the timer. `limit` is the largest step of the clock in nanoseconds. Returns
@@ -171,12 +187,12 @@ pub(crate) fn look_at_clocks(cpu: u64, limit: u64) -> bool {
     }
     if count != 0 {
         let seen = seen(cpu);
-        let interrupts = read::<u64>(address!(fired) + 8 * cpu);
+        let interrupts = interrupts(cpu);
         if interrupts != seen.interrupts {
-            shoot(cpu, count);
+            shoot(cpu);
         } else if now() > seen.deadline && seen.patience.is_over() {
-            fault(Kind::Timer, cpu, address!(fired) + 8 * cpu, interrupts + 1, interrupts);
-            shoot(cpu, count);
+            fault(Kind::Timer, cpu, fired_address(cpu), interrupts + 1, interrupts);
+            shoot(cpu);
             wrong = true;
         }
     }

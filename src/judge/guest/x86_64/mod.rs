@@ -7,7 +7,7 @@ mod pci;
 mod processors;
 
 pub(crate) use boot::boot;
-pub(crate) use clocks::{find_clocks, look_at_clocks, start_clocks};
+pub(crate) use clocks::{find_clocks, interrupts, look_at_clocks, outstanding, shoot, start_clocks};
 pub(crate) use pci::{pci_config, pci_window, set_pci_config, virtio_mmio};
 pub(crate) use processors::start as start_processors;
 
@@ -42,8 +42,7 @@ global_asm!(
     c_clock = const offset_of!(Cpu, clock),
     c_odd1 = const offset_of!(Cpu, odd1),
     c_odd2 = const offset_of!(Cpu, odd2),
-    c_position = const offset_of!(Cpu, position),
-    c_checksum = const offset_of!(Cpu, checksum),
+    c_result = const offset_of!(Cpu, result),
     s_base = const offset_of!(Segment, base),
     s_count = const offset_of!(Segment, count),
     s_stride = const offset_of!(Segment, stride),
@@ -57,6 +56,8 @@ global_asm!(
     F_RATE = const crate::FLAG_RATE,
     F_DISK = const crate::FLAG_DISK,
     EVERY = const crate::sectors::EVERY,
+    POISON = const crate::schedule::POISON,
+    PHASE = const crate::schedule::PHASE,
 );
 
 /// The name in results.
@@ -66,18 +67,17 @@ pub(crate) const FAULT_ADDRESS: &str = "CR2";
 
 #[allow(improper_ctypes)]
 unsafe extern "C" {
-    pub(crate) fn judge_run(cpu: *mut Cpu);
+    pub(crate) fn judge_run(cpu: *const Cpu);
     static image_start: u8;
     static constant_end: u8;
     static image_end: u8;
     static gdt: u8;
-    static gdt_end: u8;
+    static file_end: u8;
     static idt: u8;
     static user_stacks: u8;
-    static tss: u8;
-    static tss_end: u8;
     static page_tables: u8;
-    static page_tables_end: u8;
+    static sealed_end: u8;
+    static live_end: u8;
     static published: u8;
     static next_look: u8;
     static fired: u8;
@@ -104,6 +104,7 @@ const SERIAL: u16 = 0x3f8;
 /// The page below 1 MiB in which processors start.
 const TRAMPOLINE: u64 = 0x8000;
 
+#[unsafe(link_section = ".bss.sealed")]
 static POWER: Shared<acpi::Power> = Shared::new(acpi::Power { ports: [(0, 0); 2], sleep: 0 });
 
 /// Calls `service` in boot.s, which runs in ring 0. Returns RAX.
@@ -275,13 +276,12 @@ pub(crate) fn has_fsgsbase() -> bool {
 }
 
 /// The memory that is constant while the loop runs.
-pub(crate) fn constant_regions() -> [[u64; 2]; 6] {
+pub(crate) fn constant_regions() -> [[u64; 2]; 4] {
     [
         [address!(image_start), address!(constant_end)],
-        [address!(gdt), address!(gdt_end)],
-        [address!(idt), address!(idt) + 4096],
-        [address!(tss), address!(tss_end)],
-        [address!(page_tables), address!(page_tables_end)],
+        [address!(gdt), address!(file_end)],
+        // Page tables, descriptors, and all parameters.
+        [address!(page_tables), address!(sealed_end)],
         // The page tables for RAM above 4 GiB.
         [address!(image_end), boot::boot_of().end],
     ]
@@ -297,6 +297,11 @@ pub(crate) fn stack_top(cpu: u64) -> u64 {
 
 pub(crate) fn published_address(cpu: u64) -> u64 {
     address!(published) + 4 * cpu
+}
+
+/// The address of the number of a processor's timer interrupts.
+pub(crate) fn fired_address(cpu: u64) -> u64 {
+    address!(fired) + 8 * cpu
 }
 
 /// Sets the time at which a processor checks its clocks again.

@@ -8,12 +8,15 @@
 //     xmm14  sum of the image            r10  multiplier of the order
 //     xmm15  position and checksum at the last boundary; FS and GS base hold the same (`SET_BASES`)     r11  deadline
 //
-// A boundary is a multiple of 64 accesses, or a change of phase. There all copies are compared and renewed. While Rust code
-// prints, which the compiler may have use any of these, r12, r13 and xmm12 to xmm15 wait in the MMX registers: they never
-// go to memory. schedule.rs has the same functions for the host.
+// A boundary is a multiple of 64 accesses, or a change of phase. There all copies are compared and renewed. Rust code may
+// use any of these registers. While it runs, r12, r13, xmm12 to xmm14 and the upper half of xmm15 are in the MMX registers,
+// and the lower half of xmm15 is in r14, which Rust may save on the stack. So a position that the FPU's state has lost
+// differs from the one that memory has. The pass is derived from the position again. The others are on the stack: they
+// determine which page comes next, and a wrong one is seen in what the page holds. schedule.rs has the same functions for
+// the host.
 
-.set POISON, 61
-.set PHASE, 26
+.set POISON, {POISON}
+.set PHASE, {PHASE}
 
 // rax: mixed, as mix() does. Changes rcx.
 .macro MIX
@@ -62,8 +65,16 @@
     movdq2q mm5, xmm0
     movq mm6, r12
     movq mm7, r13
+    movq r14, xmm15
     mov r12, rsp
     and rsp, -16
+.endm
+
+// r14: the pass of the position. Changes nothing else.
+.macro SET_PASS
+    mov r14, r12
+    btr r14, POISON
+    shr r14, PHASE + 2
 .endm
 
 .macro UNPARK
@@ -77,11 +88,10 @@
     movq2dq xmm0, mm3
     punpcklqdq xmm13, xmm0
     movq2dq xmm14, mm4
-    mov rax, r12
-    and rax, -64
-    movq xmm15, rax
+    movq xmm15, r14
     movq2dq xmm0, mm5
     punpcklqdq xmm15, xmm0
+    SET_PASS
     pop r11
     pop r10
     pop r9
@@ -159,8 +169,9 @@ judge_run:
     jae 6f
     inc r14
     jmp 2b
-6:   mov [rdi + {c_position}], r12
-    mov [rdi + {c_checksum}], r13
+6:  mov rax, [rdi + {c_result}]
+    mov [rax], r12
+    mov [rax + 8], r13
     pop r15
     pop r14
     pop r13
@@ -255,14 +266,16 @@ store_copies:
     mov [published + rcx * 4], eax
     ret
 
-// After a fault: the position says so from now on, in all copies.
+// After a fault: the position says so from now on, in all copies. A position of another time stays what it is, for
+// `check_copies` to find.
 poison:
     bts r12, POISON
     push r12
     push r13
     pshufd xmm0, xmm15, 0xee
     movq r13, xmm0
-    and r12, -64
+    movq r12, xmm15
+    bts r12, POISON
     movq xmm15, r12
     punpcklqdq xmm15, xmm0
     push rsi
@@ -313,6 +326,11 @@ check_copies:
     movq rdx, xmm15
     mov r9, [rdi + {c_number}]
     mov r9d, [published + r9 * 4]
+    // With the bits of the checksum that the GS base has, in the upper half.
+    movq rax, mm5
+    and eax, 0x3fffffff
+    shl rax, 32
+    or r9, rax
     call judge_copies_differ
     UNPARK
     jmp poison
@@ -332,7 +350,7 @@ look:
     mov rdx, r12
     shr rdx, PHASE
     add edx, 2
-    shl edx, 20
+    shl edx, PHASE - 6
     movd xmm4, edx
     pshufd xmm4, xmm4, 0
     movdqa xmm1, xmm0
@@ -352,12 +370,19 @@ look:
     movdqa xmm13, xmm2
     ret
 2:  PARK
+    // Who is ahead, and of what, in the upper halves.
+    shl rcx, 32
     mov esi, eax
-    mov edx, ecx
-    movq rcx, xmm12
+    or rsi, rcx
+    movd eax, xmm4
+    push rax
+    push rax
+    movq rdx, xmm12
     pshufd xmm0, xmm12, 0xee
-    movq r8, xmm0
-    movq r9, xmm13
+    movq rcx, xmm0
+    movq r8, xmm13
+    pshufd xmm0, xmm13, 0xee
+    movq r9, xmm0
     call judge_position_wrong
     UNPARK
     movdqa xmm12, [published]
@@ -375,6 +400,7 @@ enter_phase:
     jnc 2f
     bts rax, POISON
 2:  mov r12, rax
+    SET_PASS
     bt rax, PHASE
     jc 3f
     bt rax, PHASE + 1
@@ -394,7 +420,7 @@ enter_phase:
     // Whose position is lower than the start of this phase.
     mov rax, r12
     shr rax, PHASE
-    shl eax, 20
+    shl eax, PHASE - 6
     movd xmm4, eax
     pshufd xmm4, xmm4, 0
     movdqa xmm0, xmm12
@@ -477,12 +503,20 @@ boundary:
     jae 2f
     mov r11, rax
     ret
-2:  pause
+2:  // After a clock that went back, the deadline is far away.
+    mov rcx, r11
+    sub rcx, rax
+    shr rcx
+    cmp rcx, [rdi + {c_interval}]
+    ja 4f
+    pause
     call look
     call time
     cmp rax, r11
     jb 2b
 3:  ret
+4:  mov r11, rax
+    ret
 
 // rdx: the last pass up to rdx that wrote the page at rsi, as last() says. Changes rax, rcx.
 last_written:
@@ -631,7 +665,8 @@ page_wrong:
     UNPARK
     jmp poison
 
-.section .bss.published, "aw", @nobits
+// On one page with all else that changes and is not stamped: if that page is old, the positions are old, too.
+.section .bss.live, "aw", @nobits
 .balign 64
 .globl published
 published:

@@ -76,14 +76,12 @@ fn load(path: &Path) -> Result<Vec<u8>, Failure> {
 
 fn total(log: &Log) -> u64 {
     let counted: u64 = log.counts.iter().flatten().fold(0, |sum, count| sum.saturating_add(*count));
-    counted.max(log.faults.len() as u64)
+    counted.max(log.faults.len() as u64) + u64::from(log.went_back.is_some())
 }
 
 fn lost(log: &Log) -> String {
-    let first = log.faults.first().map_or(String::new(), |fault| {
-        let (kind, address, vcpu) = (fault.kind, fault.address, fault.vcpu);
-        format!("; the first is {kind} at {address:#x}, seen by vCPU {vcpu}")
-    });
+    let loss = log.loss();
+    let first = if loss.is_empty() { loss } else { format!("; the first is{loss}") };
     let stopped = log.stopped().map_or(String::new(), |why| format!("; then {why}"));
     format!("LOST: {} faults{first}{stopped}", total(log))
 }
@@ -116,12 +114,16 @@ fn report(log: &Log, verdict: &Verdict) -> Report {
         let (expected, found) = (fault.expected, fault.found);
         report.note(format!("{kind} at {address:#x}, vCPU {vcpu}: expected {expected:#x}, found {found:#x}"));
     }
-    for (kind, count) in read::kinds().iter().zip(&log.counts) {
+    for ((kind, count), skipped) in read::kinds().iter().zip(&log.counts).zip(&log.skipped) {
         let printed = log.faults.iter().filter(|fault| fault.kind == *kind).count() as u64;
         let count = count.map_or(printed, |count| count.max(printed));
         // A kind does not pass if the log ends before its count.
         let ended = matches!(verdict, Verdict::Whole | Verdict::Lost);
         match (count, ended) {
+            (0, true) if skipped.is_some() => {
+                let why = skipped.clone().unwrap_or_default();
+                report.cases.push(Case::new(*kind, Status::Skip).because(why));
+            }
             (0, true) => report.cases.push(Case::new(*kind, Status::Pass)),
             (0, false) => {
                 report.cases.push(Case::new(*kind, Status::Crash).because("the log has no verdict"))
@@ -131,6 +133,11 @@ fn report(log: &Log, verdict: &Verdict) -> Report {
             }
         }
     }
+    report.cases.push(match (log.went_back, verdict) {
+        (Some(_), _) => Case::new(read::WENT_BACK, Status::Fail).because("the progress goes back"),
+        (None, Verdict::Whole | Verdict::Lost) => Case::new(read::WENT_BACK, Status::Pass),
+        _ => Case::new(read::WENT_BACK, Status::Crash).because("the log has no verdict"),
+    });
     let answer = Answer::of_test(match verdict {
         Verdict::Whole => format!("{pages} pages judged, nothing lost"),
         Verdict::Lost => lost(log),

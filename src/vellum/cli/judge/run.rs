@@ -10,9 +10,9 @@ use indicatif::ProgressBar;
 use crate::cli::failure::Failure;
 use crate::cli::judged::JudgedArgs;
 use vellum_host::Facts;
-use vellum_judge::drive::{self, Scenario, Setup, Trouble, Vmm};
+use vellum_judge::drive::{self, Machine, Scenario, Setup, Shown, Trouble, Vmm};
 use vellum_judge::image::Arch;
-use vellum_judge::read::{Log, Verdict};
+use vellum_judge::read::{self, Log, Verdict};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_report::{Answer, Case, Report, Status};
 use vellum_sys::{keyvalue, signal};
@@ -207,8 +207,14 @@ fn seed(args: &RunArgs, drawn: u64, round: u32) -> u64 {
     drive::asked(&args.cmdline, "seed").unwrap_or(drawn + u64::from(round) - 1)
 }
 
-/// The most passes of a guest that was over too soon with fewer.
-const MAX_PASSES: u64 = 16 << 6;
+/// The passes of a guest that is moved, and the most of one that was over too soon with fewer.
+const PASSES: u64 = 32;
+const MAX_PASSES: u64 = PASSES << 6;
+/// Bytes of the path of all consoles, so that a socket's fits into its address of 107 bytes
+/// (unix(7)): `migrate-postcopy-1000000-again-6/second.sock` is below it.
+const MAX_PATH: usize = 107 - 45;
+/// Why a whole log does not pass.
+const NOT_COMPARED: &str = "a machine ended before it had run for a pass after its move";
 
 /// The rounds of a scenario as one case, and how many there were to the end. The worst one decides,
 /// and the first one of these.
@@ -221,8 +227,10 @@ fn judge(
     logs: &Logs,
     report: &mut Report,
 ) -> Result<(Case, u32), Failure> {
-    // Long enough for a migration to start in the middle. A boot has nothing to wait for.
-    let (mut passes, rate) = if scenario == Scenario::Boot { (3, "") } else { (16, " rate=30000") };
+    // Long enough for a migration to start in the middle. A boot has nothing to wait for. All
+    // processors write all the time: what is written last is lost most easily.
+    let (mut passes, more) =
+        if scenario == Scenario::Boot { (3, "") } else { (PASSES, " rate=30000 verify=end late=2s") };
     let may_go_on = scenario != Scenario::Boot && drive::asked(&args.cmdline, "passes").is_none();
     let mut worst: Option<(Status, String)> = None;
     let mut done = 0;
@@ -230,24 +238,28 @@ fn judge(
         let seed = seed(args, drawn, round);
         let mut attempt = 1;
         let (setup, shown) = loop {
-            let setup = setup(args, mebibytes, &format!("passes={passes}{rate} report=50ms seed={seed}"));
+            let setup = setup(args, mebibytes, &format!("passes={passes}{more} report=50ms seed={seed}"));
             let dir = logs.round(scenario, round, attempt)?;
             let shown = drive::run(vmm, scenario, &setup, &dir);
-            match &shown.trouble {
-                // On a busy host the guest was over, and whole, before it was asked for something.
-                Some(Trouble::Failed(why))
-                    if may_go_on && passes < MAX_PASSES && drive::is_over(&setup, &dir) =>
-                {
-                    (passes, attempt) = (passes * 4, attempt + 1);
-                    let name = scenario.name();
-                    report.note(format!(
-                        "{name}: the guest of round {round} was over ({why}), so the round ran again with {passes} passes"
-                    ));
+            // On a busy host the guest was over, and whole, before it was asked for something, or
+            // before it had compared its memory after that.
+            let why = match &shown.trouble {
+                Some(Trouble::Failed(why)) if drive::is_over(&setup, &dir) && !is_lost(&shown) => {
+                    Some(why.clone())
                 }
-                _ => break (setup, shown),
-            }
+                None if is_over_too_soon(&shown) => Some(NOT_COMPARED.into()),
+                _ => None,
+            };
+            let Some(why) = why.filter(|_| may_go_on && passes < MAX_PASSES) else {
+                break (setup, shown);
+            };
+            (passes, attempt) = (passes * 4, attempt + 1);
+            let name = scenario.name();
+            report.note(format!(
+                "{name}: the guest of round {round} was over ({why}), so the round ran again with {passes} passes"
+            ));
         };
-        let bad = shown.logs.iter().filter_map(|log| verdict(&setup, log));
+        let bad = shown.machines.iter().filter_map(|machine| verdict(&setup, machine));
         let found = bad.min_by_key(|(status, _)| badness(*status));
         let found = match (shown.trouble, found) {
             // What was lost counts, whatever failed then.
@@ -260,9 +272,13 @@ fn judge(
             (Some(_), _) if signal::last().is_some() => break,
             (Some(trouble), _) => Some((Status::Crash, trouble.to_string())),
             (None, found) => {
-                let left_out = shown.logs.iter().filter_map(|log| setup.disk_left_out(log));
-                left_out
-                    .for_each(|why| report.note(format!("{}: no disk was judged: {why}", scenario.name())));
+                // Those of the first round: the others have the same machine.
+                for note in shown.machines.iter().take(1).flat_map(|machine| not_judged(&setup, &machine.log))
+                {
+                    if done == 0 {
+                        report.note(format!("{}: {note}", scenario.name()));
+                    }
+                }
                 found
             }
         };
@@ -283,16 +299,39 @@ fn judge(
     Ok((case, done))
 }
 
-/// What is bad in a log.
-fn verdict(setup: &Setup, log: &Log) -> Option<(Status, String)> {
+/// What the image could not judge in this machine.
+fn not_judged(setup: &Setup, log: &Log) -> Vec<String> {
+    let kinds = read::kinds().iter().zip(&log.skipped);
+    // A limit of a clock's steps is the user's choice.
+    let skipped =
+        kinds.filter(|(kind, why)| **kind != "clock-jump" && why.as_deref() != Some("clock= is not given"));
+    let skipped = skipped.filter_map(|(kind, why)| Some(format!("{kind} was not judged: {}", why.as_ref()?)));
+    let disk = setup.disk_left_out(log).map(|why| format!("no disk was judged: {why}"));
+    skipped.chain(disk).collect()
+}
+
+/// Whether a machine has lost something.
+fn is_lost(shown: &Shown) -> bool {
+    shown.machines.iter().any(|machine| machine.log.verdict() == Verdict::Lost)
+}
+
+/// Whether all machines are whole, but one has not compared all of its memory.
+fn is_over_too_soon(shown: &Shown) -> bool {
+    shown.machines.iter().any(|machine| !machine.is_compared)
+        && shown.machines.iter().all(|machine| machine.log.verdict() == Verdict::Whole)
+}
+
+/// What is bad in a machine's log.
+fn verdict(setup: &Setup, machine: &Machine) -> Option<(Status, String)> {
+    let log = &machine.log;
     match log.verdict() {
-        Verdict::Whole => setup.differs(log).map(|why| (Status::Crash, why)),
+        Verdict::Whole => {
+            let not_compared = (!machine.is_compared).then(|| NOT_COMPARED.into());
+            setup.differs(log).or(not_compared).map(|why| (Status::Crash, why))
+        }
         Verdict::Lost => {
-            let first = log.faults.first();
-            let first =
-                first.map_or(String::new(), |fault| format!(" {} at {:#x}", fault.kind, fault.address));
             let stopped = log.stopped().map_or(String::new(), |why| format!("; then {why}"));
-            Some((Status::Fail, format!("LOST{first}{stopped}")))
+            Some((Status::Fail, format!("LOST{}{stopped}", log.loss())))
         }
         Verdict::Refused(why) | Verdict::Crashed(why) => Some((Status::Crash, why)),
     }
@@ -312,6 +351,13 @@ impl Logs {
         let failed = |error| Failure::usage(format!("--logs {}: cannot make it: {error}", dir.display()));
         fs::create_dir(&dir).map_err(failed)?;
         let dir = fs::canonicalize(&dir).map_err(failed)?;
+        if dir.as_os_str().len() > MAX_PATH {
+            let _ = fs::remove_dir(&dir);
+            return Err(Failure::usage(format!(
+                "--logs {}: is too long for the sockets in it; up to {MAX_PATH} bytes would work",
+                dir.display()
+            )));
+        }
         Ok(Self { dir, kept })
     }
 
