@@ -101,7 +101,7 @@ fn what_qemu_does_not_refuse_is_no_skip() -> Result<(), Failed> {
     for (capabilities, times, status, says) in [
         ("error", "1", 4, "no userfaultfd: allow userfaultfd"),
         ("close", "1", 1, "QEMU closed QMP during migrate-set-capabilities"),
-        ("again", "2", 1, "migrate-postcopy: LOST lost-write at 0x200000 (round 1, "),
+        ("again", "2", 1, "migrate-postcopy: LOST lost-write at 0x200000, seen by vCPU 1 (round 1, "),
     ] {
         let env = TestEnv::new()?;
         let lost = lost_log(&env)?;
@@ -509,7 +509,7 @@ fn what_is_lost_is_worse_than_what_has_no_verdict() -> Result<(), Failed> {
             script(&env, &format!("{order}; touch $DIR/again"), &["--times", "2", "--format", "ktap"])?
                 .output()?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        let right = said.contains("boot: LOST lost-write at 0x200000 (round ");
+        let right = said.contains("boot: LOST lost-write at 0x200000, seen by vCPU 1 (round ");
         ensure(output.status.code() == Some(1) && right, || format!("{order}: {output:?}"))?;
     }
     Ok(())
