@@ -329,11 +329,16 @@ fn a_host_that_cannot_is_one_line_with_what_would_help() -> Result<(), Failed> {
         let right = output.status.code() == Some(1) && said.lines().count() == 1;
         ensure(right && said.contains("kho=on liveupdate=on"), || format!("{line}: {output:?}"))?;
     }
+    let none = env.vellum("live-update save --all --if-any --detach")?;
+    ensure(none.status.success() && [&none.stdout, &none.stderr].iter().all(|said| said.is_empty()), || {
+        format!("{none:?}")
+    })?;
     let status = env.vellum("live-update status --json")?;
     let said: Value = serde_json::from_slice(&status.stdout)?;
     ensure(status.status.code() == Some(1) && said["available"] == false, || format!("{status:?}"))?;
     for (line, says) in [
         ("live-update save", "<MACHINE>"),
+        ("live-update save web --if-any", "cannot be used with"),
         ("live-update save web --session a/b", "a session's name"),
         ("live-update restore --name other", "of which machine?"),
         ("live-update restore --give-up", "MACHINE"),
@@ -353,7 +358,7 @@ fn a_save_tells_all_that_is_wrong_at_once() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let machines = [("one", "anonymous"), ("two", "shmem")]
         .map(|(name, backing)| env.run(name, &format!("run --memory 16m,backing={backing} --passes 0")));
-    let output = env.vellum("live-update save --all --check --kernel /nothing --json /nothing/x")?;
+    let output = env.vellum("live-update save --all --if-any --check --kernel /nothing --json /nothing/x")?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     for what in [
         "--kernel /nothing: ",

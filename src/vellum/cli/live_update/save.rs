@@ -57,6 +57,10 @@ pub struct SaveArgs {
     #[arg(long, conflicts_with = "machines")]
     all: bool,
 
+    /// Succeed if no machine of this user runs, and save nothing
+    #[arg(long, conflicts_with = "machines")]
+    if_any: bool,
+
     /// The name of what is saved; `vellum live-update restore` takes the same one
     #[arg(long, value_name = "NAME", default_value = SESSION, value_parser = session)]
     session: String,
@@ -117,6 +121,9 @@ const LOOK: Duration = Duration::from_millis(200);
 
 /// Runs `vellum live-update save`.
 pub fn run(args: &SaveArgs) -> Result<Exit, Failure> {
+    if args.if_any && running()?.is_empty() {
+        return Ok(Exit::PowerOff);
+    }
     if args.detach {
         return detach();
     }
@@ -208,12 +215,18 @@ fn targets(args: &SaveArgs) -> Result<Vec<(String, PathBuf)>, Failure> {
         let find = |name: &String| Ok((name.clone(), names::find(name).map_err(failure)?));
         return args.machines.iter().map(find).collect();
     }
-    let mut running = names::all().map_err(failure)?;
-    running.retain(|(_, path)| UnixStream::connect(path).is_ok());
+    let running = running()?;
     match running.is_empty() {
         true => Err(Failure::usage("--all: no machine of this user runs")),
         false => Ok(running),
     }
+}
+
+/// The machines of this user that run.
+fn running() -> Result<Vec<(String, PathBuf)>, Failure> {
+    let mut running = names::all().map_err(failure)?;
+    running.retain(|(_, path)| UnixStream::connect(path).is_ok());
+    Ok(running)
 }
 
 /// The file for the record.
