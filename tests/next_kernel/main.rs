@@ -3,6 +3,7 @@
 mod handover;
 mod linux;
 mod machines;
+mod systemd;
 
 use std::process::ExitCode;
 

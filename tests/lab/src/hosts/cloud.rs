@@ -65,7 +65,7 @@ pub fn images(cache: &Cache) -> Result<Vec<PathBuf>> {
     let made = cache.entry(&format!("disk/{SUITE}-cloud-{source}"), |dir| {
         cache.need_mib(6144)?;
         eprintln!("lab: images of {SUITE} as clouds have them, for guests");
-        let root = bootstrap(dir, PACKAGES)?;
+        let root = bootstrap(dir, SUITE, PACKAGES)?;
         let fstab = root.join("etc/fstab");
         fs::write(&fstab, format!("UUID={ROOT} / ext4 defaults 0 1\n"))
             .map_err(Error::file("write", &fstab))?;

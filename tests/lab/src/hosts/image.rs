@@ -103,6 +103,7 @@ fn job(request: &Request, shell: bool) -> Job {
         env: request.env.clone(),
         races: request.pace == Pace::Races,
         root: request.root.as_ref().map(|_| shown(request)),
+        systemd: request.systemd,
         replaced: Replaced::of(request),
         shell,
     }
@@ -111,7 +112,12 @@ fn job(request: &Request, shell: bool) -> Job {
 /// The paths in the initramfs that a host with its root on a disk shows there, with their new
 /// paths: programs in a directory of PATH, and whole directories.
 fn shown(request: &Request) -> Vec<(String, String)> {
-    let mut shown = vec![("/bin/vellum".to_owned(), "/usr/local/bin/vellum".to_owned())];
+    let always: &[(&str, &str)] = match request.systemd {
+        // vellum is where its units look for it, and the service of the job has what it needs.
+        true => &[("/bin/vellum", "/usr/bin/vellum"), ("/init", "/init"), (JOB_PATH, JOB_PATH)],
+        false => &[("/bin/vellum", "/usr/local/bin/vellum")],
+    };
+    let mut shown: Vec<_> = always.iter().map(|(from, to)| ((*from).to_owned(), (*to).to_owned())).collect();
     let files = request.files.iter().map(|(_, to)| to);
     for path in request.directories.iter().chain(files) {
         let (from, to) = match path.strip_prefix("/bin/") {

@@ -181,13 +181,16 @@ fn command(program: &Path, start: &Start, idle: Idle) -> Command {
         Pace::Counted => command.args(["-accel", "tcg,tb-size=512", "-smp", "1", "-icount", &count]),
     };
     command
-        .args(["-nodefaults", "-no-reboot", "-display", "none"])
+        .args(["-nodefaults", "-display", "none"])
         .args(["-m", &format!("{}M", request.memory_mib)])
         .arg("-kernel")
         .arg(request.kernel.image())
         .arg("-initrd")
         .arg(initrd)
         .args(["-append", &request.command_line()]);
+    if !request.systemd {
+        command.arg("-no-reboot");
+    }
     command
 }
 

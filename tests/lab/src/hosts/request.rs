@@ -92,6 +92,9 @@ pub struct Request {
     /// A disk with the host's root, an ext4 image, which stays unchanged. None: the initramfs is
     /// the root. Only hosts that QEMU emulates can have one.
     pub root: Option<PathBuf>,
+    /// Whether systemd is the first process, with the root on a disk and `next`. The command runs
+    /// again after each boot.
+    pub systemd: bool,
     /// Other disks: raw images, which stay unchanged. Only hosts that QEMU emulates can have them.
     pub disks: Vec<PathBuf>,
     /// Kernels that can take the host's place by kexec, by name. The host then hands memory over
@@ -128,6 +131,7 @@ impl Request {
             parameters: Vec::new(),
             wire: None,
             root: None,
+            systemd: false,
             disks: Vec::new(),
             next: Vec::new(),
             files: Vec::new(),

@@ -38,6 +38,8 @@ pub struct Job {
     /// Set if the root is on a disk: the directories and files of the initramfs to show there, by
     /// their old and new paths.
     pub root: Option<Vec<(String, String)>>,
+    /// Whether systemd becomes the first process, and runs the commands as a service.
+    pub systemd: bool,
     /// Set if another kernel can take the host's place.
     pub replaced: Option<Replaced>,
     /// An interactive shell on the console instead of commands.

@@ -417,6 +417,35 @@ pub fn live_update(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
         tests.extend(names.into_iter().map(|test| (program.clone(), test)));
     }
     tally.lap(HOST, "building the test programs");
+    let (under_systemd, tests): (Vec<_>, Vec<_>) =
+        tests.into_iter().partition(|(_, test)| test.starts_with(UNDER_SYSTEMD));
+    let disks = match (under_systemd.is_empty(), options.arguments.is_empty()) {
+        (true, _) => Vec::new(),
+        (false, false) => disks_with_systemd(&cache, HOST, options, tally)?,
+        (false, true) => {
+            let why = format!("takes long: cargo lab test {HOST} -- {UNDER_SYSTEMD}");
+            tally.skip(HOST, "hosts with systemd", &why);
+            Vec::new()
+        }
+    };
+    let with_systemd = |(suite, root): &(&str, PathBuf)| {
+        let request = Request::new(HostKernel::Image(next[0].1.clone()));
+        let npt = modes(options)[0];
+        let mut request = Request { next: next.clone(), ..for_linux(svm::HOST, request, npt) };
+        (request.root, request.systemd) = (Some(root.clone()), true);
+        (request.memory_mib, request.hugepages) = (3072, 0);
+        // systemd and D-Bus end what is late by their own limits, so the host's time must not depend on
+        // this machine's load. Its guests are built in, and run at this pace.
+        request.pace = Pace::Counted;
+        request.time_limit = Duration::from_secs(60 * 60);
+        let name = format!("{HOST} {} {suite}", svm::HOST.mode(npt));
+        let job = move |(program, test): &(Executable, String)| {
+            let work = Work::Test { program: program.clone(), test: test.clone(), guests: Vec::new() };
+            Job { name: name.clone(), request: request.clone(), work }
+        };
+        under_systemd.iter().map(job).collect::<Vec<_>>()
+    };
+    let with_systemd: Vec<Job> = disks.iter().flat_map(with_systemd).collect();
     let job = |(npt, (program, test)): (bool, &(Executable, String))| {
         let request = Request::new(HostKernel::Image(next[0].1.clone()));
         let mut request = Request { next: next.clone(), ..for_linux(svm::HOST, request, npt) };
@@ -430,7 +459,33 @@ pub fn live_update(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
         .into_iter()
         .flat_map(|npt| tests.iter().map(move |test| (npt, test)))
         .map(job)
+        .chain(with_systemd)
         .collect())
+}
+
+/// How the names of tests begin that run on hosts with systemd.
+const UNDER_SYSTEMD: &str = "systemd_";
+
+/// The roots of hosts with systemd, by their suites.
+fn disks_with_systemd(
+    cache: &Cache,
+    host: &str,
+    options: &Options,
+    tally: &mut Tally,
+) -> Result<Vec<(&'static str, PathBuf)>> {
+    let name = format!("{host} with systemd");
+    if !setup::packages(&disk::PROGRAMS, options.setup, &name, tally)? {
+        return Ok(Vec::new());
+    }
+    let mut disks = Vec::new();
+    for suite in disk::SYSTEMD {
+        match disk::with_systemd(cache, suite) {
+            Ok(root) => disks.push((suite, root)),
+            Err(error) => tally.lack(&name, suite, &error.to_string()),
+        }
+    }
+    tally.lap(host, "making disks with systemd");
+    Ok(disks)
 }
 
 /// The guests of every version, or of the oldest only.

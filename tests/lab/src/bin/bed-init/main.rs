@@ -3,6 +3,7 @@
 //! `lab::hosts::wire` defines the protocol.
 
 mod kexec;
+mod systemd;
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kexec::Progress;
-use lab::hosts::kexec::{KEXECS, PROGRAM};
+use lab::hosts::kexec::{KEPT, KEXECS, PROGRAM};
 use lab::hosts::parameter;
 use lab::hosts::wire::{Boot, Exit, Frame, JOB_PATH, Job, OUT_DIR};
 
@@ -27,11 +28,17 @@ fn main() -> ExitCode {
         return kexec::ask(&arguments.collect::<Vec<_>>());
     }
     // SAFETY: getpid has no preconditions.
-    if unsafe { libc::getpid() } != 1 {
-        eprintln!("bed-init is the first process of an emulated host: use `cargo lab run svm -- COMMAND`");
-        return ExitCode::from(2);
-    }
-    if let Err(error) = run() {
+    let ended = match (unsafe { libc::getpid() }, arguments.next().as_deref()) {
+        (1, _) => run(),
+        (_, Some(systemd::SERVICE)) => job().and_then(|job| work(&job, Vec::new())),
+        _ => {
+            eprintln!(
+                "bed-init is the first process of an emulated host: use `cargo lab run svm -- COMMAND`"
+            );
+            return ExitCode::from(2);
+        }
+    };
+    if let Err(error) = ended {
         eprintln!("bed-init: {error}");
     }
     // SAFETY: sync and reboot take no pointers. If both reboots fail, the laboratory ends the
@@ -67,7 +74,7 @@ fn run() -> io::Result<()> {
             complaints.push(format!("{at} ({kind}): {error}"));
         }
     }
-    let job: Job = serde_json::from_slice(&fs::read(JOB_PATH)?).map_err(io::Error::other)?;
+    let job = job()?;
     for module in &job.modules {
         if let Err(error) = load(module, &job.parameters) {
             complaints.push(format!("{module}: {error}"));
@@ -86,15 +93,28 @@ fn run() -> io::Result<()> {
         // Without it the job's progress is unknown.
         kexec::mount(replaced)?;
     }
-    if let Some(shown) = &job.root
-        && let Err(error) = on_disk(shown)
-    {
-        complaints.push(format!("a root on a disk: {error}"));
+    if let Some(shown) = &job.root {
+        let moved = on_disk(shown, &job);
+        if job.systemd {
+            return moved.and_then(|()| systemd::become_it());
+        }
+        if let Err(error) = moved.and_then(|()| surroundings()) {
+            complaints.push(format!("a root on a disk: {error}"));
+        }
     }
+    work(&job, complaints)
+}
+
+fn job() -> io::Result<Job> {
+    serde_json::from_slice(&fs::read(JOB_PATH)?).map_err(io::Error::other)
+}
+
+/// Runs the job on a host that is ready but for these complaints.
+fn work(job: &Job, complaints: Vec<String>) -> io::Result<()> {
     let refused: Vec<String> = job.parameters.iter().filter_map(|p| parameter::refused(p)).collect();
     if job.shell {
         complaints.iter().chain(&refused).for_each(|complaint| eprintln!("bed-init: {complaint}"));
-        return shell(&job);
+        return shell(job);
     }
     let line = Arc::new(Line { port: Mutex::new(results_port(&job.results)?), pipes: Mutex::default() });
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
@@ -102,14 +122,19 @@ fn run() -> io::Result<()> {
     line.send(&Frame::Boot(boot))?;
     let progress = Arc::new(Mutex::new(Progress::default()));
     if let Some(replaced) = job.replaced.clone() {
-        *progress.lock().expect("no thread panics with it") = Progress::read()?;
-        kexec::serve(replaced, Arc::clone(&progress), Arc::clone(&line))?;
+        let before = Progress::read()?;
+        *progress.lock().expect("no thread panics with it") = before;
+        match job.systemd {
+            // The command ends with the host that it has shut down.
+            true => Progress { kexecs: before.kexecs + 1, ..before }.write()?,
+            false => kexec::serve(replaced, Arc::clone(&progress), Arc::clone(&line))?,
+        }
     }
     let done = *progress.lock().expect("no thread panics with it");
     for (index, command) in job.commands.iter().enumerate().skip(done.command) {
         let kexecs = if index == done.command { done.kexecs } else { 0 };
         *progress.lock().expect("no thread panics with it") = Progress { command: index, kexecs };
-        let exit = execute(&job, command, kexecs, &line)?;
+        let exit = execute(job, command, kexecs, &line)?;
         line.send(&Frame::Exit(exit))?;
     }
     return_files(Path::new(OUT_DIR), "", &line)?;
@@ -194,26 +219,40 @@ fn mount_with(source: &str, kind: &str, at: &str, flags: libc::c_ulong) -> io::R
     }
 }
 
-/// Makes the disk the root, with the mounts and the directories in `shown` of the old root. Also
-/// mounts a directory with nodev, and adds a default route through an interface that drops
-/// everything.
-fn on_disk(shown: &[(String, String)]) -> io::Result<()> {
+/// Makes the disk the root, with the mounts and the directories and files in `shown` of the old root.
+fn on_disk(shown: &[(String, String)], job: &Job) -> io::Result<()> {
     const DISK: &str = "/disk";
     fs::create_dir_all(DISK)?;
     mount_with("/dev/vda", "ext4", DISK, 0)?;
-    for at in ["/proc", "/sys", "/dev", "/tmp", "/run", OUT_DIR] {
+    for at in ["/proc", "/sys", "/dev", "/tmp", "/run", OUT_DIR]
+        .into_iter()
+        .chain(job.replaced.as_ref().map(|_| KEPT))
+    {
         fs::create_dir_all(format!("{DISK}{at}"))?;
         mount_with(at, "none", &format!("{DISK}{at}"), libc::MS_MOVE)?;
     }
     for (from, to) in shown {
         let to = format!("{DISK}{to}");
-        if fs::metadata(from)?.is_dir() { fs::create_dir_all(&to) } else { File::create(&to).map(drop) }?;
+        let is_directory = fs::metadata(from)?.is_dir();
+        if !is_directory && job.systemd {
+            // As if installed: systemd would unmount a file that is mounted, and fail while it is used.
+            if !fs::exists(&to)? {
+                fs::copy(from, &to)?;
+            }
+            continue;
+        }
+        if is_directory { fs::create_dir_all(&to) } else { File::create(&to).map(drop) }?;
         mount_with(from, "none", &to, libc::MS_BIND | libc::MS_REC)?;
     }
     std::env::set_current_dir(DISK)?;
     mount_with(".", "none", "/", libc::MS_MOVE)?;
     std::os::unix::fs::chroot(".")?;
-    std::env::set_current_dir("/")?;
+    std::env::set_current_dir("/")
+}
+
+/// Mounts a directory with nodev, and adds a default route through an interface that drops
+/// everything.
+fn surroundings() -> io::Result<()> {
     mount_with("tmpfs", "tmpfs", "/mnt", libc::MS_NODEV)?;
     // Loading the module already creates dummy0.
     for line in [
@@ -338,8 +377,10 @@ fn execute(job: &Job, words: &[String], kexecs: u32, line: &Arc<Line>) -> io::Re
     command.process_group(0);
     if let Some(replaced) = &job.replaced {
         command.env(KEXECS, kexecs.to_string());
-        // As an operator does it: `vellum live-update save` wants a loaded kernel.
-        kexec::load(&support::kexec::after(kexecs)?, &replaced.command_line)?;
+        if !job.systemd {
+            // As an operator does it: `vellum live-update save` wants a loaded kernel.
+            kexec::load(&support::kexec::after(kexecs)?, &replaced.command_line)?;
+        }
     }
     let (before, idle_before) = (Instant::now(), idle()?);
     let mut child = match command.spawn() {
