@@ -41,7 +41,7 @@ impl<T: Copy, const N: usize> List<T, N> {
     }
 
     /// Whether there is no place for further values.
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.count == N
     }
 

@@ -72,9 +72,11 @@ impl Session {
     /// index `from` on.
     fn lend<P: SessionMachine>(&self, machine: &mut P, from: usize) -> Result<(Value, Vec<OwnedFd>), String> {
         if self.config.children.is_some() {
-            return Err("it waits for commands (--zygote), and the process that takes it over would not; stop it, and start it \
+            return Err(
+                "it waits for commands, and the process that takes it over would not; stop it, and start it \
                         with the other program"
-                .into());
+                    .into(),
+            );
         }
         let refused = |error: io::Error| format!("the host refuses a descriptor: {error}");
         let mut lent = handoff::HandoffFds::default();
