@@ -73,11 +73,6 @@ pub trait Emulator: Sync {
     /// The host's clock advances by this for each instruction.
     fn nanoseconds_per_instruction(&self) -> f64;
 
-    /// The frequency of its TSC in kHz in real time, if it is known.
-    fn tsc_khz(&self) -> Option<u64> {
-        None
-    }
-
     /// Whether it has a processor with page-modification logging. The error has the reason and an
     /// alternative.
     fn has_pml(&self) -> std::result::Result<(), &'static str>;

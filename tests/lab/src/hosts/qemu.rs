@@ -2,11 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-#[cfg(target_arch = "x86_64")]
-use std::{
-    sync::OnceLock,
-    time::{Duration, Instant},
-};
 
 use super::{Emulator, Pace, Ports, Request, Results, Start, image};
 use crate::architecture::Architecture;
@@ -109,11 +104,6 @@ impl Emulator for Qemu {
         f64::from(1 << ICOUNT_SHIFT)
     }
 
-    /// QEMU's TSC in real time is this machine's.
-    fn tsc_khz(&self) -> Option<u64> {
-        (self.architecture == Architecture::X86).then(own_tsc_khz).flatten()
-    }
-
     fn has_pml(&self) -> std::result::Result<(), &'static str> {
         Err(self.no_pml)
     }
@@ -200,28 +190,6 @@ fn add_disks(command: &mut Command, request: &Request) {
         let drive = format!("file={},format=raw,if=none,id=disk{number},snapshot=on", disk.display());
         command.args(["-drive", &drive, "-device", &format!("virtio-blk-pci,drive=disk{number}")]);
     }
-}
-
-/// The frequency of this machine's TSC in kHz. It is measured once, against the clock that no one
-/// sets.
-#[cfg(target_arch = "x86_64")]
-fn own_tsc_khz() -> Option<u64> {
-    static KHZ: OnceLock<u64> = OnceLock::new();
-    /// Long enough for a millionth, if a reading takes 100 ns.
-    const MEASURED: Duration = Duration::from_millis(200);
-    // SAFETY: RDTSC has no effect besides its result.
-    let read = || (unsafe { std::arch::x86_64::_rdtsc() }, Instant::now());
-    Some(*KHZ.get_or_init(|| {
-        let (from, start) = read();
-        std::thread::sleep(MEASURED);
-        let (to, end) = read();
-        ((to - from) as u128 * 1_000_000 / (end - start).as_nanos()) as u64
-    }))
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn own_tsc_khz() -> Option<u64> {
-    None
 }
 
 #[cfg(test)]

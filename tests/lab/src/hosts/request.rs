@@ -168,10 +168,6 @@ impl Request {
         if self.pace != Pace::Counted {
             // On a busy machine in real time, the kernel's check for timer ticks would panic.
             line.push_str(" no_timer_check nowatchdog");
-            // Nor can it measure the TSC there: KVM then has no clock that guests can trust.
-            if let Some(khz) = self.host.tsc_khz() {
-                line.push_str(&format!(" tsc=reliable tsc_early_khz={khz}"));
-            }
         }
         for parameter in self.all_parameters() {
             line.push(' ');
