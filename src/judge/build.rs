@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
-    for source in ["build.rs", "guest", "dtb.rs", "schedule.rs", "sectors.rs", "words.rs"] {
+    for source in ["build.rs", "guest", "dtb", "schedule.rs", "sectors.rs", "words.rs"] {
         println!("cargo::rerun-if-changed={source}");
     }
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

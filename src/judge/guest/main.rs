@@ -13,7 +13,7 @@
 mod arch;
 mod console;
 mod disk;
-#[path = "../dtb.rs"]
+#[path = "../dtb/mod.rs"]
 #[allow(dead_code)] // x86-64 has no device tree.
 mod dtb;
 mod find;
