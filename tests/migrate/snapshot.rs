@@ -381,18 +381,12 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     let here = env.run("here", "run --memory 64m --passes 0")?;
     env.has_written("here", 16384)?;
     ensure(env.standing("here").as_deref() == Some("running"), || "it does not run".into())?;
-    // The guest writes faster than passes finish, so that the snapshot can be interrupted.
     let dir = env.path("snap");
     for signal in ["-KILL", "-INT"] {
-        let line = format!("snapshot here {} --downtime 1ms --timeout 1h", dir.display());
-        let mut client = env.migration_client(&line)?;
-        eventually(LIMIT, "it is under way", || {
-            Ok((env.standing("here").as_deref() == Some("snapshotting")).then_some(()))
-        })?;
-        let second = with(env.vellum(&format!("snapshot here {}", env.path("other").display()))?, 1)?;
-        ensure(String::from_utf8(second.stderr)?.contains("is under way"), || "two at once".into())?;
-        succeeds(&Command::new("kill").args([signal, &client.id().to_string()]).output()?)?;
-        client.wait()?;
+        // The guest writes faster than passes finish, unless the host is so busy that it hardly runs.
+        while !fails_by(signal, &env, &dir)? {
+            fs::remove_dir_all(&dir)?;
+        }
         eventually(LIMIT, "it runs on", || {
             Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
         })?;
@@ -407,6 +401,32 @@ fn a_snapshot_that_fails_leaves_nothing_behind() -> Result<(), Failed> {
     succeeds(&env.vellum("ctl again stop")?)?;
     ends_with(again, 0)?;
     every_page_is_right(&end)
+}
+
+/// Sends a signal to the client of a snapshot that is under way. Returns whether the snapshot failed
+/// by it, and was not complete before.
+fn fails_by(signal: &str, env: &TestEnv, dir: &Path) -> Result<bool, Failed> {
+    let line = format!("snapshot here {} --downtime 1ms --timeout 1h", dir.display());
+    let mut client = env.migration_client(&line)?;
+    let is_under_way = eventually(LIMIT, "it is under way or complete", || {
+        let is_under_way = env.standing("here").as_deref() == Some("snapshotting");
+        Ok((is_under_way || client.try_wait()?.is_some()).then_some(is_under_way))
+    })?;
+    if !is_under_way {
+        return with(client.output()?, 0).map(|_| false);
+    }
+    let other = env.path("other");
+    let second = env.vellum(&format!("snapshot here {}", other.display()))?;
+    succeeds(&Command::new("kill").args([signal, &client.id().to_string()]).output()?)?;
+    if client.wait()?.success() {
+        // The second one may have been taken, too.
+        if other.exists() {
+            fs::remove_dir_all(other)?;
+        }
+        return Ok(false);
+    }
+    ensure(String::from_utf8(with(second, 1)?.stderr)?.contains("is under way"), || "two at once".into())?;
+    Ok(true)
 }
 
 /// Two restores of one snapshot and the original machine each have their own VM generation ID in
