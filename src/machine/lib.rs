@@ -282,6 +282,12 @@ pub trait SessionMachine: HandOver {
     /// Whether a user has paused it, independent of operations.
     fn is_paused(&self) -> bool;
 
+    /// Fails if its end would take the guest's memory from another process that runs the guest.
+    /// Contains the reason.
+    fn may_end(&self) -> Result<(), String> {
+        Ok(())
+    }
+
     /// The method by which its dirty pages are collected, if they are.
     fn tracker(&self) -> Option<&'static str>;
 

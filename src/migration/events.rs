@@ -53,7 +53,10 @@ pub enum Demand {
     /// Let the machine continue.
     Resume,
     /// Release the locks of its disks.
-    Release,
+    Release {
+        /// Whether the guest is to run on the target before all of its memory is there.
+        ahead: bool,
+    },
     /// Take the locks again.
     Retake,
     /// The guest runs on the target. Return the input that arrived for it meanwhile.

@@ -393,6 +393,32 @@ fn the_death_of_either_side_is_told() -> Result<(), Failed> {
     ensure(said.contains("without the source it cannot go on"), || said.clone())
 }
 
+/// The source of a postcopy ends when the target has all memory. A client that stops it before is
+/// refused, and a signal has to wait.
+#[test(real())]
+fn a_source_that_is_asked_to_end_sends_all_memory_first() -> Result<(), Failed> {
+    for stops_it in [true, false] {
+        let env = TestEnv::new()?;
+        let (here, there) = severed(&env)?;
+        let mut said = String::new();
+        if stops_it {
+            let refused = with(env.vellum("ctl here stop")?, 1)?;
+            said.push_str(&String::from_utf8_lossy(&refused.stderr));
+            ensure(said.lines().count() == 1, || said.clone())?;
+        } else {
+            succeeds(&Command::new("kill").args(["-TERM", &here.child.id().to_string()]).output()?)?;
+        }
+        // The source answers, so it has heard what asked it to end.
+        let standing = env.standing("here");
+        ensure(standing.as_deref() == Some("postcopy-paused"), || format!("{standing:?}"))?;
+        succeeds(&recovers(&env)?)?;
+        said.push_str(&String::from_utf8_lossy(&ends_with(here, 15)?.stderr));
+        ensure(said.contains("the target needs what is here of its memory"), || said.clone())?;
+        stops(&env, "there", there)?;
+    }
+    Ok(())
+}
+
 /// Invalid combinations are refused, and nothing changes.
 #[test(real())]
 fn what_cannot_follow_is_refused() -> Result<(), Failed> {

@@ -146,6 +146,10 @@ impl SessionMachine for Incoming {
         self.running().is_some_and(SessionMachine::is_paused)
     }
 
+    fn may_end(&self) -> Result<(), String> {
+        self.running().map_or(Ok(()), SessionMachine::may_end)
+    }
+
     fn tracker(&self) -> Option<&'static str> {
         self.running().and_then(SessionMachine::tracker)
     }

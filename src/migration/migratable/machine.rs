@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Error, MigratableMachine};
+use super::{Error, MigratableMachine, NEEDED};
 use crate::events::SenderCommand;
 use crate::share::MAX_CONNECTIONS;
 use vellum_control::operation::{Asker, Kind, News, UnderWay};
@@ -95,6 +95,13 @@ where
     }
 
     fn request_end(&mut self) -> bool {
+        if self.is_needed() {
+            tracing::warn!(
+                "{NEEDED}: this process ends once all of it is there; a second signal ends it now"
+            );
+            self.ends = true;
+            return true;
+        }
         if self.held.unconfirmed {
             // The guest may run elsewhere, so its end is not awaited here.
             return false;
@@ -296,6 +303,10 @@ where
 
     fn is_paused(&self) -> bool {
         self.held.user
+    }
+
+    fn may_end(&self) -> Result<(), String> {
+        if self.is_needed() { Err(NEEDED.into()) } else { Ok(()) }
     }
 
     fn tracker(&self) -> Option<&'static str> {

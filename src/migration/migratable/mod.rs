@@ -90,11 +90,16 @@ pub struct MigratableMachine<P> {
     successor: Option<OwnedFd>,
     /// The machine ended in a snapshot.
     stopped: bool,
+    /// Its guest is to end if it returns from a target that needs what is here of its memory.
+    ends: bool,
     /// Its debugger, if one may connect.
     debugger: Option<Debugger>,
     /// Where to dump it if its guest panics.
     on_panic: Option<OnPanic>,
 }
+
+/// Why the source of a postcopy cannot be ended.
+const NEEDED: &str = "the guest is handed over, and the target needs what is here of its memory";
 
 /// The maximum length of a reported reason, in bytes.
 const MAX_REASON: usize = 2000;
@@ -129,6 +134,7 @@ impl<P: SaveState> MigratableMachine<P> {
             moved,
             successor: None,
             stopped,
+            ends: false,
             debugger: None,
             on_panic: None,
         })
@@ -223,10 +229,13 @@ impl<P: SaveState> MigratableMachine<P> {
                 }
                 Done::Done
             }
-            Demand::Release => {
+            Demand::Release { ahead } => {
                 // COMMIT is sent next. From here on the guest may run on the target. Only the
                 // target or the operator can allow it to run here.
                 self.held.unconfirmed = true;
+                if let Some(leaving) = self.operation.leaving_mut() {
+                    leaving.needed = ahead;
+                }
                 self.machine.release();
                 Done::Done
             }
@@ -245,7 +254,15 @@ impl<P: SaveState> MigratableMachine<P> {
             if !self.stands() {
                 self.machine.resume();
             }
+            if std::mem::take(&mut self.ends) {
+                self.machine.request_end();
+            }
         }
+    }
+
+    /// Whether a target may run the guest that has some of its memory here alone.
+    fn is_needed(&self) -> bool {
+        self.held.unconfirmed && self.operation.leaving().is_some_and(|leaving| leaving.needed)
     }
 
     /// The requested tracker, or the best that the machine has. INITIALLY_SET costs the guest

@@ -209,6 +209,8 @@ pub(super) struct SaveOperation {
     /// With postcopy, how long the guest had been paused when it started on the target, in
     /// microseconds.
     pub(super) ahead: Option<u64>,
+    /// Whether some of the guest's memory was not sent before its hand-over.
+    pub(super) needed: bool,
     /// Whether the link to the target has dropped.
     pub(super) severed: bool,
     /// Whether its state is written for a live update. The guest must not run then.
@@ -235,6 +237,7 @@ impl SaveOperation {
             keeps_log: true,
             distrust,
             ahead: None,
+            needed: false,
             severed: false,
             preserved: false,
         }

@@ -89,10 +89,11 @@ impl Sending {
             }
             Action::Release => {
                 // All pages have arrived, so the further connections are no longer needed.
-                if !self.source.is_ahead() {
+                let ahead = self.source.is_ahead();
+                if !ahead {
                     self.lanes.cut();
                 }
-                self.demand(Demand::Release)?;
+                self.demand(Demand::Release { ahead })?;
             }
             Action::Retake => {
                 // A target that lost the race for the commit flag releases the locks when it sees

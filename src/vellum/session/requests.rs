@@ -55,10 +55,10 @@ impl Session {
                     Ok(json!({}))
                 }
                 Do::Status {} => Ok(serde_json::to_value(self.status(machine)).expect("plain data")),
-                Do::Stop {} => {
+                Do::Stop {} => machine.may_end().map(|()| {
                     cause = Some(Cause::Stop);
-                    Ok(json!({}))
-                }
+                    json!({})
+                }),
                 // The server handles this request itself.
                 Do::Events {} => Ok(json!({})),
                 what => machine.ask(by, what, descriptors),
