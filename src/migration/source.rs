@@ -90,7 +90,7 @@ pub enum Action {
     Sever,
     /// Release locks and addresses that the target needs to run the guest.
     Release,
-    /// Take them again after the target has released them.
+    /// Take them again, as soon as the target has released them.
     Retake,
     /// Set the commit flag to committed, then send COMMIT. If the flag was already decided,
     /// [`Event::Fenced`] follows.

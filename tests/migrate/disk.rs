@@ -7,8 +7,42 @@ use support::env::TestEnv;
 use support::hosts::real;
 use support::{Failed, LIMIT, ensure, eventually, test};
 
-use crate::numbered;
 use crate::relay::unconfirmed;
+use crate::{numbered, succeeds, with};
+
+/// A target that runs the guest has its disk locked. `resume --force` then changes nothing on the
+/// source until the target is gone.
+#[test(real())]
+fn a_guest_whose_disk_the_target_has_locked_is_not_taken_back() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
+    fs::write(&kernel, numbered::kernel())?;
+    fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
+    let devices = |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
+    let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 200).then_some(()));
+    let line = format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out));
+    let here = env.run("here", &line)?;
+    eventually(LIMIT, "it writes", || said(&out))?;
+    let there = env.receive("there", &devices(&far))?;
+    let (client, release) = unconfirmed(&env)?;
+    eventually(LIMIT, "it writes on", || said(&far))?;
+    let forced = with(env.vellum("ctl here resume --force")?, 1)?;
+    let why = String::from_utf8_lossy(&forced.stderr).into_owned();
+    ensure(why.contains("the target still has the guest's disks") && why.lines().count() == 1, || {
+        why.clone()
+    })?;
+    let standing = env.standing("here");
+    ensure(standing.as_deref() == Some("handover-unconfirmed"), || format!("{standing:?}"))?;
+    let refused = with(env.vellum("ctl here nmi")?, 1)?;
+    let why = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure(why.contains("is being handed over"), || why.clone())?;
+    drop(there);
+    let before = fs::metadata(&out)?.len();
+    succeeds(&env.vellum("ctl here resume --force")?)?;
+    eventually(LIMIT, "it goes on here", || Ok((fs::metadata(&out)?.len() > before).then_some(())))?;
+    drop((release, client, here));
+    Ok(())
+}
 
 /// The guest writes numbers to its disk, flushes, and prints each. The target is killed while it
 /// writes, with the source still there. No number is missing or printed twice, flushed data is in

@@ -217,9 +217,13 @@ where
                 self.operation.leaving().ok_or(under_way)?.tell(told);
             }
             Do::Resume { force: true } => {
+                if self.held.unconfirmed {
+                    // A disk that the target has locked shows that the guest runs there.
+                    let locked = |error| format!("the target still has the guest's disks: {error}");
+                    self.machine.retake().map_err(locked)?;
+                }
                 let leaving = self.operation.leaving().ok_or(under_way)?;
                 if leaving.has_ended() {
-                    self.machine.retake().map_err(|error| error.to_string())?;
                     self.stay("the operator took it back".into());
                 } else {
                     leaving.tell(SenderCommand::Force);

@@ -11,7 +11,8 @@ use crate::source::{Action, Event, State};
 use crate::threads::Orphaned;
 use vellum_control::Left;
 
-/// How long a source that takes its guest back tries to lock its disks again.
+/// After how long the operator is told that the disks of a guest that is taken back are still
+/// locked.
 const RETAKING: Duration = Duration::from_secs(1);
 
 impl Sending {
@@ -97,12 +98,11 @@ impl Sending {
             }
             Action::Retake => {
                 // A target that lost the race for the commit flag releases the locks when it sees
-                // that.
-                let since = Instant::now();
+                // that. The guest does not run while another process has them.
+                let mut untold = Some(Instant::now());
                 while let Done::Failed(why) = self.demand(Demand::Retake)? {
-                    if since.elapsed() > RETAKING {
-                        tracing::error!("its disks cannot be locked again: {why}");
-                        break;
+                    if untold.take_if(|since| since.elapsed() > RETAKING).is_some() {
+                        tracing::error!("the guest stays paused until its disks can be locked again: {why}");
                     }
                     std::thread::sleep(PERIOD);
                 }
