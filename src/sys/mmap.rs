@@ -110,7 +110,9 @@ impl Mapping {
                 (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size, -1)
             }
             Source::SharedAnonymous => (libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
-            Source::Shared(file) => (libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd()),
+            // Only a file of the pool's huge pages reserves memory here. Another mapping of it
+            // reserves nothing more.
+            Source::Shared(file) => (libc::MAP_SHARED, file.as_raw_fd()),
             Source::Private { file, pages } => (private(pages), file.as_raw_fd()),
         };
         // The kernel aligns to a page only. So reserve enough address space to contain an aligned

@@ -423,6 +423,23 @@ mod tests {
         memory.slots().iter().map(|slot| (slot.id(), slot.gpa(), slot.range())).collect()
     }
 
+    /// The pool cannot give as many huge pages as it may ever have and one more. Private and shared
+    /// memory are both refused when they are mapped, and not when the guest touches them.
+    #[test]
+    fn huge_pages_that_the_pool_lacks_are_missed_when_memory_is_mapped() {
+        const PAGE: u64 = 2 << 20;
+        let pool = std::path::Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
+        let number = |name| std::fs::read_to_string(pool.join(name)).ok()?.trim().parse::<u64>().ok();
+        let Some((has, more)) = number("nr_hugepages").zip(number("nr_overcommit_hugepages")) else {
+            eprintln!("needs a kernel with a pool of huge pages of 2 MiB");
+            return;
+        };
+        for backing in [Backing::Hugetlb(PAGE), Backing::SharedHugetlb(PAGE)] {
+            let config = MemoryConfig { backing, ..MemoryConfig::new((has + more + 1) * PAGE) };
+            assert!(map(config).is_err(), "{backing}: {has} huge pages, {more} more at most");
+        }
+    }
+
     #[test]
     fn slots_cover_memory_around_the_gap() {
         let one = memory(4 * GIB, 1).unwrap();
