@@ -205,21 +205,27 @@ impl Asking {
         Ok(None)
     }
 
-    /// Ends fetching when no page is missing: unregisters, locks and populates the memory as
-    /// configured.
-    pub fn finish(self) -> Result<(Waited, Option<Link>), String> {
+    /// Ends fetching when no page is missing. Also returns the memory, for [`hold`].
+    pub fn finish(self) -> Result<(Waited, Option<Link>, Memory), String> {
         self.postcopy.unregister()?;
         let waited = self.postcopy.waited(&self.vcpus);
         self.ram.mapping.keep(false);
-        if self.ram.config.lock {
-            self.ram.mapping.lock(true).map_err(|error| format!("locking memory: {error}"))?;
-        }
-        if self.ram.config.prealloc
-            && let Err(error) = self.ram.populate_here(|_| true)
-        {
-            return Err(format!("populating memory: {error}"));
-        }
-        Ok((waited, self.link))
+        Ok((waited, self.link, self.ram))
+    }
+}
+
+/// Locks and populates memory as configured. The guest runs and has all of its memory, so a failure
+/// is only reported.
+pub(super) fn hold(ram: &Memory) {
+    if ram.config.lock
+        && let Err(error) = ram.mapping.lock(true)
+    {
+        tracing::warn!("the guest's memory is not locked: {error}");
+    }
+    if ram.config.prealloc
+        && let Err(error) = ram.populate_here(|_| true)
+    {
+        tracing::warn!("the guest's memory is not all populated: {error}");
     }
 }
 

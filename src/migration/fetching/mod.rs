@@ -166,7 +166,11 @@ impl Fetching {
             // closed, waiting threads would get zeroes.
             match thread.run(&speaks) {
                 Ok(true) => match thread.finish() {
-                    Ok(whole) => speaks(Said::Over(Box::new(whole))),
+                    Ok((whole, ram)) => {
+                        // Said first: the source waits for this, and needs not wait for the rest.
+                        speaks(Said::Over(Box::new(whole)));
+                        ram.iter().for_each(asking::hold);
+                    }
                     Err(why) => end(&why),
                 },
                 Ok(false) => {}
@@ -328,19 +332,23 @@ impl Thread {
         }
     }
 
-    /// Ends fetching and returns the figures.
-    fn finish(self) -> Result<Whole, String> {
+    /// Ends fetching. Returns the figures, and memory that is still to be locked or populated as
+    /// configured.
+    fn finish(self) -> Result<(Whole, Option<Memory>), String> {
         let us = self.began.elapsed().as_micros() as u64;
-        let (waited, link) = match self.origin {
+        let (waited, link, ram) = match self.origin {
             // Threads that still wait, for pages that were discarded, get zeroes.
             Origin::Files(_) => {
                 self.postcopy.unregister()?;
-                (Waited::default(), None)
+                (Waited::default(), None, None)
             }
-            Origin::Source(asking) => asking.finish()?,
+            Origin::Source(asking) => {
+                let (waited, link, ram) = asking.finish()?;
+                (waited, link, Some(ram))
+            }
         };
         let fetched = Fetched { faults: self.faults, pages: self.postcopy.brought(), us };
-        Ok(Whole { fetched, waited, link })
+        Ok((Whole { fetched, waited, link }, ram))
     }
 
     /// Resolves all pending faults.
