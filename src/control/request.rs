@@ -300,6 +300,10 @@ pub struct Snapshot {
     pub chain: String,
     /// The number of this point in the chain.
     pub number: u32,
+    /// When the machine of the directory's newest point was paused for it, in nanoseconds since
+    /// 1970. The new point holds only the changes if the machine has taken that point itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<u64>,
     /// Whether to keep tracking writes, so that the next point holds only the changes.
     #[serde(default)]
     pub follow: bool,

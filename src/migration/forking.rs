@@ -251,7 +251,7 @@ impl Forking {
             return Err(End::Failed("the machine cannot be followed".into()));
         };
         let (method, owed) = (tracker.method(), PendingPages::new(self.memory.clone()));
-        let log = Since { method, owed, chain: String::new(), point: 0 };
+        let log = Since { method, owed, chain: String::new(), point: 0, taken: 0 };
         log.owed.follow(tracker, &self.ram, Some(&self.pagemap))?;
         if !first {
             self.owe_parted(&log)?;

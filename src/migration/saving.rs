@@ -159,6 +159,8 @@ pub(crate) struct Saving {
     since: Option<Since>,
     /// Pages that are in the files.
     taken: Vec<Bits>,
+    /// When the machine was paused, in nanoseconds since 1970.
+    paused: u64,
     /// Whether the point contains all pages.
     full: bool,
     plan: Plan,
@@ -194,6 +196,7 @@ impl Saving {
             full: since.is_none(),
             since,
             taken: Vec::new(),
+            paused: 0,
             plan: Plan::new(options.downtime, Some((options.timeout, Then::Force)), None),
             began: now,
             told_at: now,
@@ -231,7 +234,7 @@ impl Saving {
             _ => return Err(End::Failed("the machine cannot be followed".into())),
         };
         let owed = PendingPages::new(std::mem::take(&mut self.memory));
-        let since = Since { method: tracker.method(), owed, chain: String::new(), point: 0 };
+        let since = Since { method: tracker.method(), owed, chain: String::new(), point: 0, taken: 0 };
         self.taken = since.owed.none();
         since.owed.follow(tracker, &self.ram, self.pagemap.as_deref())?;
         Ok(since)
@@ -242,6 +245,7 @@ impl Saving {
         match named {
             true if self.options.follow => {
                 (since.chain, since.point) = (self.place.chain.clone(), self.place.number);
+                since.taken = self.paused;
             }
             // The pages taken by this point are owed to the next.
             false if !self.full && !plant::is(Mistake::OwedForgotten) => {
@@ -264,6 +268,7 @@ impl Saving {
         while self.pass(since)? == Decision::Again {}
         let sections = self.machine.save()?;
         let taken = clocks::now();
+        self.paused = taken;
         // After saving the state: saving a vCPU makes KVM write to guest memory.
         self.collect(since)?;
         self.passes += 1;

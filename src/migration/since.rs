@@ -15,6 +15,9 @@ pub struct Since {
     pub chain: String,
     /// The number of the point.
     pub point: u32,
+    /// When the machine was paused for it, in nanoseconds since 1970. In a copy of the directory,
+    /// another machine may have taken a point of that number.
+    pub taken: u64,
 }
 
 impl fmt::Debug for Since {

@@ -51,6 +51,7 @@ fn snapshot() -> Do {
         stop: false,
         chain: "a directory".into(),
         number: 0,
+        after: None,
         follow: false,
         clones: 0,
     })

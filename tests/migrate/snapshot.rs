@@ -108,6 +108,7 @@ fn what_has_changed_is_enough_for_a_point() -> Result<(), Failed> {
                     stop: false,
                     chain: chain(&env, &dir)?,
                     number: 2,
+                    after: list(&env, &dir)?["points"][1]["taken"].as_u64(),
                     follow: true,
                     clones: 0,
                 };
@@ -206,6 +207,39 @@ fn the_log_is_on_for_no_longer_than_somebody_asks() -> Result<(), Failed> {
     ends_with(here, 0).map(drop)
 }
 
+/// A machine that was restored from a copy of a directory takes the next point there. The machine
+/// that follows its writes since the same point of the original does not continue the other's.
+#[test(real())]
+fn a_copy_of_a_directory_with_a_point_of_another_machine_is_not_continued() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let json = env.path("json");
+    let line = format!("run --memory 8m --passes 0 --workload write,rate=1000 --json {}", json.display());
+    let here = env.run("here", &line)?;
+    env.has_written("here", 2048)?;
+    let (own, copy) = (env.path("own"), env.path("copy"));
+    let snapshot = |machine: &str, dir: &Path| {
+        env.vellum(&format!("snapshot {machine} {} --follow --downtime 1s --timeout 3s", dir.display()))
+    };
+    succeeds(&snapshot("here", &own)?)?;
+    succeeds(&Command::new("cp").arg("-a").args([&own, &copy]).output()?)?;
+    let other = env.restore("other", &copy.display().to_string())?;
+    env.has_written("other", 4096)?;
+    succeeds(&snapshot("other", &copy)?)?;
+    succeeds(&env.vellum("ctl other stop")?)?;
+    ends_with(other, 0)?;
+    succeeds(&snapshot("here", &own)?)?;
+    succeeds(&snapshot("here", &copy)?)?;
+    let full = list(&env, &copy)?["points"].as_array().map(|points| points[2]["full"] == true);
+    ensure(full == Some(true), || "its third point holds changes to another machine's second".into())?;
+    succeeds(&env.vellum("ctl here stop")?)?;
+    ends_with(here, 0)?;
+    let json = env.path("again.json");
+    let again = env.restore("again", &format!("{} --json {}", copy.display(), json.display()))?;
+    succeeds(&env.vellum("ctl again stop")?)?;
+    ends_with(again, 0)?;
+    every_page_is_right(&json)
+}
+
 /// `snapshot end` during a snapshot with `--follow` stops dirty tracking too: the snapshot does not
 /// return its log.
 #[test(real())]
@@ -224,6 +258,7 @@ fn the_end_of_tracking_during_a_snapshot_is_the_end() -> Result<(), Failed> {
         stop: false,
         chain: "a directory".into(),
         number: 0,
+        after: None,
         follow: true,
         clones: 0,
     };

@@ -124,6 +124,7 @@ impl<P: SaveState> MigratableMachine<P> {
         let continues = |since: &Since| {
             since.chain == asked.chain
                 && since.point.checked_add(1) == Some(asked.number)
+                && asked.after == Some(since.taken)
                 && method.is_none_or(|method| method == since.method)
         };
         let since = self.since.take().filter(|since| continues(since)).map(|since| *since);

@@ -161,6 +161,7 @@ fn take(args: &SnapshotArgs, name: &str, dir: &Path) -> Result<Exit, Failure> {
         stop: args.stop,
         chain: store.chain().to_owned(),
         number: store.next(),
+        after: store.newest(),
         follow: args.follow && !args.stop,
         clones: clones as u32,
     });

@@ -82,6 +82,7 @@ pub fn client_dies(run: &mut Run) -> Result<(), Failed> {
         stop: false,
         chain: "00000000000000000000000000000000".into(),
         number: 0,
+        after: None,
         follow: false,
         clones: 0,
     };
