@@ -184,7 +184,7 @@ pub enum Message {
     },
     /// The target has restored the state and can run the guest.
     Ready {
-        /// The attempt.
+        /// The attempt, from 1. [`Message::ALIVE`] has 0.
         attempt: u32,
     },
     /// The checksums of every page that may be non-zero have been sent. The target compares them
@@ -251,6 +251,10 @@ pub enum Message {
 }
 
 impl Message {
+    /// READY for no attempt. A target repeats it while it populates memory before FIT. Each version
+    /// of the wire ignores it.
+    pub(crate) const ALIVE: Self = Self::Ready { attempt: 0 };
+
     /// BYE without input to pass on.
     pub(crate) const BYE: Self = Self::Bye { typed: Vec::new() };
 

@@ -1,6 +1,5 @@
-//! Populating all memory of an incoming machine. A separate thread does this while pages arrive,
-//! and the target is not ready before it has finished. Populating does not change pages that have
-//! arrived.
+//! Populating all memory of an incoming machine, before its guest is paused for it. A separate
+//! thread does this, so that the migration's thread can tell the source meanwhile that it is alive.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,6 +36,13 @@ impl Populating {
         let started = std::thread::Builder::new().name("populating".into()).spawn(body);
         started.map_err(|error| format!("the thread that populates memory: {error}"))?;
         Ok(Self { stop, end })
+    }
+
+    /// A handle on a thread that a test plays. It has populated memory when the test sends that.
+    #[cfg(test)]
+    pub(crate) fn of_a_test() -> (std::sync::mpsc::Sender<Result<(), String>>, Self) {
+        let (said, end) = channel();
+        (said, Self { stop: Arc::default(), end })
     }
 
     /// Waits up to `time` and returns whether all memory is populated.

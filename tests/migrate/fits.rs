@@ -4,15 +4,16 @@
 use std::fs;
 use std::os::raw::c_ulong;
 use std::process::Command;
+use std::sync::mpsc::channel;
 
 use serde_json::Value;
-use support::env::TestEnv;
+use support::env::{TestEnv, patient};
 use support::guests::Code;
 use support::hosts::{huge_pages, real};
 use support::{Failed, LIMIT, ensure, eventually, test};
 use vellum_migration::message::Message;
 
-use crate::relay::{Part, changed, held_back, until_fit};
+use crate::relay::{Part, changed, changed_back};
 use crate::{ends_with, every_page_is_right, kib, succeeds, with};
 
 /// KVM_CAP_TSC_CONTROL (include/uapi/linux/kvm.h).
@@ -151,7 +152,17 @@ fn there_before_ready(backings: &[&str]) -> Result<(), Failed> {
             let here = env.run("here", &line)?;
             let memory = format!("--serial null --memory backing={backing},prealloc={prealloc}");
             let there = env.receive("there", &memory)?;
-            let (client, release) = held_back(&env, until_fit(), "--downtime 1h")?;
+            // While the target populates memory, it says so with READY for no attempt.
+            let (release, until) = channel::<()>();
+            changed_back(&env.path("relay.in"), env.path("there.in"), move |part| {
+                if let Part::Message(Message::Ready { attempt: 1.. }) = part {
+                    // The end of the sender is the release.
+                    let _ = until.recv();
+                }
+            })?;
+            let to = env.path("relay.in");
+            let line = format!("migrate here --to unix:{} {}", to.display(), patient("--downtime 1h"));
+            let client = env.migration_client(&line)?;
             eventually(LIMIT, "it is ready", || {
                 Ok((env.standing("there").as_deref() == Some("uncommitted")).then_some(()))
             })?;

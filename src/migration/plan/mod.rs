@@ -71,6 +71,13 @@ const MIN_OVERRUN: Duration = Duration::from_secs(1);
 /// The minimum time from the start of a pass to the next, if the pass does not pay and leaves too
 /// much for the limit.
 const REST: Duration = Duration::from_millis(50);
+/// After a final pass that took too long, the guest runs this many times as long as it was paused.
+/// The number doubles with each such pass, up to the maximum.
+const FIRST_REST: u32 = 2;
+const MAX_REST: u32 = 32;
+/// After this many final passes that took too long, the guest stays, unless a timeout decides what
+/// happens.
+const MAX_OVERRUNS: u32 = 10;
 /// The longest that the sender waits before it checks for events.
 const LOOK: Duration = Duration::from_millis(20);
 /// After this many passes the rest is sent, if it fits, even if each pass still pays a little. Long
@@ -106,6 +113,8 @@ pub struct Plan {
     pace: Pace,
     /// The next pass waits until this time, counted from the beginning.
     rests_until: Duration,
+    /// How many final passes were given up because they took too long.
+    overruns: u32,
 }
 
 impl Plan {
@@ -125,6 +134,7 @@ impl Plan {
             estimate: None,
             pace: Pace::new(bandwidth),
             rests_until: Duration::ZERO,
+            overruns: 0,
         }
     }
 
@@ -176,6 +186,24 @@ impl Plan {
         (!forced).then(|| self.downtime.max(MIN_OVERRUN))
     }
 
+    /// A final pass took too long, `now` after the beginning. The guest was paused for `paused`.
+    ///
+    /// # Errors
+    /// The reason why another one is of no use.
+    pub(crate) fn overran(&mut self, paused: Duration, now: Duration) -> Result<(), String> {
+        self.overruns += 1;
+        if self.overruns >= MAX_OVERRUNS && !matches!(self.timeout, Some((_, Then::Force | Then::Postcopy))) {
+            let limit = self.downtime.max(MIN_OVERRUN);
+            return Err(format!(
+                "{} times the guest would have been paused for longer than {limit:?}; a longer downtime may do",
+                self.overruns
+            ));
+        }
+        let times = (FIRST_REST << (self.overruns - 1).min(MAX_REST.ilog2())).min(MAX_REST);
+        self.rests_until = self.rests_until.max(now + paused * times);
+        Ok(())
+    }
+
     /// How long the guest would be paused if the final pass began now. None until a pass has
     /// measured the link.
     pub fn expected_downtime(&self) -> Option<Duration> {
@@ -222,7 +250,7 @@ impl Plan {
         }
         if !pays && !fits {
             self.take_more(measured);
-            self.rests_until = now + REST.saturating_sub(measured.took);
+            self.rests_until = self.rests_until.max(now + REST.saturating_sub(measured.took));
         }
         Decision::Again
     }
@@ -319,7 +347,8 @@ impl Plan {
     /// How long the next block is to wait. It waits for the cap on bandwidth, or because an
     /// immediate pass would gain nothing.
     pub fn holds_back(&self, now: Duration) -> Option<Duration> {
-        let rest = self.rests_until.saturating_sub(now);
+        let timed_out = self.timeout.is_some_and(|(timeout, _)| now >= timeout);
+        let rest = if timed_out { Duration::ZERO } else { self.rests_until.saturating_sub(now) };
         let rest = (!rest.is_zero()).then(|| rest.min(LOOK));
         self.pace.holds_back(now).max(rest)
     }

@@ -216,3 +216,29 @@ fn a_cap_on_bandwidth_is_kept_and_not_saved_up() {
     let took = (now - Duration::from_secs(5)).as_secs_f64();
     assert!((0.95..1.05).contains(&took), "{cap} bytes took {took} s");
 }
+
+/// A target that is not ready in time: the guest runs for longer after each attempt than it was
+/// paused, and stays in the end. A timeout ends the rest and decides instead.
+#[test]
+fn a_final_pass_that_takes_too_long_again_and_again_is_not_tried_forever() {
+    let second = Duration::from_secs(1);
+    let forced = Some((100 * second, Then::Force));
+    for (timeout, ends) in [(None, true), (Some((3600 * second, Then::Cancel)), true), (forced, false)] {
+        let mut plan = Plan::new(LIMIT, timeout, None);
+        let (mut now, mut ended) = (Duration::ZERO, None);
+        for attempt in 1..=2 * MAX_OVERRUNS {
+            now += second;
+            if let Err(why) = plan.overran(second, now) {
+                ended = Some((attempt, why));
+                break;
+            }
+            let over = timeout.is_some_and(|(timeout, _)| now >= timeout);
+            assert_eq!(plan.holds_back(now + second).is_some(), !over, "attempt {attempt}");
+            while plan.holds_back(now).is_some() {
+                now += LOOK;
+            }
+        }
+        assert_eq!(ended.is_some(), ends, "{timeout:?}: {ended:?}");
+        assert!(ended.is_none_or(|(attempt, why)| attempt == MAX_OVERRUNS && why.contains("1s")));
+    }
+}

@@ -251,6 +251,7 @@ mod tests {
     use crate::link::LIVENESS;
     use crate::message::{SessionId, VERSION};
     use crate::pages::{Block, Incoming, Outgoing};
+    use crate::populating::Populating;
     use crate::receiver::lanes::Lanes;
     use crate::threads;
     use crate::wire::Encoder;
@@ -322,5 +323,42 @@ mod tests {
         receiving.heard = Instant::now() - 2 * LIVENESS;
         let event = receiving.next();
         assert!(matches!(event, Ok(None)) && receiving.link.is_some(), "{:?}", receiving.broken);
+    }
+
+    /// Populating takes longer than the source waits for a message. The source is told that this
+    /// side is alive, and an ABORT of the source ends the wait.
+    #[test]
+    fn a_target_that_populates_memory_says_that_it_is_alive_and_hears_an_abort() {
+        let (mine, _machine) = threads::pair(threads::event().unwrap()).unwrap();
+        let mut receiving = Receiving::new(mine, LIVENESS);
+        let ram = Memory::map(Space(&[0..1 << 30, 1 << 32..1 << 40]), MemoryConfig::new(4 << 20)).unwrap();
+        // It never ends.
+        let (_said, populating) = Populating::of_a_test();
+        receiving.place = Some(Place {
+            memory: ram.slots().to_vec(),
+            ram,
+            pagemap: None,
+            lanes: Lanes::new(1).unwrap().0,
+            populating: Some(populating),
+            fetching: None,
+            vcpus: Throttle::new(&[]),
+        });
+        let (source, target) = UnixStream::pair().unwrap();
+        receiving.link = Some(Link::new(target.into(), Some(SESSION), PAGE_SIZE as u32).unwrap());
+        let mut source = Link::new(source.into(), Some(SESSION), PAGE_SIZE as u32).unwrap();
+        let heard = std::thread::spawn(move || {
+            for _ in 0..2 {
+                let mut poll = Poll::default();
+                poll.readable(source.descriptor());
+                poll.wait(None).unwrap();
+                let frame = source.receive().unwrap();
+                assert!(matches!(&frame, Some(Frame::Message(message)) if *message == Message::ALIVE));
+            }
+            source.say(&Message::Abort { why: "enough".into() }).unwrap();
+            source
+        });
+        assert!(matches!(receiving.populated(), Ok(Ok(()))));
+        assert_eq!(receiving.pending, [Event::Said(Message::Abort { why: "enough".into() })]);
+        drop(heard.join().unwrap());
     }
 }

@@ -43,12 +43,15 @@ impl Receiving {
         self.demand(Demand::Judge(Offer { config, connections, ram, postcopy, disks: None }))
     }
 
-    /// Waits until memory is populated, if requested. Commands that arrive meanwhile are kept for
-    /// later.
-    fn populated(&mut self) -> Result<Result<(), String>, Orphaned> {
-        while let Some(populating) = self.place.as_ref().and_then(|place| place.populating.as_ref()) {
+    /// Waits until memory is populated, if requested. Meanwhile the source is told that this side is
+    /// alive. Ends early if an event arrives, which is kept for later: before FIT, each is the end of
+    /// the migration.
+    pub(super) fn populated(&mut self) -> Result<Result<(), String>, Orphaned> {
+        while let Some(populating) = self.place.as_ref().and_then(|place| place.populating.as_ref())
+            && self.pending.is_empty()
+        {
             match populating.is_done(LOOK) {
-                Ok(false) => {}
+                Ok(false) => self.tell(&Message::ALIVE),
                 Ok(true) => self.place.iter_mut().for_each(|place| place.populating = None),
                 Err(why) => return Ok(Err(why)),
             }
@@ -56,8 +59,21 @@ impl Receiving {
                 let event = self.event(told);
                 self.pending.extend(event);
             }
+            let event = self.heard();
+            self.pending.extend(event);
         }
+        self.heard = Instant::now();
         Ok(Ok(()))
+    }
+
+    /// Sends a message. If that fails, the link counts as cut.
+    fn tell(&mut self, message: &Message) {
+        if let Some(link) = &mut self.link
+            && let Err(error) = link.say(message)
+        {
+            let event = self.cut(error.to_string());
+            self.pending.push(event);
+        }
     }
 
     pub(super) fn perform(&mut self, action: Action) -> Result<(), Orphaned> {
@@ -66,12 +82,7 @@ impl Receiving {
                 if let Message::Ready { .. } = message {
                     self.machine.say(Said::Uncommitted(true))?;
                 }
-                if let Some(link) = &mut self.link
-                    && let Err(error) = link.say(&message)
-                {
-                    let event = self.cut(error.to_string());
-                    self.pending.push(event);
-                }
+                self.tell(&message);
             }
             Action::Judge { handed: true, connections, postcopy, .. }
                 if self.ram.is_none() || connections != 1 || postcopy =>
@@ -90,9 +101,8 @@ impl Receiving {
                         // Their time begins now, because they had to wait for the judgement.
                         self.strangers.iter_mut().for_each(|(_, since)| *since = Instant::now());
                         self.place = Some(*place);
-                        // With handed-over RAM the guest is paused right after FIT, so populating
-                        // comes before.
-                        let populated = if handed { self.populated()? } else { Ok(()) };
+                        // After FIT the guest may be paused at any time, so populating comes before.
+                        let populated = self.populated()?;
                         self.pending.push(match populated {
                             Ok(()) => Event::Judged(Vec::new()),
                             Err(why) => Event::Failed(why),
@@ -114,8 +124,6 @@ impl Receiving {
                         came,
                         state.len()
                     ))
-                } else if let Err(why) = self.populated()? {
-                    Event::Failed(why)
                 } else if let Err(why) = lacking.map_or(Ok(()), |pages| self.begin_to_land(pages)) {
                     Event::Failed(why)
                 } else {
@@ -158,12 +166,7 @@ impl Receiving {
             }
             Action::Complete => {
                 let waited = self.waited.clone();
-                if let Some(link) = &mut self.link
-                    && let Err(error) = link.say(&Message::Complete { waited })
-                {
-                    let event = self.cut(error.to_string());
-                    self.pending.push(event);
-                }
+                self.tell(&Message::Complete { waited });
             }
             Action::Sever => {
                 let left = self

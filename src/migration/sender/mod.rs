@@ -217,7 +217,13 @@ impl Sending {
 
     fn turn(&mut self) -> Result<(), Orphaned> {
         if let Some(event) = self.next()? {
-            for action in self.source.step(event) {
+            let before = self.source.state.clone();
+            let actions = self.source.step(event);
+            if self.source.state != before {
+                // What was awaited has come. A message that changes nothing ends no deadline.
+                self.waits = None;
+            }
+            for action in actions {
                 self.perform(action)?;
             }
         }
@@ -315,7 +321,9 @@ impl Sending {
         };
         Some(match heard {
             Ok(message) => {
-                self.waits = None;
+                if message == Message::ALIVE && self.source.state == State::Offering {
+                    self.waits = Some(Instant::now());
+                }
                 if let Message::Compared { pages, wrong: 0, .. } = message
                     && self.source.state == State::Comparing
                 {
@@ -363,8 +371,11 @@ impl Sending {
             return Some(self.cut(format!("the other side has been silent for {liveness:?}")));
         }
         if self.source.state == State::Finishing && self.until().is_some_and(|until| Instant::now() > until) {
-            self.paused = None;
-            return Some(Event::Overrun);
+            let paused = self.paused.take().map_or(Duration::ZERO, |since| since.elapsed());
+            return Some(match self.plan.overran(paused, self.began.elapsed()) {
+                Ok(()) => Event::Overrun,
+                Err(why) => Event::Cancel(why),
+            });
         }
         if self.source.state == State::Copying
             && let Some(why) = self.plan.is_over(self.began.elapsed())

@@ -131,6 +131,7 @@ impl Sending {
             Action::Serve => {
                 // Admits the map of missing pages, which arrives next.
                 self.link.iter_mut().for_each(Link::admit);
+                self.waits = Some(Instant::now());
                 // The guest no longer writes to memory here.
                 self.common.owed.unfollow();
                 self.throttle.wake();
