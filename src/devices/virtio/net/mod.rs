@@ -123,7 +123,7 @@ impl DeviceConfig for NetConfig {
         let net = match (&self.user, lent.next()) {
             (None, None) => return Err(Unfit::boxed(&KIND, "no descriptor")),
             (None, Some(tap)) => Net::on(Tap::from_fd(&self.tap, tap), mac),
-            (Some(user), Some(socket)) => Net::on_stream(Stream::on(socket, user.host_loopback), mac),
+            (Some(user), Some(socket)) => Net::on_stream(Stream::take_over(socket, user.host_loopback), mac),
             // Its passt had already ended in the other process.
             (Some(user), None) => {
                 Net::on_stream(Stream::open(user).map_err(NetError::from).map_err(boxed)?, mac)
@@ -218,6 +218,9 @@ pub struct Net {
 #[serde(deny_unknown_fields)]
 pub struct State {
     mac: [u8; 6],
+    /// The rest of a frame that passt has taken in part, if its socket is handed over.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    rest: Vec<u8>,
 }
 
 impl Net {
@@ -315,6 +318,10 @@ impl Net {
     /// Passes the guest's packets to the host. Returns false if the peer is gone.
     fn transmit(&mut self) -> bool {
         let Some(active) = &mut self.active else { return true };
+        if let Side::User(stream) = &mut self.side {
+            // A peer that is gone is noticed with the next packet.
+            let _ = stream.flush();
+        }
         let mut there = true;
         active.serve(TRANSMIT, |chain| {
             let tap = match &mut self.side {
@@ -517,12 +524,19 @@ impl VirtioDevice for Net {
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Net(State { mac: self.mac })
+        let rest = match &self.side {
+            Side::Tap(_) => Vec::new(),
+            Side::User(stream) => stream.rest().to_vec(),
+        };
+        DeviceState::Net(State { mac: self.mac, rest })
     }
 
     fn restore(&mut self, state: DeviceState) -> Result<(), RestoreError> {
         let DeviceState::Net(state) = state else { return Err(RestoreError::kind(&KIND, &state)) };
         self.mac = self.named.unwrap_or(state.mac);
+        if let Side::User(stream) = &mut self.side {
+            stream.go_on(state.rest);
+        }
         Ok(())
     }
 }

@@ -154,6 +154,9 @@ pub struct Stream {
     /// The last frame, and how many of its bytes the socket has taken.
     frame: Vec<u8>,
     taken: usize,
+    /// Whether another process has the socket too, and whether it had it before this one.
+    lent: bool,
+    taken_over: bool,
 }
 
 impl Stream {
@@ -174,7 +177,26 @@ impl Stream {
 
     /// A stream on a connected, non-blocking socket.
     pub fn on(socket: OwnedFd, host_loopback: bool) -> Self {
-        Self { socket: Some(socket), host_loopback, frame: Vec::new(), taken: 0 }
+        let (frame, taken, lent, taken_over) = (Vec::new(), 0, false, false);
+        Self { socket: Some(socket), host_loopback, frame, taken, lent, taken_over }
+    }
+
+    /// The same on a socket that another process has used.
+    pub(super) fn take_over(socket: OwnedFd, host_loopback: bool) -> Self {
+        Self { taken_over: true, ..Self::on(socket, host_loopback) }
+    }
+
+    /// What the socket has not taken of the last frame, for the process that takes it over.
+    pub(super) fn rest(&self) -> &[u8] {
+        if self.lent { &self.frame[self.taken..] } else { &[] }
+    }
+
+    /// Continues the last frame of the process whose socket this is. Another socket knows nothing of
+    /// that frame.
+    pub(super) fn go_on(&mut self, rest: Vec<u8>) {
+        if self.taken_over {
+            (self.frame, self.taken) = (rest, 0);
+        }
     }
 
     /// The socket, unless the peer is gone.
@@ -187,19 +209,20 @@ impl Stream {
         self.socket = None;
     }
 
-    /// Duplicates the socket for a process that takes it over.
+    /// Duplicates the socket for a process that takes it over. The state has the [rest] of a frame
+    /// that is half sent by then.
+    ///
+    /// [rest]: Self::rest
     ///
     /// # Errors
-    /// A frame is half sent: the other process would not know its rest.
+    /// No descriptor is left.
     pub(super) fn lend(&mut self) -> io::Result<Option<OwnedFd>> {
-        if self.flush() != Moved::Whole(0) && self.socket.is_some() {
-            return Err(io::Error::other("passt has taken only part of a frame; try again"));
-        }
+        self.lent = true;
         self.socket.as_ref().map(OwnedFd::try_clone).transpose()
     }
 
     /// Sends the rest of the last frame.
-    fn flush(&mut self) -> Moved {
+    pub(super) fn flush(&mut self) -> Moved {
         let Some(socket) = &self.socket else { return Moved::Gone };
         while self.taken < self.frame.len() {
             match socket::send_some(socket, &self.frame[self.taken..]) {
@@ -515,6 +538,48 @@ mod tests {
         }
         // An ARP request that happens to have zeros there.
         assert!(!is_to_loopback(&[&[0xff; 12][..], &[8, 6], &[0; 28]].concat()));
+    }
+
+    /// The socket is full in the middle of a frame when another process takes it over. The frame
+    /// goes on there. On any other socket it would be no frame.
+    #[test]
+    fn a_frame_that_is_half_sent_goes_on_in_the_next_process() {
+        let (mut wire, ours) = std::os::unix::net::UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut stream = Stream::on(ours.into(), false);
+        let socket = stream.lend().unwrap().unwrap();
+        let frame: Vec<u8> = (0..60_000).map(|at| (at % 251) as u8).collect();
+        let one = [&60_000u32.to_be_bytes()[..], &frame].concat();
+        let (mut sent, mut heard) = (0, Vec::<u8>::new());
+        let mut hear = |heard: &mut Vec<u8>| {
+            let mut part = [0; 10_000];
+            let len = io::Read::read(&mut wire, &mut part).unwrap();
+            heard.extend_from_slice(&part[..len]);
+        };
+        // Until the socket has taken a part of a frame.
+        while stream.rest().is_empty() {
+            match stream.send_own(&frame) {
+                Moved::Whole(_) => sent += 1,
+                _ => hear(&mut heard),
+            }
+            assert!(sent < 1000);
+        }
+        let rest = stream.rest().to_vec();
+        let mut other = Stream::on(socket.try_clone().unwrap(), false);
+        other.go_on(rest.clone());
+        assert!(other.frame.is_empty());
+        let mut next = Stream::take_over(socket, false);
+        next.go_on(rest);
+        loop {
+            hear(&mut heard);
+            if next.send_own(&frame) == Moved::Whole(0) {
+                break;
+            }
+        }
+        while next.flush() == Moved::Later || heard.len() < (sent + 1) * one.len() {
+            hear(&mut heard);
+        }
+        assert!(heard.chunks(one.len()).all(|frame: &[u8]| frame == one), "a frame is cut");
     }
 
     #[test]
