@@ -362,6 +362,12 @@ fn a_vcpu_that_waits_for_its_page_is_in_nobodys_way() -> Result<(), Failed> {
     let paused = with(env.vellum("ctl there pause")?, 1)?;
     let said = String::from_utf8_lossy(&paused.stderr).into_owned();
     ensure(said.contains("is recovered there") && said.lines().count() == 1, || said.clone())?;
+    // The event loop's thread would wait for memory or for a vCPU, and then answer nobody.
+    for request in ["ctl there nmi".to_owned(), format!("dump there {}", env.path("core").display())] {
+        let said = String::from_utf8(with(env.vellum(&request)?, 1)?.stderr)?;
+        ensure(said.contains("has not arrived from the source yet"), || format!("{request}: {said}"))?;
+    }
+    ensure(env.standing("there").as_deref() == Some("postcopy-paused"), || "it answers no more".into())?;
     succeeds(&recovers(&env)?)?;
     ends_with(here, 15)?;
     stops(&env, "there", there)

@@ -98,6 +98,11 @@ impl Machine for Incoming {
     }
 
     fn ask(&mut self, by: Asker, what: &Do, descriptors: Vec<OwnedFd>) -> Result<Value, String> {
+        // The last of its memory may just have arrived.
+        self.serve();
+        if self.lacks.is_some() && reads_memory(what) {
+            return Err(Error::Lacking.to_string());
+        }
         if let Some(machine) = self.running_mut() {
             return machine.ask(by, what, descriptors);
         }
@@ -122,8 +127,20 @@ impl Machine for Incoming {
     }
 }
 
+/// Whether this thread would wait for the guest's memory, or for a vCPU that waits for memory. It
+/// would answer nobody meanwhile, and without a link to the source it would wait forever.
+fn reads_memory(what: &Do) -> bool {
+    matches!(
+        what,
+        Do::Migrate(_) | Do::Snapshot(_) | Do::Fork { .. } | Do::LiveUpdate {} | Do::Dump {} | Do::Nmi {}
+    )
+}
+
 impl HandOver for Incoming {
     fn lend(&mut self, lent: &mut HandoffFds) -> Result<(), String> {
+        if self.lacks.is_some() {
+            return Err(Error::Lacking.to_string());
+        }
         self.running_mut().map_or(Err(Error::Absent.to_string()), |machine| machine.lend(lent))
     }
 }

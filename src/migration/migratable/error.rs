@@ -38,6 +38,9 @@ pub enum Error {
         "part of its memory is at the source still, and the link to that is cut: it goes on when the migration is recovered there"
     )]
     Severed,
+    /// Memory is missing, and the request would wait for it.
+    #[error("some of its memory has not arrived from the source yet")]
+    Lacking,
     /// There is no machine here yet.
     #[error("the machine has not come yet")]
     Absent,
@@ -58,6 +61,7 @@ impl Diagnose for Error {
             | Self::Shortened(_)
             | Self::HandedOver
             | Self::Severed
+            | Self::Lacking
             | Self::Absent
             | Self::Host(..) => ErrorOrigin::HOST,
         }
