@@ -165,8 +165,10 @@ impl Asking {
             && !self.postcopy.awaited().is_empty()
             && self.gate.shut()
         {
-            // The waiting thread is the one that would have to be told.
-            return Err("the link to the source was cut before the guest ran here; it never will".into());
+            // The guest never runs here. The waiting thread is the event loop's. It gets zeroes, finds
+            // the gate shut and gives the machine up. The source is answered as for any other reason.
+            self.postcopy.unregister()?;
+            return Ok(Next::Forsaken);
         }
         let (faults, link) = (self.postcopy.uffd().descriptor(), self.link.as_ref().map(Link::descriptor));
         let mut poll = Poll::default();
