@@ -34,7 +34,7 @@ use vellum_devices::console;
 use vellum_guests::run::BuiltinMachine;
 use vellum_kvm::arch::clocks::ClockPolicy;
 use vellum_kvm::arch::prepared_vm::PreparedVm;
-use vellum_kvm::memory::{MemoryConfig, Room};
+use vellum_kvm::memory::{Backing, MemoryConfig, Room};
 use vellum_linux::{LinuxMachine, Opened};
 use vellum_machine::section::Sections;
 use vellum_machine::{RestoreState, Section, SessionMachine};
@@ -314,6 +314,15 @@ impl Incoming {
         match assemble(host, config, ram) {
             Ok(machine) => {
                 let (memory, ram) = (machine.arriving().memory(), machine.arriving().ram());
+                // Nothing is in memory yet. Linux before 5.18 refuses this for a pool's huge pages.
+                let empties = || ram.mapping.advise(libc::MADV_DONTNEED);
+                if postcopy
+                    && matches!(ram.config.backing, Backing::Hugetlb(_))
+                    && let Err(error) = empties()
+                {
+                    let why = format!("{} cannot be emptied ({error}) before Linux 5.18", ram.config.backing);
+                    return Done::Misfits(vec![why_not(why)]);
+                }
                 let populate = || Populating::start(ram.clone(), self.sandbox);
                 // With postcopy, memory is populated once no page is missing.
                 let early = ram.config.prealloc && !postcopy;
