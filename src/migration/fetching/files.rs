@@ -200,14 +200,20 @@ fn in_order(set: &WorkingSet, unit: u64, units: u64, step: u64) -> Vec<Vec<Range
         first / unit..end.min(units)
     };
     let runs = |window: &[u64]| {
-        let mut window: Vec<u64> = window.iter().flat_map(of).collect();
-        window.sort_unstable();
-        window.dedup();
+        let mut window: Vec<Range<u64>> = window.iter().map(of).collect();
+        window.sort_unstable_by_key(|units| units.start);
         let mut runs: Vec<Range<u64>> = Vec::new();
-        for at in window {
-            match runs.last_mut() {
-                Some(run) if run.end == at && run.end - run.start < step => run.end += 1,
-                _ => runs.push(at..at + 1),
+        for Range { start, end } in window {
+            // Several entries may share a unit.
+            let mut at = start.max(runs.last().map_or(0, |run| run.end));
+            while at < end {
+                let begun = runs.last_mut().filter(|run| run.end == at && run.end - run.start < step);
+                let from = begun.as_ref().map_or(at, |run| run.start);
+                at = end.min(from + step);
+                match begun {
+                    Some(run) => run.end = at,
+                    None => runs.push(from..at),
+                }
             }
         }
         runs.reverse();

@@ -108,6 +108,11 @@ impl WorkingSet {
             }
             firsts.push(first);
         }
+        let mut sorted = firsts.clone();
+        sorted.sort_unstable();
+        if let Some(twice) = sorted.windows(2).find(|two| two[0] == two[1]) {
+            return damaged(HEAD, format!("page {} is listed twice", twice[0]));
+        }
         Ok(Self { unit, pages, firsts })
     }
 
@@ -204,6 +209,7 @@ mod tests {
         assert!(says(&|b| b[31] = 0x80).contains("entries in 24 bytes"));
         assert!(says(&|b| b[32] = 64).contains("byte 32: page 64 of 64"));
         assert!(says(&|b| b[40] = 1).contains("byte 40: page 1 of 64"));
+        assert!(says(&|b| b[48] = 62).contains("page 62 is listed twice"));
         assert!(says(&|b| b.truncate(31)).contains("no working set"));
         let mut bytes = set().bytes();
         bytes[33] ^= 1;
