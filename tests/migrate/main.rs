@@ -508,9 +508,13 @@ fn strangers_are_sent_away_and_a_source_still_comes() -> Result<(), Failed> {
             let _ = stranger.read(&mut [0; 1]);
         }
     }
+    // More than a target keeps. Each is silent, and may be for as long as a source.
+    let silent: Vec<_> =
+        (0..30).map(|_| UnixStream::connect(env.path("there.in"))).collect::<Result<_, _>>()?;
     let here = env.run("here", "run --memory 16m --passes 0")?;
     succeeds(&env.migrate("here", "there", "")?)?;
     ends_with(here, 15)?;
+    drop(silent);
     succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0).map(drop)
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{MAX_STRANGERS, Place, ReceiverCommand, Receiving};
+use super::{LOOK, MAX_STRANGERS, Place, ReceiverCommand, Receiving};
 use crate::bits::Bits;
 use crate::commit_flag::CommitFlag;
 use crate::fetching::Fetching;
@@ -14,6 +14,7 @@ use crate::message::Message;
 use crate::target::{Event, State};
 use crate::verify::{self, Comparison};
 use crate::wire::Frame;
+use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use vellum_machine::Section;
 use vellum_sys::mmap::PAGE_SIZE;
@@ -35,9 +36,14 @@ impl Receiving {
             ReceiverCommand::Cancel(why) => Some(Event::Cancel(why)),
             ReceiverCommand::Connected(socket) => {
                 self.connected = true;
-                if self.strangers.len() < MAX_STRANGERS
-                    && let Ok(link) = Link::new(socket, self.session, PAGE_SIZE as u32)
-                {
+                if let Ok(link) = Link::new(socket, self.session, PAGE_SIZE as u32) {
+                    if self.strangers.len() >= MAX_STRANGERS {
+                        // A source speaks at once, so the one that has been silent for longest is none.
+                        let oldest = (0..MAX_STRANGERS).min_by_key(|at| self.strangers[*at].1);
+                        if let Some(at) = oldest {
+                            self.strangers.swap_remove(at);
+                        }
+                    }
                     self.strangers.push((link, Instant::now()));
                 }
                 None
@@ -45,14 +51,25 @@ impl Receiving {
         }
     }
 
+    /// Whether new connections are accepted now.
+    pub(super) fn accepts(&self) -> bool {
+        self.refused.is_none_or(|since| since.elapsed() >= LOOK)
+    }
+
     /// Accepts new connections.
     pub(super) fn accept(&mut self) {
-        let Some(listener) = &self.listener else { return };
+        let Some(listener) = self.listener.as_ref().filter(|_| self.accepts()) else { return };
         let mut came = Vec::new();
-        while self.strangers.len() + came.len() < MAX_STRANGERS
-            && let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
-        {
-            came.push(socket);
+        while came.len() < MAX_STRANGERS {
+            match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => came.push(socket),
+                Err(Errno::AGAIN) => break,
+                // Without a free descriptor, for one, the listener stays readable.
+                Err(_) => {
+                    self.refused = Some(Instant::now());
+                    break;
+                }
+            }
         }
         for socket in came {
             self.event(ReceiverCommand::Connected(socket));

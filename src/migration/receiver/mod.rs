@@ -196,6 +196,8 @@ pub struct Receiving {
     /// `connected` records is the only one.
     listener: Option<OwnedFd>,
     connected: bool,
+    /// When a connection could last not be accepted.
+    refused: Option<Instant>,
     /// The connection for faulting pages until it is passed on, and its number.
     faults: Option<Link>,
     faults_number: Option<u32>,
@@ -236,6 +238,7 @@ impl Receiving {
             comparing: None,
             listener: None,
             connected: false,
+            refused: None,
             faults: None,
             faults_number: None,
             lacking: Vec::new(),
@@ -325,7 +328,8 @@ impl Receiving {
 
     fn wait(&mut self) {
         let mut poll = Poll::default();
-        self.listener.iter().for_each(|listener| poll.readable(listener));
+        let listener = self.listener.iter().filter(|_| self.accepts());
+        listener.for_each(|listener| poll.readable(listener));
         let fetching = self.place.as_ref().and_then(|place| place.fetching.as_ref());
         fetching.iter().for_each(|fetching| poll.readable(fetching.descriptor()));
         poll.readable(&**self.machine.descriptor());
