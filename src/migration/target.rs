@@ -323,6 +323,10 @@ impl Target {
                 self.whole = true;
                 Vec::new()
             }
+            (State::Running, Event::Said(M::Bye { .. })) if !self.lacks() => {
+                self.state = State::Ended;
+                Vec::new()
+            }
             (State::Running, Event::Cut) if self.lacks() => vec![Action::Sever],
             (State::Gone, Event::Said(M::Query {} | M::Abort { .. } | M::Commit { .. })) => {
                 status(Standing::Gone)

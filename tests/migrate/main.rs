@@ -285,6 +285,10 @@ fn a_target_is_reached_by_tcp_by_a_command_and_by_the_relay() -> Result<(), Fail
         succeeds(&env.vellum(&format!("migrate m{at} --to {to}"))?)?;
         ends_with(here, 15)?;
         here = there;
+        // Another target can then wait there.
+        eventually(LIMIT, "the port is free", || {
+            Ok(std::net::TcpListener::bind(("127.0.0.1", port)).ok().map(drop))
+        })?;
     }
     succeeds(&env.vellum("ctl m2 stop")?)?;
     ends_with(here, 0)?;

@@ -1,7 +1,7 @@
 //! Runs a machine that comes from another process or a snapshot, in a session.
 
 use std::net::TcpListener;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -123,20 +123,6 @@ pub enum Outcome {
     Succeeded(Exit),
 }
 
-enum Accept {
-    Unix(Listener),
-    Tcp(TcpListener),
-}
-
-impl AsFd for Accept {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(listener) => listener.as_fd(),
-            Self::Tcp(listener) => listener.as_fd(),
-        }
-    }
-}
-
 /// Waits for a machine and runs it. `memory` says what backs its memory. `config` says where its
 /// devices and its serial port lead. The source sends the rest.
 ///
@@ -184,9 +170,11 @@ pub fn run(
     let process_comes = Arrival::Process(liveness);
     let (accept, socket, arrival) = match listen {
         Listen::Unix(path) => {
-            (Some(Accept::Unix(Listener::bind(&path).map_err(Error::Listen)?)), None, process_comes)
+            let listener = Listener::bind(&path).map_err(Error::Listen)?;
+            // The guard removes its name.
+            (Some(listener.lend().map_err(|error| Error::Host(LISTENER, error))?), None, process_comes)
         }
-        Listen::Tcp(listener) => (Some(Accept::Tcp(listener)), None, process_comes),
+        Listen::Tcp(listener) => (Some(OwnedFd::from(listener)), None, process_comes),
         Listen::Connected(socket) | Listen::Lent(socket, _) => (None, Some(socket), process_comes),
         Listen::Snapshot(Restore { source, point, meanwhile, paused, disk_changed, memory }) => {
             let source = Box::new(source);
@@ -234,10 +222,9 @@ pub fn run(
         sandbox,
     };
     let mut incoming = Incoming::new(host, arrival).map_err(|error| Error::Host("eventfd", error))?;
-    // The listener stays open as long as `accept` lives.
-    if let Some(listener) = &accept {
-        let listens = listener.as_fd().try_clone_to_owned();
-        incoming.listen(listens.map_err(|error| Error::Host("the socket that listens", error))?);
+    // It is closed once the migration is over.
+    if let Some(listener) = accept {
+        incoming.listen(listener);
     }
     if let Some(socket) = socket {
         incoming.connected(socket);
@@ -255,6 +242,8 @@ pub fn run(
         None => return Err(migratable::Error::Gone("it was stopped before a machine came".into()).into()),
     })
 }
+
+const LISTENER: &str = "the socket that listens";
 
 /// Opens what demand paging needs before the process is confined. Returns also the file that the
 /// guard names.
