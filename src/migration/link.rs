@@ -133,6 +133,7 @@ impl Link {
     /// Sets how long the peer may be silent.
     pub(crate) fn set_liveness(&mut self, liveness: Duration) {
         self.liveness = liveness;
+        socket::set_liveness(&self.socket, liveness);
     }
 
     /// Accepts pages and state from now on. Until then a peer cannot make this process allocate

@@ -192,15 +192,25 @@ pub fn prepare_stream(socket: &OwnedFd, liveness: Duration) -> io::Result<()> {
     if sockopt::socket_type(socket)? != SocketType::STREAM {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no stream socket"));
     }
-    // In milliseconds. The kernel's maximum is that of an int.
-    let timeout = liveness.as_millis().min(i32::MAX as u128) as u32;
     // A refusal only costs speed. A unix socket refuses the TCP options.
     let _ = sockopt::set_socket_send_buffer_size(socket, STREAM_BUFFER);
     let _ = sockopt::set_socket_recv_buffer_size(socket, STREAM_BUFFER);
     let _ = sockopt::set_socket_keepalive(socket, true);
     let _ = sockopt::set_tcp_nodelay(socket, true);
-    let _ = sockopt::set_tcp_user_timeout(socket, timeout);
+    set_liveness(socket, liveness);
     Ok(())
+}
+
+/// Sets how long a TCP socket's peer may be silent. A peer is asked for a sign of life several times
+/// meanwhile. Nothing happens to other sockets.
+pub fn set_liveness(socket: &OwnedFd, liveness: Duration) {
+    // In milliseconds. The kernel's maximum is that of an int.
+    let timeout = liveness.as_millis().min(i32::MAX as u128) as u32;
+    // In whole seconds, at least one and at most 32767.
+    let part = Duration::from_secs((liveness.as_secs() / 4).clamp(1, 32_767));
+    let _ = sockopt::set_tcp_user_timeout(socket, timeout);
+    let _ = sockopt::set_tcp_keepidle(socket, part);
+    let _ = sockopt::set_tcp_keepintvl(socket, part);
 }
 
 /// The buffer size in bytes of a bulk data socket in each direction: larger than a frame of a

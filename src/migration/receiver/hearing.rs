@@ -246,6 +246,7 @@ impl Receiving {
                     self.fence = fence.map(Arc::new);
                 }
                 link.admit();
+                link.set_liveness(self.liveness);
                 self.link = Some(link);
                 self.heard = Instant::now();
                 if again {
