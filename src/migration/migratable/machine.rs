@@ -186,6 +186,10 @@ where
             }
             Do::MigrateLink {} => {
                 let socket = descriptors.pop().ok_or("it takes a descriptor")?;
+                let asks = self.operation.leaving().is_some_and(|leaving| leaving.ahead.is_none());
+                if !self.held.unconfirmed || !asks {
+                    return Err("the target is not to be asked for the outcome: no link is missing".into());
+                }
                 self.operation.leaving().ok_or(under_way)?.tell(SenderCommand::Linked(socket));
             }
             Do::MigrateRecover {} => {
@@ -239,6 +243,13 @@ where
                 return Err(
                     "it is saved for a live update of the host's kernel, and the restored machine would not have it".into()
                 );
+            }
+            Do::Balloon { .. } | Do::Nmi {} | Do::Sysrq { .. } | Do::Serial { .. }
+                if (self.held.migration || self.held.unconfirmed)
+                    && matches!(kind, Some(Kind::Migration | Kind::Upgrade)) =>
+            {
+                // The state that the target has, or gets, does not contain what this would change.
+                return Err(Error::HandedOver.to_string());
             }
             // vCPUs can be queried only while they are paused.
             Do::Nmi {} => {
