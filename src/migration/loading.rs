@@ -155,6 +155,11 @@ impl Loading {
         let _ = self.machine.say(said).and_then(|()| self.machine.say(Said::Over));
     }
 
+    /// Ends at once. Contains the reason.
+    pub(crate) fn fail(self, why: String) {
+        let _ = (self.machine.say(Said::Gone(why)), self.machine.say(Said::Over));
+    }
+
     fn load(&mut self) -> Result<(), End> {
         let (chosen, ram, from) = match self.origin.take() {
             Some(Origin::Snapshot { source, point, .. }) => (source.choose(point)?, None, "the snapshot"),

@@ -33,7 +33,7 @@ impl Machine for Incoming {
         let sandbox = self.sandbox;
         let body = move || match sandbox.enter(ThreadKind::Migration, "migration") {
             Ok(()) => bringer.run(),
-            Err(error) => tracing::error!("{error}"),
+            Err(error) => bringer.fail(error.to_string()),
         };
         // It ends when this side's channels are gone, or when the source has received the outcome.
         let started = std::thread::Builder::new().name("migration".into()).spawn(body);

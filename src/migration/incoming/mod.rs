@@ -106,10 +106,10 @@ impl Arrived {
         }
     }
 
-    fn arrive_paused(&mut self) {
+    fn arrive_paused(&mut self, paused: bool) {
         match self {
-            Self::Pc(machine) => machine.arrive_paused(),
-            Self::BuiltIn(run) => run.arrive_paused(),
+            Self::Pc(machine) => machine.arrive_paused(paused),
+            Self::BuiltIn(run) => run.arrive_paused(paused),
         }
     }
 }
@@ -176,6 +176,14 @@ impl Bringer {
         match self {
             Self::Receiving(receiving) => receiving.run(),
             Self::Loading(loading) => loading.run(),
+        }
+    }
+
+    /// Reports that its thread cannot run.
+    fn fail(self, why: String) {
+        match self {
+            Self::Receiving(receiving) => receiving.fail(why),
+            Self::Loading(loading) => loading.fail(why),
         }
     }
 }
@@ -366,9 +374,8 @@ impl Incoming {
         let (held, state): (Vec<_>, Vec<_>) = sections.into_iter().partition(|section| section.name == HELD);
         let mut held = Sections::new(held).map_err(|error| error.to_string())?;
         let held: HeldState = held.take(HELD, HELD_VERSION).map_err(|error| error.to_string())?;
-        if held.user || self.paused {
-            machine.arrive_paused();
-        }
+        // An attempt that was given up may have said something else.
+        machine.arrive_paused(held.user || self.paused);
         machine.arriving_mut().restore(state, self.meanwhile).map_err(|error| error.to_string())?;
         self.came = Came { complete, restored: now(), runs: 0 };
         Ok(())

@@ -150,9 +150,9 @@ impl<P: SaveState> MigratableMachine<P> {
         self.stopped
     }
 
-    /// Keeps the machine paused when it first starts, until it is resumed.
-    pub(super) fn arrive_paused(&mut self) {
-        self.held.user = true;
+    /// Sets whether the machine stays paused when it first starts, until it is resumed.
+    pub(super) fn arrive_paused(&mut self, paused: bool) {
+        self.held.user = paused;
     }
 
     /// Executes the thread's demands and passes on its events.

@@ -266,6 +266,11 @@ impl Receiving {
         let _ = self.machine.say(Said::Over);
     }
 
+    /// Ends at once. Contains the reason.
+    pub(crate) fn fail(self, why: String) {
+        let _ = (self.machine.say(Said::Gone(why)), self.machine.say(Said::Over));
+    }
+
     fn turn(&mut self) -> Result<(), Orphaned> {
         let Some(mut event) = self.next()? else { return Ok(()) };
         if let Event::Said(Message::Again { .. }) = event {
