@@ -85,6 +85,8 @@ pub struct End {
 pub struct Session {
     events: EventManager<Subscriber>,
     signals: Receiver<i32>,
+    /// A signal that ended the wait for a slow reader of the guest's output.
+    unheard: Option<i32>,
     heard: Receiver<Heard>,
     listeners: Listeners,
     sandbox: Sandbox,
@@ -191,6 +193,7 @@ impl Session {
         let mut session = Self {
             events,
             signals,
+            unheard: None,
             heard,
             listeners,
             sandbox: Sandbox::new(config.sandbox),
@@ -445,7 +448,7 @@ impl Session {
                 tracing::error!("the event loop: {error}");
                 return Exit::Error;
             }
-            while let Ok(signal) = self.signals.try_recv() {
+            while let Some(signal) = self.unheard.take().or_else(|| self.signals.try_recv().ok()) {
                 // A failure means that the successor has ended. The loop sees that next.
                 let _ = socket::send_some(&successor, &[signal as u8]);
             }
@@ -469,7 +472,9 @@ impl Session {
                 break;
             }
             self.events.run_with_timeout(milliseconds(left))?;
-            let had_enough = self.signals.try_recv().is_ok() || machine.poll()?.is_some();
+            // A signal is passed on if another process has taken the machine over.
+            self.unheard = self.signals.try_recv().ok();
+            let had_enough = self.unheard.is_some() || machine.poll()?.is_some();
             if had_enough || self.obey(machine).is_some() {
                 break;
             }
