@@ -50,6 +50,7 @@ typedef uint16_t u16;
 #define trace_kvm_dirty_ring_push(ring, slot, offset)
 #define trace_kvm_dirty_ring_exit(vcpu)
 #define __fls(mask) (63 - __builtin_clzl(mask))
+#define BIT(nr) (1ul << (nr))
 #define vzalloc(size) calloc(1, size)
 #define vfree free
 #define vmalloc_to_page(address) NULL
@@ -68,6 +69,8 @@ struct kvm_vcpu;
 static int warnings;
 /* The check for a signal at which one becomes pending; 0 for never. */
 static int signal_at, looks;
+/* KVM protects a page that the memslot does not have. */
+static bool beyond_end;
 static bool writable[2 * PAGES], in_ring[2 * PAGES];
 static struct kvm_memory_slot slots[2] = { { 0, PAGES }, { 1, PAGES } };
 
@@ -83,8 +86,10 @@ static void kvm_arch_mmu_enable_log_dirty_pt_masked(struct kvm *kvm, struct kvm_
 						    unsigned long mask)
 {
 	for (int bit = 0; bit < 64; bit++)
-		if (mask >> bit & 1)
+		if (mask >> bit & 1) {
+			beyond_end |= offset + bit >= slot->npages;
 			writable[slot->id * PAGES + offset + bit] = false;
+		}
 }
 
 #include "header.h"
@@ -186,7 +191,7 @@ static u64 nth(int pattern, int n)
 	}
 }
 
-static int resets(void)
+static int signals(void)
 {
 	static const char *const names[] = { "upwards", "downwards", "apart", "in two memslots", "at random" };
 	u64 pages[ENTRIES];
@@ -227,6 +232,44 @@ static int resets(void)
 		return 1;
 	}
 	printf("%lu resets, %lu of them ended by a signal: no page is lost\n", all, ended);
+	return 0;
+}
+
+/* A page beyond the end of a smaller memslot is harvested, and then a page of that memslot. */
+static int replaced(void)
+{
+	u64 pages[ENTRIES];
+	u64 losses = 0, all = 0;
+	int done;
+
+	for (u64 end = 1; end <= 64; end++) {
+		for (u64 old = end; old < 128; old++) {
+			for (u64 page = 0; page < end; page++) {
+				begin();
+				fault(old);
+				harvest(pages);
+				/* The new memslot is not mapped. */
+				slots[0].npages = end;
+				memset(writable, 0, sizeof(writable));
+				fault(page);
+				harvest(pages);
+				reset(&done);
+				slots[0].npages = PAGES;
+				losses += writable[page];
+				all++;
+			}
+		}
+	}
+	if (beyond_end) {
+		printf("dirty-ring: KVM protects pages that the memslot does not have\n");
+		return 1;
+	}
+	if (losses) {
+		printf("dirty-ring: of %lu resets with an entry of a page that the memslot has no more %lu lose the page beside it\n",
+		       all, losses);
+		return 1;
+	}
+	printf("%lu resets with an entry of a page that the memslot has no more: no other page is lost\n", all);
 	return 0;
 }
 
@@ -298,12 +341,16 @@ static int prefault(void)
 int main(int argc, char **argv)
 {
 	if (!strcmp(argv[1], "reset"))
-		return resets();
+		return signals() || replaced();
+	if (!strcmp(argv[1], "signals"))
+		return signals();
+	if (!strcmp(argv[1], "replaced"))
+		return replaced();
 #ifdef PREFAULTS
 	if (!strcmp(argv[1], "prefault"))
 		return prefault();
 #endif
-	fprintf(stderr, "dirty-ring: %s: this kernel has reset%s\n", argv[1],
+	fprintf(stderr, "dirty-ring: %s: this kernel has reset, signals, replaced%s\n", argv[1],
 #ifdef PREFAULTS
 		" and prefault"
 #else
