@@ -82,9 +82,9 @@ fn build(memory: MemoryConfig, vcpus: usize) -> Result<Guest, Failed> {
 }
 
 fn check(guest: &Guest, models: Vec<Model>, stride: u64) -> model::StampVerdict {
-    let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
+    let reached = guest.controls().map(model::Reached::new);
     let pages = guest.vm.memory.config.size / stride;
-    model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, stride))
+    model::verify(models.into_iter().zip(reached).collect(), pages, |page| guest.stamp(page, stride))
 }
 
 fn run(memory: MemoryConfig, vcpus: usize, config: &WriteConfig) -> Result<(), Failed> {

@@ -221,10 +221,11 @@ fn run_round(
         }
         // Handlers still run here: reading the stamp of a page that the guest never reached is a
         // fault.
-        let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
+        let reached = guest.controls().map(model::Reached::new);
         let pages = guest.vm.memory.config.size / PAGE_SIZE;
-        let verdict =
-            model::verify(models.into_iter().zip(done).collect(), pages, |page| guest.stamp(page, PAGE_SIZE));
+        let verdict = model::verify(models.into_iter().zip(reached).collect(), pages, |page| {
+            guest.stamp(page, PAGE_SIZE)
+        });
         if verdict.wrong > 0 || verdict.checked < pages {
             let wrong = verdict.wrong.max(pages - verdict.checked.min(pages));
             let example = Some("the handlers lost pages".to_owned());

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::control::{Control, PASS_ENDS, phase};
 use super::guest::{self, Guest};
 use super::latency::{self, BUCKET_RESOLUTION};
-use super::model::{self, Model};
+use super::model::{self, Model, Reached};
 use super::{Region, WriteConfig, journal};
 use crate::program::GuestPage;
 use vellum_control::Do;
@@ -133,6 +133,12 @@ impl BuiltinMachine {
         prove_huge(&mut report, &config, &after);
         report.figure("pages_checked", "pages", verdict.checked as f64);
         report.figure("wrong_stamps", "pages", verdict.wrong as f64);
+        if verdict.unchecked > 0 {
+            let pages = verdict.unchecked;
+            report.note(format!(
+                "{pages} pages were last written very long ago, or never: their stamps were not compared"
+            ));
+        }
         if verdict.wrong > 0 {
             let (page, found, expected) = &verdict.examples[0];
             let example = format!("page {page} holds {found:?}, right would be {expected:?}");
@@ -514,8 +520,8 @@ pub fn huge_premise(report: &mut Report, backing: Backing, page: GuestPage, now:
 /// Compares every stamp with the one that the guest must have written.
 fn check(config: &RunConfig, guest: &Guest, models: Vec<Model>) -> model::StampVerdict {
     let stride = config.write.stride;
-    let done = guest.controls().map(|control| control.done.load(Ordering::Relaxed));
-    model::verify(models.into_iter().zip(done).collect(), config.memory.size / stride, |page| {
+    let reached = guest.controls().map(Reached::new);
+    model::verify(models.into_iter().zip(reached).collect(), config.memory.size / stride, |page| {
         guest.stamp(page, stride)
     })
 }
