@@ -98,7 +98,7 @@ pub(super) fn check_memory(bytes: u64, backing: Backing) -> Result<(), Error> {
     }
     if let Backing::Hugetlb(page) | Backing::SharedHugetlb(page) = backing {
         return hugepages::check(page, bytes)
-            .map_err(|shortage| Error::Asked(Field::Backing, format!("{backing}: {shortage}")));
+            .map_err(|shortage| memory::Error::Shortage(backing, shortage).into());
     }
     let available = topology::memory().available;
     // Page tables of KVM and the host take a few hundredths.

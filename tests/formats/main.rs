@@ -252,6 +252,10 @@ fn a_backing_that_is_missing_is_not_ok_and_skips_no_other() -> Result<(), Failed
     let result: Report = serde_json::from_slice(&output.stdout)?;
     let ended: Vec<_> = result.cases.iter().map(|case| (&case.name[..], case.status)).collect();
     assert_eq!(ended, [("bitmap/anonymous", Status::Pass), ("bitmap/hugetlb-1g", Status::Skip)]);
+    for bench in ["dirty-log -s hugetlb-1g", "demand-paging -s hugetlb-1g", "fork -s shared-hugetlb-1g"] {
+        let output = vellum(&format!("bench {bench} --exit kselftest"))?;
+        ensure(output.status.code() == Some(4), || format!("{bench}: {output:?}"))?;
+    }
     // Alone, everything is skipped.
     let output = vellum("test dirty-log -s hugetlb-1g --format ktap")?;
     let text = String::from_utf8_lossy(&output.stdout);

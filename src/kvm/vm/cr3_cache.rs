@@ -38,7 +38,7 @@ pub enum Error {
 impl Diagnose for Error {
     fn origin(&self) -> ErrorOrigin {
         match self {
-            Self::Unavailable(_) => ErrorOrigin::user(Field::Cr3Cache),
+            Self::Unavailable(_) => ErrorOrigin::user(Field::Cr3Cache).lacking(),
             Self::Ioctl(_) => ErrorOrigin::HOST,
         }
     }
