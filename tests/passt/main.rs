@@ -296,7 +296,7 @@ fn a_machine_outlives_its_passt_and_takes_it_along() -> Result<(), Failed> {
     let kernel = spinning(&env)?;
     for killed in [true, false] {
         let port = free()?;
-        let run = format!("run --net user --forward {port}:{PORT} -k {}", kernel.display());
+        let run = format!("run --forward {port}:{PORT} -k {}", kernel.display());
         let mut machine = env.start("p", &mut env.command(&run))?;
         let pid = passt_of(port)?.ok_or("there is no passt")?;
         // Kept until the machine has ended, because it may print more.
@@ -360,8 +360,8 @@ fn a_port_in_use_is_named() -> Result<(), Failed> {
 fn what_is_missing_is_named_with_the_remedy() -> Result<(), Failed> {
     let env = TestEnv::new()?;
     let run = |arguments: &str| env.command(&format!("run -k {VELLUM} {arguments}"));
-    refused(&mut run("--forward 80:80"), "--net", "required")?;
     refused(&mut run("--net tap=x --forward 80:80"), "--forward", "--net user")?;
+    refused(&mut run("--network mode=none --forward 80:80"), "--forward", "--net user")?;
     refused(&mut run("--net user --forward eighty:80"), "--forward", "HOSTPORT:GUESTPORT")?;
     refused(&mut run("--net user,hostloopback"), "--net", "did you mean 'host-loopback'")?;
     refused(&mut run("--net user,socket=/nonexistent"), "--net", "/nonexistent")

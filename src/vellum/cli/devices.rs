@@ -76,8 +76,7 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
 
     /// Whether there is a network that [`forward`](Self::forward) can use.
     pub fn can_forward(&self) -> bool {
-        let mut networks = self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref());
-        networks.any(|network: &NetConfig| network.user.is_some())
+        self.served().next().is_some()
     }
 
     /// Forwards a host port through the first network without a tap. Returns false if there is
@@ -93,6 +92,33 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
             }
         }
         false
+    }
+
+    /// Adds the forwards of a command line to its one interface that passt serves, which is added if
+    /// the command line has no network.
+    fn forward_all(&mut self, forwards: Vec<Forward>) -> Result<(), clap::Error> {
+        if self.leaves_network_open() {
+            self.add(net::parse("user").expect("it is a network"));
+        }
+        let refuse = |text: &str| {
+            Err(clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("--forward: {text}\n")))
+        };
+        match self.served().count() {
+            0 => refuse("it needs --net user"),
+            1 => {
+                for forward in forwards {
+                    self.forward(forward);
+                }
+                Ok(())
+            }
+            _ => refuse("with several of --net user give each its own, as in --net user,forward=8080:80"),
+        }
+    }
+
+    /// The networks that passt serves.
+    fn served(&self) -> impl Iterator<Item = &NetConfig> {
+        let networks = self.0.iter().filter_map(|config| (&**config as &dyn Any).downcast_ref());
+        networks.filter(|network: &&NetConfig| network.user.is_some())
     }
 
     /// The disks, by their names.
@@ -233,9 +259,9 @@ impl<const FOR_KERNEL: bool> Args for DeviceArgs<FOR_KERNEL> {
         let forward =
             Arg::new("forward").long("forward").value_name("[tcp:|udp:][ADDRESS:]HOSTPORT:GUESTPORT");
         let forward = forward.value_parser(forward_of).action(ArgAction::Append);
-        let command = command.arg(bound(forward.requires("net").help(
-            "Forward a port of the host to the guest: TCP unless udp: is given, on 127.0.0.1 unless an address is given; with \
-             --net user; may be repeated",
+        let command = command.arg(bound(forward.help(
+            "Forward a port of the host to the guest: TCP unless udp: is given, on 127.0.0.1 unless an address is given; through \
+             --net user, which is the network if none is given; may be repeated",
         )));
         let about = "The network in kvmtool's words: `mode=none`, or \
             `mode=tap[,tapif=NAME][,guest_mac=ADDRESS][,host_ip=ADDRESS]`";
@@ -279,10 +305,6 @@ impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
                 );
             }
         }
-        let forwards: Vec<Forward> = matches.get_many("forward").into_iter().flatten().cloned().collect();
-        if !forwards.is_empty() {
-            forward(&mut devices, matches, &forwards)?;
-        }
         let networks: Vec<&Network> = matches.get_many("network").into_iter().flatten().collect();
         let has_none = networks.iter().any(|network| network.0.is_none());
         devices.extend(
@@ -290,7 +312,12 @@ impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
                 .into_iter()
                 .filter_map(|network| Some(Arc::new(network.0.clone()?) as Arc<dyn DeviceConfig>)),
         );
-        Ok(Self(devices, has_none))
+        let mut all = Self(devices, has_none);
+        let forwards: Vec<Forward> = matches.get_many("forward").into_iter().flatten().cloned().collect();
+        if !forwards.is_empty() {
+            all.forward_all(forwards)?;
+        }
+        Ok(all)
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -301,31 +328,6 @@ impl<const FOR_KERNEL: bool> FromArgMatches for DeviceArgs<FOR_KERNEL> {
 
 fn forward_of(text: &str) -> Result<Forward, &'static str> {
     text.parse()
-}
-
-/// Adds the forwards to the one interface that passt serves.
-fn forward(
-    devices: &mut [Arc<dyn DeviceConfig>],
-    matches: &ArgMatches,
-    forwards: &[Forward],
-) -> Result<(), clap::Error> {
-    let refuse =
-        |text: &str| clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("--forward: {text}\n"));
-    let written = matches.get_raw("net").into_iter().flatten().filter_map(|text| text.to_str());
-    let mut served = written.enumerate().filter_map(|(at, text)| Some((at, net::parse(text).ok()?)));
-    let mut served = served.by_ref().filter(|(_, config)| config.user.is_some());
-    let Some((at, mut config)) = served.next() else { return Err(refuse("it needs --net user")) };
-    if served.next().is_some() {
-        return Err(refuse("with several of --net user give each its own, as in --net user,forward=8080:80"));
-    }
-    if let Some(user) = &mut config.user {
-        user.forwards.extend_from_slice(forwards);
-    }
-    let mut networks = devices.iter_mut().filter(|device| device.kind().key == net::KIND.key);
-    if let Some(device) = networks.nth(at) {
-        *device = Arc::new(config);
-    }
-    Ok(())
 }
 
 /// The value of `--network`. It may be none.
