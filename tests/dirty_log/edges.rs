@@ -150,7 +150,7 @@ fn edges_as_typed(arguments: &[&str]) -> Result<(ExitStatus, [f64; 2]), Failed> 
     let results = json::parse(&output.stdout, "standard output".as_ref())?;
     let [result] = results.as_slice() else { return Err(format!("{} results", results.len()).into()) };
     ensure(result.host.sandbox.starts_with("on"), || format!("sandbox {}", result.host.sandbox))?;
-    let lost = String::from_utf8_lossy(&output.stderr).contains("this kernel's KVM lost them");
+    let lost = String::from_utf8_lossy(&output.stderr).contains("this kernel's KVM loses pages");
     ensure(lost != output.status.success(), || format!("{output:?}"))?;
     let figure = |name: &str| {
         let found = result.figures.iter().find(|figure| figure.label.to_string() == name);

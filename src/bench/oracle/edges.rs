@@ -488,11 +488,11 @@ fn answer(config: &Config, seen: &Examined) -> Answer {
     let answer = Answer::of_test(format!("{method} loses pages {place}: {lost} of {written}"));
     match config.method {
         Method::InitiallySet => {
-            answer.next("use manual-protect; kernel-patches/README.md has the known cases and their fixes")
+            answer.next("use manual-protect; kernel-patches/FAULTS.md has the known cases and their fixes")
         }
         _ if is_mixed => {
-            answer.next("use a ring without initially-set, as Vellum does; kernel-patches/README.md has more")
+            answer.next("use a ring without initially-set, as Vellum does; kernel-patches/FAULTS.md has more")
         }
-        _ => answer.next("kernel-patches/README.md has the known cases and their fixes"),
+        _ => answer.next("kernel-patches/FAULTS.md has the known cases and their fixes"),
     }
 }

@@ -58,7 +58,7 @@ pub const HELP: &str = "\
 Exit status:
   0 power-off, or the workload is done    12 triple fault
   1 VMM or host error, or a failed test   13 KVM error
-  2 usage or bad input                    14 the agent's command failed
+  2 usage or bad input                    14 not run by the agent
   4 test or bench: not run, or not        15 the guest has moved elsewhere
     all of what was asked for             124 timeout
   10 reset                                128+N ended by signal N

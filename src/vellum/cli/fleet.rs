@@ -54,7 +54,7 @@ Examples:
   vellum fleet submit /shared/nightly/plan.toml
   vellum fleet status /shared/nightly/plan.toml
   vellum fleet merge /shared/nightly/plan.toml --html nightly.html
-  vellum fleet rerun /shared/nightly/plan.toml 4711 --test oracle --times 100
+  vellum fleet rerun /shared/nightly/plan.toml 471 --test oracle --times 100
 Without Slurm:
   vellum fleet plan nightly.toml --into /shared/nightly --commands shell | parallel -S node1,node2 --jobs 1
   vellum fleet plan nightly.toml --into /shared/nightly --commands ssh | while read -r task; do eval \"ssh node1 $task\" </dev/null; done";

@@ -159,7 +159,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("fleet submit", "vellum fleet submit /shared/nightly/plan.toml"),
     ("fleet status", "vellum fleet status /shared/nightly/plan.toml"),
     ("fleet merge", "vellum fleet merge /shared/nightly/plan.toml --html nightly.html"),
-    ("fleet rerun", "vellum fleet rerun /shared/nightly/plan.toml 4711 --test oracle --times 100"),
+    ("fleet rerun", "vellum fleet rerun /shared/nightly/plan.toml 471 --test oracle --times 100"),
     ("fleet task", "vellum fleet task /shared/nightly/plan.toml 17"),
     ("bench", "vellum bench dirty-log\n  vellum bench migration"),
     ("bench rmap-fork", "vellum bench rmap-fork 100 1000"),

@@ -48,9 +48,9 @@ use vellum_sys::open::{self, Kind};
     .conflicts_with_all(["workload", "passes", "duration", "json", "format"]))]
 #[command(group = ArgGroup::new("timed").args(["kernel", "firmware", "disk", "from"]).multiple(true))]
 pub(crate) struct KernelArgs {
-    /// The kernel: a bzImage, an ELF vmlinux, a PVH or multiboot image. With a COMMAND it may also
-    /// be a kernel tree with a built kernel (O= too), an unpacked linux-image package, or `host`,
-    /// this host's kernel
+    /// The kernel: a bzImage, an ELF vmlinux, a PVH or multiboot image; or a kernel tree with
+    /// a built kernel (O= too), an unpacked linux-image package, or `host`, this host's kernel, which
+    /// get a root with this host's busybox
     #[arg(short, long, value_name = "FILE|DIR|host")]
     pub kernel: Option<PathBuf>,
 

@@ -169,6 +169,6 @@ pub(super) fn examine(config: &edges::Config) -> Result<(Report, Result<Exit, Fa
 fn failure(lost: usize) -> String {
     let pages = if lost == 1 { "page that the guest wrote is" } else { "pages that the guest wrote are" };
     format!(
-        "{lost} {pages} not in the dirty log: this kernel's KVM lost them (kernel-patches/README.md has the known cases)"
+        "{lost} {pages} not in the dirty log: this kernel's KVM loses pages (kernel-patches/FAULTS.md has the known cases)"
     )
 }
