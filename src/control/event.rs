@@ -43,6 +43,9 @@ pub struct Left {
     pub saved: u64,
     /// When the kernel had accepted the last page.
     pub sent: u64,
+    /// When the target had all memory that followed its guest, or 0 if none did.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub served: u64,
     /// When both sides had found their memory equal, or 0 without a comparison.
     #[serde(default, skip_serializing_if = "is_nothing")]
     pub compared: u64,

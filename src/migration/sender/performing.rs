@@ -10,6 +10,7 @@ use crate::message::{Message, ZSTD};
 use crate::source::{Action, Event, State};
 use crate::threads::Orphaned;
 use vellum_control::Left;
+use vellum_sys::clock::{self, micros};
 
 /// After how long the operator is told that the disks of a guest that is taken back are still
 /// locked.
@@ -154,7 +155,8 @@ impl Sending {
             }
             Action::End => {
                 let (bytes, spared) = (self.sent(), self.spared());
-                let left = Left { passes: self.passes, bytes, spared, ..self.left };
+                let served = self.waited.as_ref().map_or(0, |_| micros(clock::monotonic()));
+                let left = Left { passes: self.passes, bytes, spared, served, ..self.left };
                 self.machine.say(Said::SenderEvent(SenderEvent::Moved {
                     compared: self.compared,
                     waited: self.waited.take(),

@@ -406,7 +406,7 @@ fn outlook(args: &MigrateArgs, written: u64, carried: u64, expected_ms: Option<u
 
 /// The summary after a migration.
 fn moved(args: &MigrateArgs, us: u64, compared: Option<u64>, waited: Option<&Waited>, left: &Left) -> String {
-    let copied = left.sent.max(left.saved);
+    let copied = left.sent.max(left.saved).max(left.served);
     let took = copied.max(left.compared).saturating_sub(left.began);
     let (took, still, limit) = (took as f64 / 1e6, us as f64 / 1e3, args.downtime.as_millis());
     let total = if took < 10.0 { format!("{:.0} ms", took * 1e3) } else { format!("{took:.1} s") };
@@ -539,5 +539,10 @@ mod tests {
         assert!(text.contains("131072 pages, all alike, in 600 ms"), "{text}");
         let text = moved(&args("--verify"), 606_800, Some(131_072), None, &Left { compared: 0, ..left });
         assert!(text.ends_with("131072 pages, all alike\n"), "{text}");
+        // What followed the guest is in the total and in the rate.
+        let left = Left { sent: 18_000, saved: 17_000, served: 1_080_000, compared: 0, ..left };
+        let text = moved(&args("--mode postcopy"), 15_800, None, Some(&Waited::default()), &left);
+        let first = "MIGRATED  1080 ms, still for 15.8 ms (limit 300), 4 passes, 540 MiB at 500 MiB/s";
+        assert_eq!(text.lines().next(), Some(first));
     }
 }
