@@ -8,12 +8,16 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Output, Stdio};
 
+use support::env::TestEnv;
 use support::hosts;
 use support::hosts::{kvm, slow_if_emulated};
 use support::{Completion, Failed, LIMIT, Need, Tests, ensure, eventually, test};
+use vellum_judge::image::{Format, image};
+use vellum_judge::read::{Verdict, read};
+use vellum_judge::sectors;
 use vellum_report::{Report, json};
 
-const VELLUM: &str = env!("CARGO_BIN_EXE_vellum");
+support::vellum!();
 
 fn main() -> ExitCode {
     let mut tests = Tests::from_args();
@@ -36,6 +40,32 @@ fn main() -> ExitCode {
         });
     }
     tests.run()
+}
+
+/// The judge's image for this architecture, with its disk on either transport.
+#[test(kvm())]
+fn a_machine_is_whole_by_the_judge_s_image() -> Result<(), Failed> {
+    let format = if cfg!(target_arch = "x86_64") { Format::Elf } else { Format::Image };
+    let env = TestEnv::new()?;
+    let [kernel, disk, console] = ["judge", "disk", "console"].map(|name| env.path(name));
+    fs::write(&kernel, image(format))?;
+    fs::write(&disk, (0..2048).flat_map(sectors::sector).collect::<Vec<u8>>())?;
+    for transport in ["mmio", "pci"] {
+        let line = format!(
+            "run --kernel {} --cpus 2 --memory 16m --transport {transport} --disk {},readonly --serial file={}",
+            kernel.display(),
+            disk.display(),
+            console.display()
+        );
+        let output = env.command(&line).args(["--cmdline", "passes=1 seed=7"]).output()?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let log = read(&fs::read(&console)?);
+        let start = log.start.as_ref().ok_or("no first line")?;
+        let is_asked = (&*start.arch, start.vcpus, start.timer) == (std::env::consts::ARCH, 2, true);
+        let is_whole = log.verdict() == Verdict::Whole && log.disks == [(transport.into(), 2048)];
+        ensure(is_asked && is_whole, || format!("{transport}: {log:?}"))?;
+    }
+    Ok(())
 }
 
 #[test(kvm())]

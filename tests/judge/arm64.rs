@@ -1,5 +1,5 @@
-//! The image for 64-bit Arm: under QEMU, which emulates the processors of its machine `virt`, and under
-//! Vellum on an Arm host.
+//! The image for 64-bit Arm under QEMU, which emulates the processors of its machine `virt`. Under
+//! Vellum on an Arm host, `tests/run.rs` boots it.
 
 use std::fs;
 use std::ops::Range;
@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use support::env::TestEnv;
-use support::hosts::kvm;
 use support::{Completion, Failed, LIMIT, Need, ensure, eventually, test, tools};
 use vellum_judge::image::{Arch, Format, image};
 use vellum_judge::read::{Log, Verdict, read};
@@ -211,33 +210,4 @@ fn copies(stream: &Stream) -> Result<Option<[Range<usize>; 3]>, Failed> {
         [system, vector] if boundary & ACCESSES != 0 => Some([range(general), range(system), range(vector)]),
         _ => None,
     })
-}
-
-fn on_an_arm_host() -> Need {
-    kvm()?;
-    match cfg!(target_arch = "aarch64") {
-        true => Ok(()),
-        false => Err("needs an Arm host: cargo lab test arm64".into()),
-    }
-}
-
-/// A machine with a disk, on the host that is emulated or real.
-#[test(on_an_arm_host())]
-fn an_arm_machine_of_vellum_is_whole() -> Result<(), Failed> {
-    let env = TestEnv::new()?;
-    for transport in ["mmio", "pci"] {
-        let line =
-            format!("run --kernel {} --cpus 2 --memory 16m --transport {transport}", kernel(&env)?.display());
-        let mut command = env.command(&line);
-        let console = env.path(transport);
-        command.args(["--cmdline", "passes=1 seed=7", "--serial", &format!("file={}", console.display())]);
-        let output = command.args(disk(&env)?.split(' ')).output()?;
-        ensure(output.status.success(), || format!("{output:?}"))?;
-        let log = read(&fs::read(console)?);
-        whole(&log)?;
-        let start = log.start.as_ref().ok_or("no first line")?;
-        let is_asked = (start.arch.as_str(), start.vcpus, start.timer) == ("aarch64", 2, true);
-        ensure(is_asked && log.disks == [(transport.into(), 2048)], || format!("{log:?}"))?;
-    }
-    Ok(())
 }
