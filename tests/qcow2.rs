@@ -429,6 +429,144 @@ fn word(file: &File, at: u64) -> Result<u64, Failed> {
     Ok(u64::from_be_bytes(bytes))
 }
 
+/// The guest and the snapshots of an image that is opened for writing keep their data, whatever its
+/// refcounts and flags were. Otherwise the image is refused, and no byte of it changes.
+#[test(tools::program("qemu-img"))]
+fn an_image_with_wrong_refcounts_is_refused_or_loses_nothing() -> Result<(), Failed> {
+    const CLUSTER: u64 = 4096;
+    let (mut random, guest, scratch) = (Random::new(), Guest::new()?, Scratch::new()?);
+    let (raw, path, then) = (file(&scratch, "a.raw"), file(&scratch, "a.qcow2"), file(&scratch, "then.raw"));
+    let (mut raised, mut refused) = (0, 0);
+    for kind in [&["-c"][..], &[]] {
+        fs::write(&raw, contents(&mut random))?;
+        let line = [&["convert", "-O", "qcow2", "-o", "cluster_size=4k"], kind, &[&raw, &path]].concat();
+        run("qemu-img", &line)?;
+        run("qemu-img", &["snapshot", "-c", "then", &path])?;
+        // Some clusters are only in the snapshot, some only in the disk, and some in both.
+        let mut image = writable(&path)?;
+        for _ in 0..40 {
+            let at = random.below(SIZE as u64 / CLUSTER) * CLUSTER;
+            guest.write(&mut image, at, &vec![random.below(256) as u8; CLUSTER as usize])?;
+        }
+        drop(image);
+        let sound = fs::read(&path)?;
+        let original = open(&path, false)?;
+        let (l1, counts) = (word(&original, 40)?, word(&original, 48)?);
+        let block = word(&original, counts)?;
+        drop(original);
+        for _ in 0..15 {
+            fs::write(&path, &sound)?;
+            let image = open(&path, true)?;
+            let l2 = word(&image, l1 + random.below(4) * 8)? & !(1 << 63);
+            let entry = l2 + random.below(CLUSTER / 8) * 8;
+            let what = random.below(5);
+            match what {
+                // A refcount that is wrong by one, or 0, of any cluster or of one of the first.
+                0 | 1 => {
+                    let most = if what == 0 { 40 } else { CLUSTER / 2 };
+                    let (at, mut bytes) = (block + random.below(most) * 2, [0; 2]);
+                    image.read_exact_at(&mut bytes, at)?;
+                    let count = u16::from_be_bytes(bytes);
+                    let wrong = match random.below(3) {
+                        0 => 0,
+                        1 => count.saturating_sub(1),
+                        _ => count + 1,
+                    };
+                    image.write_all_at(&wrong.to_be_bytes(), at)?;
+                }
+                // A cluster that is written in place, or no longer is.
+                2 => image.write_all_at(&(word(&image, entry)? ^ (1 << 63)).to_be_bytes(), entry)?,
+                3 => {
+                    let entry = l1 + random.below(4) * 8;
+                    image.write_all_at(&(word(&image, entry)? ^ (1 << 63)).to_be_bytes(), entry)?;
+                }
+                // Two entries for one cluster.
+                _ => {
+                    let other = word(&image, l2 + random.below(CLUSTER / 8) * 8)?;
+                    image.write_all_at(&other.to_be_bytes(), entry)?;
+                }
+            }
+            drop(image);
+            let damaged = fs::read(&path)?;
+            let read = || -> Result<_, Failed> {
+                let image = Qcow2::open(open(&path, false)?, false, Named::default())?;
+                let mut disk = vec![0; SIZE];
+                image.read_exact_at(&mut disk, 0)?;
+                run("qemu-img", &["convert", "-l", "then", "-O", "raw", &path, &then])?;
+                Ok((disk, fs::read(&then)?))
+            };
+            // Two halves of a compressed cluster are none.
+            let Ok((mut model, snapshot)) = read() else { continue };
+            let mut image = match Qcow2::open(open(&path, true)?, true, Named::default()) {
+                Err(_) => {
+                    ensure(fs::read(&path)? == damaged, || "a refused image has changed".into())?;
+                    refused += 1;
+                    continue;
+                }
+                Ok(image) => {
+                    raised += image.raised();
+                    Image::Qcow2(Box::new(image))
+                }
+            };
+            let in_case =
+                |error: Failed| Failed::from(format!("{what}, {kind:?}: {}", error.message().unwrap_or("")));
+            guest.exercise(&mut image, &mut model, &mut random, 20).map_err(in_case)?;
+            guest.compare(&image, &model).map_err(in_case)?;
+            drop(image);
+            let (disk, after) = read().map_err(in_case)?;
+            ensure(disk == model && after == snapshot, || format!("{what}, {kind:?}: data was overwritten"))?;
+        }
+    }
+    ensure(raised > 0 && refused > 0, || format!("{raised} refcounts raised, {refused} images refused"))
+}
+
+/// What is wrong with the refcounts of an image is said with the remedy. Its first allocation would
+/// take hours, or overwrite its header.
+#[test(tools::program("qemu-img"))]
+fn refcounts_that_a_writer_cannot_trust_are_named() -> Result<(), Failed> {
+    let scratch = Scratch::new()?;
+    let path = file(&scratch, "a.qcow2");
+    let make = |options| -> Result<(File, u64, u64), Failed> {
+        let _ = fs::remove_file(&path);
+        run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, &path, "1G"])?;
+        let image = open(&path, true)?;
+        let table = word(&image, 48)?;
+        let block = word(&image, table)?;
+        Ok((image, table, block))
+    };
+    let is_refused = |due: &str| match Qcow2::open(open(&path, true)?, true, Named::default()) {
+        Err(error) if error.to_string().contains(due) => {
+            // A reader does not need them.
+            Qcow2::open(open(&path, false)?, false, Named::default())?;
+            Ok(())
+        }
+        other => Err(Failed::from(format!("{due}: {:?}", other.map(drop)))),
+    };
+    let (image, table, block) = make("cluster_size=64k")?;
+    // A loss of power leaves refcounts that are too low.
+    image.write_all_at(&[0; 2], block)?;
+    let opened = Qcow2::open(open(&path, true)?, true, Named::default())?;
+    ensure(opened.raised() == 1, || format!("{} were raised", opened.raised()))?;
+    drop(opened);
+    run("qemu-img", &["check", "-q", &path])?;
+    image.write_all_at(&[0; 8], table)?;
+    is_refused("byte 0 is used 1 times and counted 0 times; `qemu-img check --repair=all`")?;
+    image.write_all_at(&table.to_be_bytes(), table)?;
+    is_refused("also used as something else")?;
+    // One block of many entries, and 9 MB that count 2^39 clusters.
+    let (image, table, block) = make("cluster_size=64k,refcount_bits=1")?;
+    image.write_all_at(&[0xff; 65536], block)?;
+    is_refused("count too much that nothing uses; `qemu-img check --repair=leaks`")?;
+    image.write_all_at(&block.to_be_bytes().repeat(8192), table)?;
+    is_refused("also used as something else")?;
+    let (image, table, _) = make("cluster_size=64k")?;
+    image.set_len(8 << 20)?;
+    image.write_all_at(&(4u64 << 20).to_be_bytes(), table + 8191 * 8)?;
+    Qcow2::open(open(&path, true)?, true, Named::default())?;
+    image.write_all_at(&(5u64 << 20 | 512).to_be_bytes(), table + 8191 * 8)?;
+    is_refused("not where a cluster begins")
+}
+
 /// Tables that lead to themselves or to each other, clusters that several entries have, and wrong
 /// refcounts. The disk is refused, or read as QEMU reads it. Writes end, whatever they do to the
 /// image.

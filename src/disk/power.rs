@@ -157,7 +157,8 @@ pub(crate) fn is_survived(
                 (rest, to) = (&rest[part..], to + part as u64);
             }
         }
-        let found = guest.read(&again(after), 0, original.len());
+        let mut image = again(after);
+        let mut found = guest.read(&image, 0, original.len());
         // The contents allowed in the step in which the power was lost, and in the step before.
         let at = history.partition_point(|(acts, _)| *acts < cut);
         let steps = &history[at.saturating_sub(1)..(at + 1).min(history.len())];
@@ -174,5 +175,16 @@ pub(crate) fn is_survived(
                 trace.len()
             );
         }
+        // What is written then overwrites nothing else.
+        for step in 0..3 {
+            let at = random(&mut state, SECTORS) * SECTOR;
+            let data = vec![0xf0 | step; SECTOR as usize];
+            guest.write(&mut image, at, &data);
+            found[at as usize..][..data.len()].copy_from_slice(&data);
+        }
+        assert!(
+            guest.read(&image, 0, original.len()) == found,
+            "a write after the loss at {cut} overwrites something else, seed {seed}"
+        );
     }
 }

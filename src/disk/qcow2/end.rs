@@ -5,15 +5,15 @@ use std::fs::File;
 
 use super::Error;
 use super::file::{file_size, read_or_zero};
-use super::header::Header;
+use super::header::{Header, Tables};
 
 /// The maximum number of bytes of L2 tables that are read. Those of a disk of 512 GiB with clusters
 /// of 64 KiB have as many. Of an image with more, only the L1 table is checked.
 const MAX_L2_BYTES: u64 = 64 << 20;
 /// The host offset in an entry of an L1 table, and in one of an L2 table.
-const OFFSET: u64 = ((1 << 56) - 1) & !511;
+pub(super) const OFFSET: u64 = ((1 << 56) - 1) & !511;
 /// Bits of an entry of an L2 table.
-const COMPRESSED: u64 = 1 << 62;
+pub(super) const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1 << 0;
 
 /// Checks that each table and each cluster of the image begins within its `file`. QEMU extends a
@@ -24,14 +24,9 @@ const ZERO: u64 = 1 << 0;
 pub(super) fn check_end(file: &File, header: &Header) -> Result<(), Error> {
     let length = file_size(file)?;
     let check = |at: u64| if at < length { Ok(()) } else { Err(Error::CutOff { length, at }) };
-    // l1_size and l1_table_offset, which the header's reader has checked.
-    let mut place = [0; 12];
-    read_or_zero(file, &mut place, 36)?;
-    let (count, at) = place.split_at(4);
-    let count = u32::from_be_bytes(count.try_into().expect("4 bytes"));
-    let at = u64::from_be_bytes(at.try_into().expect("8 bytes"));
-    let mut table = vec![0; count as usize * 8];
-    read_or_zero(file, &mut table, at)?;
+    let tables = Tables::read(file, header)?;
+    let mut table = vec![0; tables.l1_size as usize * 8];
+    read_or_zero(file, &mut table, tables.l1)?;
     let l2: Vec<u64> = entries(&table).map(|entry| entry & OFFSET).filter(|&at| at != 0).collect();
     l2.iter().try_for_each(|&at| check(at))?;
     // The clusters may be in another file.
@@ -55,6 +50,6 @@ pub(super) fn check_end(file: &File, header: &Header) -> Result<(), Error> {
     Ok(())
 }
 
-fn entries(table: &[u8]) -> impl Iterator<Item = u64> {
+pub(super) fn entries(table: &[u8]) -> impl Iterator<Item = u64> {
     table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry))
 }

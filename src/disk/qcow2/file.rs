@@ -108,18 +108,16 @@ pub(super) struct ImageFile {
     pub(super) own: Arc<Synced>,
     /// The external data file, if this is the file of the tables.
     data: Option<Arc<Synced>>,
-    /// The cluster size, if this is the file of an existing image's tables.
-    cluster: Option<u64>,
     helper: CommonStorageHelper,
 }
 
 impl ImageFile {
     pub(super) fn new(file: File) -> Self {
-        Self::of(Arc::new(Synced::new(file)), None, None)
+        Self::of(Arc::new(Synced::new(file)), None)
     }
 
-    pub(super) fn of(own: Arc<Synced>, data: Option<Arc<Synced>>, cluster: Option<u64>) -> Self {
-        Self { own, data, cluster, helper: CommonStorageHelper::default() }
+    pub(super) fn of(own: Arc<Synced>, data: Option<Arc<Synced>>) -> Self {
+        Self { own, data, helper: CommonStorageHelper::default() }
     }
 }
 
@@ -151,12 +149,6 @@ impl Storage for ImageFile {
     }
 
     unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
-        // A damaged image can count the header's cluster as free. imago would put a refcount block
-        // there. An offset of 0 means that there is no block, and imago 0.2.6 would recurse without
-        // end to make one.
-        if offset == 0 && self.cluster.is_some_and(|cluster| bufv.len() >= cluster) {
-            return Err(io::Error::new(ErrorKind::InvalidData, "the header's cluster counts as free"));
-        }
         // This is a table, or a part of a cluster that is copied. imago's order keeps each table
         // consistent with the writes before it. These syncs make the medium keep to that order. The
         // data that a table maps may be in another file.

@@ -133,6 +133,53 @@ impl Header {
     }
 }
 
+/// Where a checked header says that the tables are.
+pub(super) struct Tables {
+    /// The offset of the L1 table.
+    pub(super) l1: u64,
+    /// The number of its entries.
+    pub(super) l1_size: u32,
+    /// The offset of the refcount table.
+    pub(super) refcounts: u64,
+    /// Its size in bytes.
+    pub(super) refcounts_size: u64,
+    /// The binary logarithm of the number of bits of a refcount.
+    pub(super) refcount_order: u32,
+    /// The offset of the table of snapshots.
+    pub(super) snapshots_at: u64,
+    /// The number of snapshots.
+    pub(super) snapshots: u32,
+}
+
+impl Tables {
+    /// Reads those of the image in `file`, which has `header`.
+    ///
+    /// # Errors
+    /// The kernel's error, or the refcounts have a size that does not exist.
+    pub(super) fn read(file: &File, header: &Header) -> Result<Self, Error> {
+        let mut bytes = [0; HEADER];
+        read_or_zero(file, &mut bytes, 0)?;
+        // The field is of version 3.
+        let refcount_order = if header.version == 2 { 4 } else { be32(&bytes, 96) };
+        if refcount_order > 6 {
+            return Err(Error::Header {
+                field: "refcount_order",
+                value: refcount_order.into(),
+                limit: "and 0 to 6 are possible".into(),
+            });
+        }
+        Ok(Self {
+            l1: be64(&bytes, 40),
+            l1_size: be32(&bytes, 36),
+            refcounts: be64(&bytes, 48),
+            refcounts_size: u64::from(be32(&bytes, 56)) * header.cluster,
+            refcount_order,
+            snapshots_at: be64(&bytes, 64),
+            snapshots: header.snapshots,
+        })
+    }
+}
+
 fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
 }

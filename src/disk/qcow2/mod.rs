@@ -8,9 +8,11 @@
 //! the writes before it, and before data goes to a cluster that was free.
 //!
 //! Images are untrusted. [`Header::read`] refuses what imago would have to trust: tables that are
-//! larger than the file or than any disk needs, and encryption. A backing file or an external data
+//! larger than the file or than any disk needs, and encryption. Before an image is opened for
+//! writing, `check_counts` raises refcounts that are too low, or refuses the image. A backing file or an external data
 //! file is opened only if the user names it, because an image could name any file of the host.
 
+mod counts;
 mod end;
 mod file;
 mod header;
@@ -30,6 +32,7 @@ use crate::extents::Extents;
 use crate::power;
 use crate::size_text;
 use crate::unpacked::Unpacked;
+use counts::check_counts;
 use end::check_end;
 use file::{ImageFile, Synced, read_or_zero};
 use header::MAGIC;
@@ -73,6 +76,42 @@ pub enum Error {
     /// QEMU has marked the image as corrupt.
     #[error("it is marked as corrupt; `qemu-img check --repair=all` may repair it")]
     Corrupt,
+    /// A refcount is too low and cannot be raised. A writer would take the cluster as free.
+    #[error(
+        "its refcounts are too low, so a write could overwrite what is in use: byte {at} is used {used} times and counted {counted} times; `qemu-img check --repair=all` repairs that, and with an overlay or `readonly` nothing is written"
+    )]
+    Refcount {
+        /// The offset of the cluster.
+        at: u64,
+        /// Its refcount.
+        counted: u64,
+        /// The number of references.
+        used: u64,
+    },
+    /// A cluster that is written in place is used more than once.
+    #[error(
+        "its tables have a cluster written in place that is used {used} times, at byte {at}; `qemu-img check --repair=all` repairs that, and with an overlay or `readonly` nothing is written"
+    )]
+    Shared {
+        /// The offset of the cluster.
+        at: u64,
+        /// The number of references.
+        used: u64,
+    },
+    /// A table names an offset within a cluster.
+    #[error("its tables are damaged: {0} is not where a cluster begins; `qemu-img check` says more")]
+    Unaligned(u64),
+    /// A refcount block is also used as something else.
+    #[error("its refcounts at byte {0} are also used as something else; `qemu-img check` says more")]
+    Block(u64),
+    /// The refcounts count clusters that nothing uses.
+    #[error("its refcounts count too much that nothing uses; `qemu-img check --repair=leaks` repairs that")]
+    Leaked,
+    /// A table is too large to be checked before a write.
+    #[error(
+        "its {0} cannot be checked before a write, because of the size; with an overlay or `readonly` nothing is written"
+    )]
+    Unchecked(&'static str),
     /// The image has a feature that is not supported.
     #[error("it has {0}, which is not supported; `qemu-img convert -O qcow2` writes it without")]
     Feature(&'static str),
@@ -113,6 +152,7 @@ pub struct Named {
 pub struct Qcow2 {
     access: FormatAccess<ImageFile>,
     version: u32,
+    raised: u64,
     /// The cluster size in bytes.
     cluster: u64,
     unpacked: Unpacked,
@@ -131,8 +171,7 @@ fn access(
     backing: Option<File>,
     data: Option<Arc<Synced>>,
 ) -> Result<FormatAccess<ImageFile>, Error> {
-    let mut builder =
-        Driver::builder(ImageFile::of(image, data.clone(), Some(header.cluster))).write(writable);
+    let mut builder = Driver::builder(ImageFile::of(image, data.clone())).write(writable);
     builder = match (&header.backing, backing) {
         (None, None) => builder.backing(None),
         (Some(_), Some(backing)) => builder.backing(Some(Arc::new(backing_access(backing)?))),
@@ -141,7 +180,7 @@ fn access(
     };
     builder = match (header.data_file, data) {
         (false, None) => builder.data_file(None),
-        (true, Some(data)) => builder.data_file(Some(ImageFile::of(data, None, None))),
+        (true, Some(data)) => builder.data_file(Some(ImageFile::of(data, None))),
         (true, None) => return Err(Error::DataFile),
         (false, Some(_)) => return Err(Error::NoDataFile),
     };
@@ -172,7 +211,11 @@ impl Qcow2 {
     /// Why it cannot be used.
     pub fn open(file: File, writable: bool, named: Named) -> Result<Self, Error> {
         let header = Header::read(&file)?;
-        check_end(&file, &header)?;
+        let raised = match writable {
+            // This includes the check of the end.
+            true => check_counts(&file, &header)?,
+            false => check_end(&file, &header).map(|()| 0)?,
+        };
         let image = Synced::new(file);
         #[cfg(test)]
         let trace = image.trace.clone();
@@ -193,6 +236,7 @@ impl Qcow2 {
             trace,
             access: access(image, &header, writable, named.backing, data)?,
             version: header.version,
+            raised,
             cluster: header.cluster,
             unpacked: Unpacked::new(header.cluster),
         })
@@ -219,6 +263,11 @@ impl Qcow2 {
     /// The version of the image's format.
     pub fn version(&self) -> u32 {
         self.version
+    }
+
+    /// How many refcounts were too low and have been raised, as after a loss of power.
+    pub fn raised(&self) -> u64 {
+        self.raised
     }
 
     /// The size of the disk in bytes.
@@ -454,25 +503,6 @@ mod tests {
             println!("clusters of {cluster} bytes, backing file: {has_backing}, data file: {has_data}");
             power::is_survived(again(vec![made, data]), &original, &begin, 150, &trace, &again);
         }
-    }
-
-    /// A refcount block in the header's cluster would have the offset 0, which means that there is
-    /// none.
-    #[test]
-    fn an_image_that_counts_its_header_as_free_keeps_its_header() {
-        let made = file(&[]);
-        Qcow2::create(made.try_clone().unwrap(), 1 << 20).unwrap();
-        let mut table = [0; 8];
-        made.read_exact_at(&mut table, 48).unwrap();
-        made.write_all_at(&[0; 8], u64::from_be_bytes(table)).unwrap();
-        let mut image = Qcow2::open(made.try_clone().unwrap(), true, Named::default()).unwrap();
-        for _ in 0..3 {
-            assert!(image.write_all_at(&[1; 512], 0).is_err());
-        }
-        drop(image);
-        let mut magic = [0; 4];
-        made.read_exact_at(&mut magic, 0).unwrap();
-        assert_eq!(magic, MAGIC);
     }
 
     /// imago flushes an image when it is dropped.

@@ -337,6 +337,13 @@ impl Files {
             ImageFormat::Qcow2 => {
                 let failed = |source| BlkError::Qcow2 { path: path.clone(), source };
                 let mut image = Qcow2::open(file, writable, self.named).map_err(failed)?;
+                if image.raised() > 0 {
+                    tracing::warn!(
+                        "disk {}: {} refcounts were too low, as after a loss of power, and have been raised; `qemu-img check` finds other damage",
+                        path.display(),
+                        image.raised()
+                    );
+                }
                 if let Some(wanted) = self.config.size.filter(|&size| writable && size > image.size()) {
                     let refuse = |error: io::Error| cannot_grow(&self.config, wanted, error.to_string());
                     image.grow(wanted).map_err(refuse)?;
