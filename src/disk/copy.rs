@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use super::Image;
-use super::qcow2::{Named, Qcow2};
+use super::qcow2::Qcow2;
 
 /// Bytes copied at once: a multiple of the largest cluster.
 const PART: usize = 4 << 20;
@@ -35,9 +35,7 @@ impl Target {
     /// # Errors
     /// The host's.
     pub fn qcow2(file: File, size: u64) -> io::Result<Self> {
-        Qcow2::create(file.try_clone()?, size)?;
-        let image = Qcow2::open(file, true, Named::default()).map_err(io::Error::other)?;
-        Ok(Self::Qcow2(Box::new(image)))
+        Ok(Self::Qcow2(Box::new(Qcow2::create(file, size)?)))
     }
 
     fn write_all_at(&mut self, bytes: &[u8], at: u64) -> io::Result<()> {

@@ -33,7 +33,7 @@ pub enum Format {
     Zstd,
 }
 
-/// The number of bytes that identify a format.
+/// The number of bytes that identify a format. All of them are in the first sector.
 const HEAD: usize = 72;
 
 impl Format {
@@ -52,6 +52,17 @@ impl Format {
             }
         }
         Ok(Self::told_by(&head[..len]))
+    }
+
+    /// The format of a disk that begins with the sector `head`, if that is a format of disks. A guest
+    /// could write it to a raw disk, and the next start would take the disk for such an image.
+    pub fn of_sector(head: &[u8; 512]) -> Option<Self> {
+        Self::told_by(&head[..HEAD]).filter(|format| !format.is_archive())
+    }
+
+    /// Whether this is a packed file of any kind.
+    fn is_archive(self) -> bool {
+        matches!(self, Self::Gzip | Self::Bzip2 | Self::Xz | Self::Zstd)
     }
 
     fn told_by(head: &[u8]) -> Option<Self> {

@@ -28,6 +28,10 @@ use medium::Medium;
 use overlay::Overlay;
 use qcow2::Qcow2;
 
+/// The most that one read or write moves. A guest's request may be as long as 4 GiB; the next piece
+/// is a call of its own, so that the request can be withdrawn before.
+const MAX_PIECE: usize = 1 << 20;
+
 /// The file behind a disk, for uses other than the guest's requests.
 #[derive(Debug)]
 pub struct DiskImage {
@@ -58,15 +62,15 @@ impl Image {
         Self::Raw(file, Medium::default())
     }
 
-    /// Reads from `at` on into the next bytes of `data`. Returns the number of bytes.
+    /// Reads from `at` on into the next bytes of `data`, at most 1 MiB. Returns the number of bytes.
     ///
     /// # Errors
     /// The host's.
     pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         match self {
-            Self::Raw(file, _) => data.preadv(file, at, usize::MAX),
-            Self::Qcow2(image) => image.read(data, at, usize::MAX),
-            Self::Over(overlay) => overlay.read(data, at),
+            Self::Raw(file, _) => data.preadv(file, at, MAX_PIECE),
+            Self::Qcow2(image) => image.read(data, at, MAX_PIECE),
+            Self::Over(overlay) => overlay.read(data, at, MAX_PIECE),
         }
     }
 
@@ -113,15 +117,15 @@ impl Image {
         }
     }
 
-    /// Writes the next bytes of `data` from `at` on. Returns the number of bytes.
+    /// Writes the next bytes of `data` from `at` on, at most 1 MiB. Returns the number of bytes.
     ///
     /// # Errors
     /// The host's.
     pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
         match self {
-            Self::Raw(file, _) => data.pwritev(file, at, usize::MAX),
-            Self::Qcow2(image) => image.write(data, at),
-            Self::Over(overlay) => overlay.write(data, at),
+            Self::Raw(file, _) => data.pwritev(file, at, MAX_PIECE),
+            Self::Qcow2(image) => image.write(data, at, MAX_PIECE),
+            Self::Over(overlay) => overlay.write(data, at, MAX_PIECE),
         }
     }
 

@@ -2,6 +2,7 @@
 //! medium or not.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
@@ -12,6 +13,7 @@ use vellum_sys::mmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use crate::Image;
+use crate::qcow2::Qcow2;
 
 /// A change to a file. The files of an image have numbers.
 #[derive(Clone)]
@@ -70,6 +72,12 @@ impl Guest {
         while data.left() > 0 {
             at += image.write(&mut data, at).unwrap() as u64;
         }
+    }
+
+    /// One call of [`Qcow2::write`].
+    pub(crate) fn try_write(&self, image: &mut Qcow2, at: u64, bytes: &[u8]) -> io::Result<usize> {
+        self.0.guest.write_slice(bytes, GuestAddress(0)).unwrap();
+        image.write(&mut self.slices(bytes.len()), at, bytes.len())
     }
 
     pub(crate) fn read(&self, image: &Image, at: u64, len: usize) -> Vec<u8> {

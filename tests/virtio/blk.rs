@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use support::virtio::disk::*;
 use support::virtio::driver::*;
-use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError};
+use vellum_devices::virtio::blk::{Blk, BlkConfig, BlkError, ImageFormat};
 use vellum_devices::virtio::{PAUSE_TIMEOUT, VirtioDevice};
 use vellum_disk::DiskImage;
 use vellum_disk::overlay::Place;
@@ -197,6 +197,33 @@ fn zeroes_and_discards_reach_the_image_and_their_limits_hold() {
         "17 segments"
     );
     assert_eq!(std::fs::read(&image.0).unwrap(), contents);
+}
+
+/// A guest must not choose the format of its disk at the next start, nor the tables that Vellum then
+/// reads.
+#[test]
+fn a_raw_disk_does_not_become_an_image_of_another_format() {
+    let heads: [&[u8]; 3] = [b"QFI\xfb\0\0\0\x03", b"KDMV", b"conectix"];
+    let image = Image::new("raw", &sectors(4));
+    let mut driver = image.open(CODEC);
+    driver.start();
+    for head in heads {
+        driver.put(DATA, &sectors(4));
+        driver.put(DATA, head);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[readable(DATA, 1024)]), (1, 1));
+        assert_eq!(std::fs::read(&image.0).unwrap(), sectors(4));
+        // It may be anywhere else.
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 1, &[readable(DATA, 512)]), (0, 1));
+        driver.put(DATA, &sectors(4));
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[readable(DATA, 2048)]), (0, 1));
+        assert_eq!(std::fs::read(&image.0).unwrap(), sectors(4));
+    }
+    drop(driver);
+    let config = BlkConfig { format: Some(ImageFormat::Raw), ..BlkConfig::new(&image.0) };
+    let mut driver = disk(CODEC, &config);
+    driver.start();
+    driver.put(DATA, heads[0]);
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[readable(DATA, 512)]), (0, 1));
 }
 
 #[test]

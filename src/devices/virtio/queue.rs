@@ -194,22 +194,25 @@ impl VirtQueue {
         if complete { Ok(true) } else { Err(QueueError::Chain { queue, head }) }
     }
 
-    /// Serves one request and raises its interrupt. Returns false if there is none, or the device
-    /// waits for a reset.
+    /// Serves one request and raises its interrupt. If `serve` returns `None`, the request stays in the
+    /// ring. Returns false if there is none, or the device waits for a reset.
     pub(crate) fn serve_one<'m>(
         &mut self,
         mem: &'m GuestMemory,
         chain: &mut Chain<'m>,
-        serve: impl FnOnce(&mut Chain<'m>) -> u32,
+        serve: impl FnOnce(&mut Chain<'m>) -> Option<u32>,
     ) -> bool {
         if self.interrupt.is_broken() {
             return false;
         }
         let served = match self.pop(mem, chain) {
-            Ok(true) => {
-                let len = serve(chain);
-                self.push(mem, chain.head, len).and_then(|()| self.signal(mem)).map(|()| true)
-            }
+            Ok(true) => match serve(chain) {
+                Some(len) => self.push(mem, chain.head, len).and_then(|()| self.signal(mem)).map(|()| true),
+                None => {
+                    self.queue.go_to_previous_position();
+                    Ok(true)
+                }
+            },
             other => other,
         };
         served.unwrap_or_else(|error| {

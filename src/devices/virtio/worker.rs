@@ -28,8 +28,14 @@ pub trait Work: Send + 'static {
     fn begin(&mut self, active: &Active, told: Self::Notice);
 
     /// Answers one request. Calls `begins` before it starts. Returns the number of bytes written to
-    /// the guest.
-    fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Self::Request)) -> u32;
+    /// the guest. `None`: it stopped in the middle because the queues `are_wanted` back. It then
+    /// begins anew when the thread has them again, so only a request that may be repeated can stop.
+    fn answer(
+        &mut self,
+        chain: &mut Chain<'_>,
+        begins: impl FnOnce(Self::Request),
+        are_wanted: &dyn Fn() -> bool,
+    ) -> Option<u32>;
 
     /// Called before the thread returns its queues.
     fn rest(&mut self) {}
@@ -56,7 +62,8 @@ enum Queues<T> {
 struct Shared<W: Work> {
     queues: Mutex<Queues<W::Notice>>,
     changed: Condvar,
-    /// Asks the worker to return the queues. It checks this between requests. Written with `queues`
+    /// Asks the worker to return the queues. It checks this between requests, and between the pieces
+    /// of a long one. Written with `queues`
     /// locked.
     stop: AtomicBool,
     /// The machine has ended.
@@ -132,7 +139,7 @@ impl<W: Work> Worker<W> {
         self.shared.changed.notify_all();
     }
 
-    /// Takes the queues back when the request in flight is finished. `None` if the thread has none.
+    /// Takes the queues back when the request in flight is finished or has stopped. `None` if the thread has none.
     ///
     /// # Errors
     /// That takes longer than `patience`. The thread then continues.
@@ -241,9 +248,10 @@ fn serve<W: Work>(shared: &Shared<W>, work: &mut W, active: &mut Active) -> io::
 }
 
 /// Answers one request, and publishes it while it is in progress.
-fn answer<W: Work>(shared: &Shared<W>, work: &mut W, chain: &mut Chain<'_>) -> u32 {
+fn answer<W: Work>(shared: &Shared<W>, work: &mut W, chain: &mut Chain<'_>) -> Option<u32> {
     let busy = |request| *shared.busy.lock().expect("the lock is not poisoned") = request;
-    let written = work.answer(chain, |request| busy(Some((request, Instant::now()))));
+    let begins = |request| busy(Some((request, Instant::now())));
+    let written = work.answer(chain, begins, &|| shared.is_asked());
     busy(None);
     written
 }

@@ -417,12 +417,12 @@ impl Overlay {
         (here, next.min(end))
     }
 
-    /// Reads from `at` on into the next bytes of `data`. Returns the number of bytes.
+    /// Reads from `at` on into the next bytes of `data`, at most `max`. Returns the number of bytes.
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn read(&self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
-        let (here, end) = self.run(at, data.left() as u64);
+    pub fn read(&self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
+        let (here, end) = self.run(at, data.left().min(max) as u64);
         let most = (end - at) as usize;
         if here {
             return data.preadv(&self.over, self.data + at, most);
@@ -462,12 +462,12 @@ impl Overlay {
         if inside.is_empty() { Ok(()) } else { self.base.read_exact_at(inside, at) }
     }
 
-    /// Writes the next bytes of `data` from `at` on. Returns the number of bytes.
+    /// Writes the next bytes of `data` from `at` on, at most `max`. Returns the number of bytes.
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
-        let (here, end) = self.run(at, data.left() as u64);
+    pub fn write(&mut self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
+        let (here, end) = self.run(at, data.left().min(max) as u64);
         let (first, last) = (at / BLOCK, (end - 1) / BLOCK);
         if here {
             return self.put(data, at, end);

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{self, ErrorKind, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use imago::Storage;
 use imago::io_buffers::{IoVector, IoVectorMut};
@@ -45,6 +45,12 @@ pub(super) fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io
 pub(super) struct Synced {
     pub(super) file: Arc<File>,
     medium: Medium,
+    /// Whether the writes must reach the medium in their order. Without it only a sync says that they
+    /// have.
+    ordered: bool,
+    /// How many more clusters imago may read before it must stop, and their size.
+    reads: AtomicU64,
+    cluster: u64,
     /// Whether there are unsynced writes, and whether a table is among them.
     unsynced: AtomicBool,
     unsynced_table: AtomicBool,
@@ -60,6 +66,9 @@ impl Synced {
         Self {
             file: Arc::new(file),
             medium: Medium::default(),
+            ordered: true,
+            reads: AtomicU64::new(u64::MAX),
+            cluster: 0,
             unsynced: AtomicBool::new(false),
             unsynced_table: AtomicBool::new(false),
             #[cfg(test)]
@@ -67,6 +76,39 @@ impl Synced {
             #[cfg(test)]
             trace: power::Trace::default(),
         }
+    }
+
+    /// A file that is removed if it is not completed, so that its writes need no order.
+    pub(super) fn unordered(file: File) -> Self {
+        Self { ordered: false, ..Self::new(file) }
+    }
+
+    /// Of an image with this cluster size.
+    pub(super) fn with_cluster(self, cluster: u64) -> Self {
+        Self { cluster, ..self }
+    }
+
+    /// Lets imago read `most` clusters during `work`. Then a read fails with
+    /// [`ErrorKind::Interrupted`]: imago looks for a free cluster in one refcount block after the other,
+    /// and goes on at the same place next time.
+    pub(super) fn limited<T>(&self, most: u64, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        self.reads.store(most, Ordering::Relaxed);
+        let result = work();
+        self.reads.store(u64::MAX, Ordering::Relaxed);
+        result
+    }
+
+    /// Counts a read by imago.
+    fn count_read(&self, len: u64) -> io::Result<()> {
+        let left = self.reads.load(Ordering::Relaxed);
+        if len != self.cluster || left == u64::MAX {
+            return Ok(());
+        }
+        if left == 0 {
+            return Err(ErrorKind::Interrupted.into());
+        }
+        self.reads.store(left - 1, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Syncs earlier writes to the medium.
@@ -81,13 +123,13 @@ impl Synced {
 
     /// Syncs earlier writes, if there are any.
     fn settle(&self) -> io::Result<()> {
-        if self.unsynced.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
+        if self.ordered && self.unsynced.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
     }
 
     /// Called before data is written, perhaps to a cluster that was free. imago has already written
     /// the table that mapped the cluster to other data. This syncs that table to the medium.
     pub(super) fn before_data(&self) -> io::Result<()> {
-        if self.unsynced_table.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
+        if self.ordered && self.unsynced_table.load(Ordering::Relaxed) { self.sync() } else { Ok(()) }
     }
 
     /// Records that `len` bytes at `at` have been written.
@@ -116,6 +158,11 @@ impl ImageFile {
         Self::of(Arc::new(Synced::new(file)), None)
     }
 
+    /// As [`Synced::unordered`].
+    pub(super) fn unordered(file: File) -> Self {
+        Self::of(Arc::new(Synced::unordered(file)), None)
+    }
+
     pub(super) fn of(own: Arc<Synced>, data: Option<Arc<Synced>>) -> Self {
         Self { own, data, helper: CommonStorageHelper::default() }
     }
@@ -141,6 +188,7 @@ impl Storage for ImageFile {
     }
 
     unsafe fn pure_readv(&self, bufv: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
+        self.own.count_read(bufv.len())?;
         for mut part in bufv.into_inner() {
             read_or_zero(&self.own.file, &mut part, offset)?;
             offset += part.len() as u64;

@@ -20,6 +20,7 @@ mod header;
 use std::cell::RefCell;
 use std::fs::File;
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use imago::format::PreallocateMode;
@@ -35,8 +36,8 @@ use crate::unpacked::Unpacked;
 use counts::check_counts;
 use end::check_end;
 use file::{ImageFile, Synced, read_or_zero};
-use header::MAGIC;
 pub use header::{Header, MAX_DISK};
+use header::{MAGIC, Tables};
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -136,6 +137,13 @@ pub enum Error {
     NoDataFile,
 }
 
+/// The number of clusters whose refcounts are looked at in one call for a free one, besides those that
+/// imago has in memory. An image of 1 TiB has 2^24.
+const MAX_LOOKED_AT: u64 = 1 << 18;
+/// The clusters that imago reads for one write, besides refcounts, are fewer: an L2 table, and those
+/// that it copies at either end.
+const MIN_READS: u64 = 16;
+
 type Access = Arc<FormatAccess<ImageFile>>;
 type Driver = imago::qcow2::Qcow2<ImageFile, Access>;
 
@@ -153,6 +161,9 @@ pub struct Qcow2 {
     access: FormatAccess<ImageFile>,
     version: u32,
     raised: u64,
+    /// The file with the tables, and how many clusters imago may read of it for a write.
+    tables: Arc<Synced>,
+    most_reads: u64,
     /// The cluster size in bytes.
     cluster: u64,
     unpacked: Unpacked,
@@ -210,13 +221,18 @@ impl Qcow2 {
     /// # Errors
     /// Why it cannot be used.
     pub fn open(file: File, writable: bool, named: Named) -> Result<Self, Error> {
+        Self::of(Synced::new(file), writable, named)
+    }
+
+    fn of(image: Synced, writable: bool, named: Named) -> Result<Self, Error> {
+        let file = image.file.clone();
         let header = Header::read(&file)?;
         let raised = match writable {
             // This includes the check of the end.
             true => check_counts(&file, &header)?,
             false => check_end(&file, &header).map(|()| 0)?,
         };
-        let image = Synced::new(file);
+        let each = (header.cluster * 8) >> Tables::read(&file, &header)?.refcount_order;
         #[cfg(test)]
         let trace = image.trace.clone();
         let data = named.data.map(|file| {
@@ -228,26 +244,31 @@ impl Qcow2 {
             }
             Arc::new(data)
         });
-        let image = Arc::new(image);
+        let image = Arc::new(image.with_cluster(header.cluster));
         let holder = data.as_ref().unwrap_or(&image).file.clone();
         Ok(Self {
             extents: header.backing.is_none().then(|| (holder, RefCell::new(Extents::new(header.cluster)))),
             #[cfg(test)]
             trace,
-            access: access(image, &header, writable, named.backing, data)?,
+            access: access(image.clone(), &header, writable, named.backing, data)?,
             version: header.version,
             raised,
+            tables: image,
+            most_reads: (MAX_LOOKED_AT / each).max(MIN_READS),
             cluster: header.cluster,
             unpacked: Unpacked::new(header.cluster),
         })
     }
 
-    /// Creates an image of a disk of `size` bytes in the empty `file`.
+    /// Creates and opens an image of a disk of `size` bytes in the empty `file`. Until it is flushed, a
+    /// loss of power leaves no image.
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn create(file: File, size: u64) -> io::Result<()> {
-        Driver::create_builder(ImageFile::new(file)).size(size).preallocate(PreallocateMode::None).create()
+    pub fn create(file: File, size: u64) -> io::Result<Self> {
+        let image = ImageFile::unordered(file.try_clone()?);
+        Driver::create_builder(image).size(size).preallocate(PreallocateMode::None).create()?;
+        Self::of(Synced::unordered(file), true, Named::default()).map_err(io::Error::other)
     }
 
     /// Grows the disk to `size` bytes. The new part reads as zeroes.
@@ -363,30 +384,49 @@ impl Qcow2 {
         }
     }
 
-    /// Writes the next bytes of `data` from `at` on. Returns the number of bytes.
+    /// Writes the next bytes of `data` from `at` on, at most `max`. Returns the number of bytes.
     ///
     /// # Errors
-    /// The kernel's error, or the image is damaged there.
-    pub fn write(&mut self, data: &mut Slices<'_>, at: u64) -> io::Result<usize> {
-        self.forget(at, data.left() as u64);
-        let mapping = self.access.prepare_data_mapping(at, data.left() as u64, true)?;
-        let (storage, offset, len) = (mapping.storage(), mapping.offset(), mapping.length() as usize);
-        storage.own.before_data()?;
-        let mut done = 0;
-        while done < len {
-            match data.pwritev(&storage.own.file, offset + done as u64, len - done) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(count) => done += count,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+    /// The kernel's error, or the image is damaged there. [`ErrorKind::Interrupted`]: no free cluster
+    /// was found yet, and the next call looks on.
+    pub fn write(&mut self, data: &mut Slices<'_>, at: u64, max: usize) -> io::Result<usize> {
+        let len = data.left().min(max) as u64;
+        let write = |file: &File, offset, len| {
+            let mut done = 0;
+            while done < len {
+                match data.pwritev(file, offset + done as u64, len - done) {
+                    Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                    Ok(count) => done += count,
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
             }
-        }
-        storage.own.note(offset, len as u64);
+            Ok(())
+        };
+        self.put(at, len, write)
+    }
+
+    /// Has `write` write the first of `len` bytes from `at` on, of which it gets the file, the offset and
+    /// the number. Returns that number.
+    fn put(
+        &mut self,
+        at: u64,
+        len: u64,
+        write: impl FnOnce(&File, u64, usize) -> io::Result<()>,
+    ) -> io::Result<usize> {
+        self.forget(at, len);
+        // Not the rest, which frees clusters: what it cannot free is lost.
+        let prepare = || self.access.prepare_data_mapping(at, len, true);
+        let mapping = self.tables.limited(self.most_reads, prepare)?;
+        let (storage, offset, len) = (mapping.storage(), mapping.offset(), mapping.length());
+        storage.own.before_data()?;
+        write(&storage.own.file, offset, len as usize)?;
+        storage.own.note(offset, len);
         self.access.commit_data_mapping(mapping)?;
         if let Some((_, extents)) = &mut self.extents {
-            extents.get_mut().note(at, len as u64, offset);
+            extents.get_mut().note(at, len, offset);
         }
-        Ok(len)
+        Ok(len as usize)
     }
 
     /// Writes all of `bytes` from `at` on.
@@ -401,7 +441,7 @@ impl Qcow2 {
     /// Makes `len` bytes from `at` on read as zeroes, and frees their space if `discard`.
     ///
     /// # Errors
-    /// The kernel's error, or the image is damaged there.
+    /// As [`Qcow2::write`].
     pub fn zero(&mut self, at: u64, len: u64, discard: bool) -> io::Result<()> {
         self.forget(at, len);
         let end = at + len;
@@ -430,7 +470,12 @@ impl Qcow2 {
         while at < end {
             let (is_hole, len) = self.is_hole(at, (end - at).min(ZEROS.len() as u64))?;
             if !is_hole {
-                self.access.write(&ZEROS[..len as usize], at)?;
+                let mut done = 0;
+                while done < len {
+                    done += self.put(at + done, len - done, |file, offset, len| {
+                        file.write_all_at(&ZEROS[..len], offset)
+                    })? as u64;
+                }
             }
             at += len.max(1);
         }
@@ -502,6 +547,79 @@ mod tests {
             };
             println!("clusters of {cluster} bytes, backing file: {has_backing}, data file: {has_data}");
             power::is_survived(again(vec![made, data]), &original, &begin, 150, &trace, &again);
+        }
+    }
+
+    /// A large image has many clusters before the first free one. A pause does not wait until that is
+    /// found.
+    #[test]
+    fn the_search_for_a_free_cluster_can_be_interrupted() {
+        const BLOCKS: u64 = 200;
+        let made = file(&[]);
+        let image = ImageFile::new(made.try_clone().unwrap());
+        Driver::create_builder(image).size(1 << 20).cluster_size(512).create().unwrap();
+        let mut first = [0; 8];
+        made.read_exact_at(&mut first, 48).unwrap();
+        let table = u64::from_be_bytes(first);
+        made.read_exact_at(&mut first, table).unwrap();
+        // Each block counts 256 clusters, those of the new table and the new blocks among them.
+        let (table, blocks) = (256 * 512, 260 * 512);
+        let place = |number: u64| blocks + number * 512;
+        let entries: Vec<u8> = (1..BLOCKS).flat_map(|number| place(number).to_be_bytes()).collect();
+        made.write_all_at(&[&first[..], &entries].concat(), table).unwrap();
+        for number in 1..BLOCKS {
+            made.write_all_at(&[0, 1].repeat(256), place(number)).unwrap();
+        }
+        made.write_all_at(&table.to_be_bytes(), 48).unwrap();
+        made.write_all_at(&4u32.to_be_bytes(), 56).unwrap();
+        made.set_len(BLOCKS * 256 * 512).unwrap();
+        let mut image = Qcow2::open(made.try_clone().unwrap(), true, Named::default()).unwrap();
+        image.most_reads = 4;
+        let guest = Guest::new();
+        let mut interrupted = 0;
+        let data = base(512);
+        // The first block has free clusters.
+        for at in (0..1 << 20).step_by(512) {
+            loop {
+                match guest.try_write(&mut image, at, &data) {
+                    Ok(512) => break,
+                    Err(error) if error.kind() == ErrorKind::Interrupted => interrupted += 1,
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        assert!(interrupted > 20, "{interrupted}");
+        image.flush().unwrap();
+        drop(image);
+        let image = Qcow2::open(made, true, Named::default()).unwrap();
+        assert_eq!(image.raised(), 0);
+        let mut found = vec![0; 1 << 20];
+        image.read_exact_at(&mut found, 0).unwrap();
+        assert_eq!(found, data.repeat(2048));
+    }
+
+    /// A conversion that is interrupted leaves no image. A sync for each of its clusters would take
+    /// minutes.
+    #[test]
+    fn a_new_image_is_synced_when_it_is_flushed() {
+        let made = file(&[]);
+        let mut image = Qcow2::create(made.try_clone().unwrap(), 64 << 20).unwrap();
+        for at in 0..64 {
+            image.write_all_at(&[at as u8 + 1; 65536], at << 20).unwrap();
+        }
+        let syncs = |image: &Qcow2| {
+            image.trace.lock().unwrap().iter().filter(|act| matches!(act, power::Act::Sync(_))).count()
+        };
+        assert_eq!(syncs(&image), 0);
+        image.flush().unwrap();
+        assert_eq!(syncs(&image), 1);
+        drop(image);
+        let image = Qcow2::open(made, true, Named::default()).unwrap();
+        assert_eq!(image.raised(), 0);
+        for at in 0..64 {
+            let mut bytes = [0; 65536];
+            image.read_exact_at(&mut bytes, at << 20).unwrap();
+            assert_eq!(bytes, [at as u8 + 1; 65536]);
         }
     }
 

@@ -300,6 +300,12 @@ impl Files {
         })
     }
 
+    /// Whether the next start would again tell the format of the image by what the guest writes to it.
+    pub(super) fn is_told_by_content(&self) -> bool {
+        let BlkConfig { format, force, .. } = self.config;
+        self.is_written() && self.format == ImageFormat::Raw && format.is_none() && !force
+    }
+
     /// The image's path, as the user named it.
     pub(super) fn path(&self) -> &Path {
         &self.config.path

@@ -2,7 +2,8 @@
 //!
 //! Each disk has one worker thread. It takes requests from all queues in turn, and completes each
 //! before it takes the next. preadv and pwritev move data directly between file and guest memory.
-//! So a reset waits for one request at most. The image is locked while it is open (open file
+//! A reset or a pause waits for one request at most, and of a long one for 1 MiB or one segment of
+//! zeroes. What is left of that is repeated from its begin. The image is locked while it is open (open file
 //! description locks, as in QEMU), so two writers cannot share it.
 
 mod image;

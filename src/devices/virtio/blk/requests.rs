@@ -2,10 +2,12 @@
 
 use std::fmt;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use vellum_disk::format::Format;
 use vellum_disk::{DiskImage, Image};
 use virtio_bindings::virtio_blk::*;
 
@@ -25,6 +27,8 @@ pub struct Disk {
     pub sectors: u64,
     /// The guest may not write.
     pub readonly: bool,
+    /// The image is raw because of its first bytes, and must remain so.
+    pub stays_raw: bool,
     /// The driver did not negotiate flush: a write completes when it is on the medium.
     pub write_through: bool,
     /// The serial number that the guest reads.
@@ -66,6 +70,8 @@ enum Refusal {
     Unsupported,
     /// The host's file failed: VIRTIO_BLK_S_IOERR.
     Host(io::Error),
+    /// The queues are wanted back before the request is complete. It has no answer yet.
+    Stopped,
 }
 
 impl From<io::Error> for Refusal {
@@ -83,16 +89,22 @@ impl Work for Disk {
         self.write_through = !active.has(VIRTIO_BLK_F_FLUSH);
     }
 
-    fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> u32 {
+    fn answer(
+        &mut self,
+        chain: &mut Chain<'_>,
+        begins: impl FnOnce(Request),
+        are_wanted: &dyn Fn() -> bool,
+    ) -> Option<u32> {
         // Without a status byte there is no way to answer.
-        let Some(status) = chain.writable.take_last_byte() else { return 0 };
-        let code = match self.execute(chain, begins) {
+        let Some(status) = chain.writable.take_last_byte() else { return Some(0) };
+        let code = match self.execute(chain, begins, are_wanted) {
             Ok(()) => VIRTIO_BLK_S_OK,
             Err(Refusal::Malformed | Refusal::Host(_)) => VIRTIO_BLK_S_IOERR,
             Err(Refusal::Unsupported) => VIRTIO_BLK_S_UNSUPP,
+            Err(Refusal::Stopped) => return None,
         };
         status.copy_from(&[code as u8]);
-        chain.writable.consumed() as u32 + 1
+        Some(chain.writable.consumed() as u32 + 1)
     }
 
     fn rest(&mut self) {
@@ -113,32 +125,50 @@ impl Disk {
     /// The image or its overlay cannot be used.
     pub fn open(files: Files, own: Arc<DiskImage>, sectors: u64, readonly: bool) -> Result<Self, BlkError> {
         let path = files.path().to_owned();
+        let stays_raw = files.is_told_by_content();
         let image = files.image()?;
         let size = image.size().map_err(|source| BlkError::Open { readonly, path: path.clone(), source })?;
         let sectors = sectors.min(size / SECTOR);
-        Ok(Self { image, path, sectors, readonly, write_through: false, id: Id::default(), own })
+        Ok(Self { image, path, sectors, readonly, stays_raw, write_through: false, id: Id::default(), own })
     }
 
-    fn execute(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Request)) -> Result<(), Refusal> {
+    fn execute(
+        &mut self,
+        chain: &mut Chain<'_>,
+        begins: impl FnOnce(Request),
+        are_wanted: &dyn Fn() -> bool,
+    ) -> Result<(), Refusal> {
         let header: [u8; 16] = chain.readable.read_array().ok_or(Refusal::Malformed)?;
         let kind = u32::from_le_bytes(header[0..4].try_into().expect("4 bytes"));
         let sector = u64::from_le_bytes(header[8..16].try_into().expect("8 bytes"));
         let data = if kind == VIRTIO_BLK_T_IN { &chain.writable } else { &chain.readable };
         let request = Request { kind, sector, bytes: data.left() };
         begins(request);
-        self.perform(kind, sector, chain).inspect_err(|refusal| {
+        self.perform(kind, sector, chain, are_wanted).inspect_err(|refusal| {
             if let Refusal::Host(error) = refusal {
                 tracing::warn!("disk {}: {request}: {error}", self.path.display());
             }
         })
     }
 
-    fn perform(&mut self, kind: u32, sector: u64, chain: &mut Chain<'_>) -> Result<(), Refusal> {
+    fn perform(
+        &mut self,
+        kind: u32,
+        sector: u64,
+        chain: &mut Chain<'_>,
+        are_wanted: &dyn Fn() -> bool,
+    ) -> Result<(), Refusal> {
+        // A long request would delay a pause for as long as the guest likes.
+        let next = |left: usize| match left {
+            0 => Ok(false),
+            _ if are_wanted() => Err(Refusal::Stopped),
+            _ => Ok(true),
+        };
         match kind {
             VIRTIO_BLK_T_IN => {
                 let data = &mut chain.writable;
                 let mut at = self.extent(sector, data.left() as u64)?;
-                while data.left() > 0 {
+                while next(data.left())? {
                     at += moved(self.image.read(data, at))?;
                 }
                 Ok(())
@@ -147,7 +177,10 @@ impl Disk {
                 self.writable()?;
                 let data = &mut chain.readable;
                 let mut at = self.extent(sector, data.left() as u64)?;
-                while data.left() > 0 {
+                if at == 0 && self.stays_raw && data.left() > 0 {
+                    at += self.write_first(data)?;
+                }
+                while next(data.left())? {
                     at += moved(self.image.write(data, at))?;
                 }
                 Ok(self.settle()?)
@@ -159,10 +192,25 @@ impl Disk {
             }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => {
                 self.writable()?;
-                self.zero(&mut chain.readable, kind == VIRTIO_BLK_T_DISCARD)
+                self.zero(&mut chain.readable, kind == VIRTIO_BLK_T_DISCARD, &next)
             }
             _ => Err(Refusal::Unsupported),
         }
+    }
+
+    /// Writes the first sector, unless that would make an image of another format of the disk. The next
+    /// start would read that, of whatever size and content the guest has chosen. Returns its size.
+    fn write_first(&self, data: &mut Slices<'_>) -> Result<u64, Refusal> {
+        // The guest may change its memory meanwhile.
+        let sector: [u8; SECTOR as usize] = data.read_array().ok_or(Refusal::Malformed)?;
+        if let Some(format) = Format::of_sector(&sector) {
+            return Err(Refusal::Host(io::Error::other(format!(
+                "it would make a {} image of the raw disk at the next start; `format=raw` allows that",
+                format.name()
+            ))));
+        }
+        self.own.file.write_all_at(&sector, 0)?;
+        Ok(SECTOR)
     }
 
     fn writable(&self) -> Result<(), Refusal> {
@@ -184,12 +232,18 @@ impl Disk {
     }
 
     /// Discard and write-zeroes: segments of (sector u64, sectors u32, flags u32).
-    fn zero(&mut self, segments: &mut Slices<'_>, discard: bool) -> Result<(), Refusal> {
+    fn zero(
+        &mut self,
+        segments: &mut Slices<'_>,
+        discard: bool,
+        next: &dyn Fn(usize) -> Result<bool, Refusal>,
+    ) -> Result<(), Refusal> {
         let count = segments.left() / 16;
         if !segments.left().is_multiple_of(16) || count == 0 || count > MAX_ZERO_SEGMENTS as usize {
             return Err(Refusal::Malformed);
         }
-        while let Some(segment) = segments.read_array::<16>() {
+        while next(segments.left())? {
+            let segment: [u8; 16] = segments.read_array().ok_or(Refusal::Malformed)?;
             let sector = u64::from_le_bytes(segment[0..8].try_into().expect("8 bytes"));
             let sectors = u32::from_le_bytes(segment[8..12].try_into().expect("4 bytes"));
             let flags = u32::from_le_bytes(segment[12..16].try_into().expect("4 bytes"));
@@ -205,12 +259,17 @@ impl Disk {
             if len == 0 {
                 continue;
             }
-            if discard {
-                if !self.image.discard(at, len)? {
-                    return Err(Refusal::Unsupported);
+            loop {
+                let done = match discard {
+                    true => self.image.discard(at, len),
+                    false => self.image.zero(at, len, unmap).map(|()| true),
+                };
+                match done {
+                    Ok(true) => break,
+                    Ok(false) => return Err(Refusal::Unsupported),
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => drop(next(1)?),
+                    Err(error) => return Err(error.into()),
                 }
-            } else {
-                self.image.zero(at, len, unmap)?;
             }
         }
         Ok(self.settle()?)

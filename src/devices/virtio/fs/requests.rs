@@ -130,7 +130,20 @@ impl Work for Requests {
 
     fn begin(&mut self, _active: &Active, (): ()) {}
 
-    fn answer(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Asked)) -> u32 {
+    /// The server may have done a part, so no request is repeated.
+    fn answer(
+        &mut self,
+        chain: &mut Chain<'_>,
+        begins: impl FnOnce(Asked),
+        _are_wanted: &dyn Fn() -> bool,
+    ) -> Option<u32> {
+        Some(self.answer_to(chain, begins))
+    }
+}
+
+impl Requests {
+    /// Answers the request in `chain`. Returns the number of bytes written.
+    fn answer_to(&mut self, chain: &mut Chain<'_>, begins: impl FnOnce(Asked)) -> u32 {
         let Chain { readable, writable, .. } = chain;
         let total = readable.left();
         let Some(bytes) = readable.read_array::<IN_HEADER>() else { return 0 };

@@ -277,7 +277,7 @@ impl Vsock {
         if self.moved == Moved::Untold {
             let (mut chain, offered) = (Chain::default(), queue.offered(memory));
             // VIRTIO_VSOCK_EVENT_TRANSPORT_RESET
-            let event = |chain: &mut Chain<'_>| chain.writable.write(&0u32.to_le_bytes()) as u32;
+            let event = |chain: &mut Chain<'_>| Some(chain.writable.write(&0u32.to_le_bytes()) as u32);
             if queue.serve_one(memory, &mut chain, event) {
                 self.moved = offered.map_or(Moved::No, Moved::Notice);
             }
