@@ -11,7 +11,7 @@ use std::time::Duration;
 use support::faults;
 use support::virtio::disk::{HEADER, Image, STATUS, blk, header};
 use support::virtio::driver::*;
-use support::{Failed, Need, Tests, ensure, eventually, test};
+use support::{Failed, LIMIT, Need, Tests, ensure, eventually, test};
 use vellum_devices::virtio::PAUSE_TIMEOUT;
 use vellum_devices::virtio::blk::BlkConfig;
 use vellum_devices::virtio::registers::Register;
@@ -19,7 +19,7 @@ use vellum_devices::virtio::transport::Codec;
 use vellum_kvm::memory::{Memory, MemoryConfig};
 use vellum_sys::mmap::PAGE_SIZE;
 use vellum_sys::uffd::{BATCH, Mode, Uffd};
-use virtio_bindings::virtio_blk::VIRTIO_BLK_T_IN;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -118,6 +118,89 @@ fn a_reset_that_waits_too_long_is_told_without_the_device() -> Result<(), Failed
     })?;
     ensure(disk.driver.status() == 0, || "not reset although nothing hangs".into())?;
     ensure(disk.driver.device.hang().is_none(), || "it still hangs".into())
+}
+
+/// A request may be as long as 4 GiB. A pause waits for one piece of it, and afterwards it begins anew.
+#[test(userfaultfd())]
+fn a_long_request_is_withdrawn_between_two_pieces() -> Result<(), Failed> {
+    const PIECE: u32 = 1 << 20;
+    const PAGE: u32 = PAGE_SIZE as u32;
+    // Where the thread had not asked before the second piece began, the request is completed.
+    for _ in 0..20 {
+        let memory = Memory::map(vellum_kvm::arch::layout::RAM, MemoryConfig::new(MEMORY_END))?;
+        let uffd = Uffd::new(Mode::Missing)?;
+        let offset = memory.offset_of(HELD).ok_or("the page is memory")?;
+        uffd.register(&memory.mapping, offset, 2 * PAGE_SIZE, Mode::Missing)?;
+        let release = |page: u64| {
+            uffd.copy(&memory.mapping, offset + page * PAGE_SIZE, &[9; PAGE_SIZE as usize], PAGE_SIZE)
+        };
+        let image = Image::new("pieces", &vec![7; (PIECE + PAGE) as usize]);
+        let mut driver =
+            Driver::on(Codec::Mmio, blk(&BlkConfig::new(&image.0)), Arc::new(memory.guest.clone()));
+        driver.start();
+        header(&driver, VIRTIO_BLK_T_OUT, 0);
+        let held = HELD;
+        let parts = [(held, PAGE), (0, PIECE - PAGE), (held + PAGE_SIZE, PAGE)];
+        let data = parts.map(|(at, len)| readable(at, len));
+        driver.submit(0, &[&[readable(HEADER, 16)], &data[..], &[writable(STATUS, 1)]].concat());
+        let quit = EventFd::new(0)?;
+        // It has reached the first page.
+        uffd.wait(&quit)?;
+        uffd.take(&mut [0; BATCH])?;
+        let both = std::sync::Barrier::new(2);
+        let withdrawn = std::thread::scope(|scope| -> Result<bool, Failed> {
+            let helper = scope.spawn(|| -> std::io::Result<bool> {
+                both.wait();
+                release(0)?;
+                let second = uffd.wait(&quit)?;
+                if second {
+                    release(1)?;
+                }
+                Ok(!second)
+            });
+            both.wait();
+            let quiesced = driver.device.quiesce(LIMIT);
+            quit.write(1)?;
+            let withdrawn = helper.join().map_err(|_| "it panicked")??;
+            quiesced?;
+            Ok(withdrawn)
+        })?;
+        if !withdrawn {
+            continue;
+        }
+        ensure(driver.used_now(0).is_none(), || "it was answered".into())?;
+        release(1)?;
+        driver.device.resume();
+        ensure(driver.wait_used(0).1 == 1, || "the request is lost".into())?;
+        let written = std::fs::read(&image.0)?;
+        let [first, .., last] = &written[..] else { return Err("the image is empty".into()) };
+        return ensure([*first, *last] == [9, 9], || format!("{first} and {last} were written"));
+    }
+    Err("the request was completed each time".into())
+}
+
+/// The event loop asks a device for its state, for example for `vellum list`. It must not wait for a
+/// vCPU that waits for the reset.
+#[test(userfaultfd())]
+fn a_device_answers_while_a_reset_waits() -> Result<(), Failed> {
+    let disk = Hanging::new("answers")?;
+    let (answered, answer) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let device = &disk.driver.device;
+        scope.spawn(|| device.set(Register::Status, 0));
+        let hang = eventually(10 * PAUSE_TIMEOUT, "the hang", || Ok(device.hang()));
+        scope.spawn(move || {
+            for _ in 0..3 {
+                let _ = answered.send((device.stays(), device.fork_stays(), device.describe().features));
+            }
+        });
+        let answers: Vec<_> = (0..3).map_while(|_| answer.recv_timeout(LIMIT).ok()).collect();
+        let still = device.hang();
+        let released = disk.release();
+        hang?;
+        ensure(answers.len() == 3, || format!("it answered {} times", answers.len())).and(released)?;
+        ensure(still.is_some(), || "the reset did not wait".into())
+    })
 }
 
 #[test(userfaultfd())]

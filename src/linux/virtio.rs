@@ -555,6 +555,11 @@ mod tests {
         assert_eq!(running(&runs), [false; 3]);
         devices.resume();
         assert_eq!(running(&runs), [true; 3]);
+        // A driver that has given up does not get the device back.
+        devices.quiesce().unwrap();
+        devices.devices[1].device.set(Register::Status, VIRTIO_CONFIG_S_FAILED);
+        devices.resume();
+        assert_eq!(running(&runs), [true, false, true]);
 
         let (devices, runs) = machine([false, true, false]);
         let error = devices.quiesce().unwrap_err().to_string();

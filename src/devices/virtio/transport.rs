@@ -6,11 +6,12 @@
 //! device separates them. Doorbells, interrupt status and acknowledgement, which every request
 //! needs, are outside that mutex. Only a driver's reset waits for the device: Linux reuses the
 //! buffers of a request in flight as soon as its write of 0 to the status register returns. So that
-//! write returns only when the request has finished.
+//! write returns only when the request has finished. It holds the mutex for [`GLANCE`] at a time:
+//! the event loop must not wait for a request that hangs.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -56,7 +57,8 @@ impl Codec {
     }
 }
 
-/// How often a vCPU that waits for a reset checks whether the machine has ended.
+/// How often a vCPU that waits for a reset checks whether the machine has ended, and whether another
+/// thread waits for the mutex.
 const GLANCE: Duration = Duration::from_millis(100);
 
 /// A device behind its registers. Clones are handles to the same device.
@@ -68,10 +70,12 @@ pub struct Transport {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A vCPU that resets the device waits, with the mutex held, for requests in flight. This state is
-/// accessible without the mutex.
+/// A vCPU that resets the device waits for requests in flight. This state is accessible without the
+/// mutex.
 #[derive(Default)]
 struct Waiting {
+    /// The number of threads that wait for the mutex, except for a reset.
+    visitors: AtomicUsize,
     /// The machine has ended: no vCPU needs to wait for the device.
     abandoned: AtomicBool,
     /// What the vCPU has waited for longer than [`PAUSE_TIMEOUT`].
@@ -90,7 +94,6 @@ struct Inner {
     memory: Arc<GuestMemory>,
     interrupt: Arc<Interrupt>,
     doorbells: Arc<[Arc<EventFd>]>,
-    waiting: Arc<Waiting>,
     registers: Registers,
     /// The device has its queues: the driver is ready and the machine is not quiesced.
     running: bool,
@@ -142,7 +145,6 @@ impl Transport {
             memory,
             interrupt: interrupt.clone(),
             doorbells: doorbells.clone(),
-            waiting: waiting.clone(),
             registers,
             running: false,
         };
@@ -279,7 +281,41 @@ impl Transport {
 
     /// Handles a write to a register. Read-only registers do not change.
     pub fn set(&self, register: Register, value: u32) {
-        self.lock().set(register, value);
+        match register {
+            Register::Status if value == 0 => self.reset(),
+            _ => self.lock().set(register, value),
+        }
+    }
+
+    /// The driver resets the device. It may reuse its buffers as soon as this returns. So a hung
+    /// request keeps the vCPU here: otherwise the host could still access memory that has other
+    /// uses by then.
+    fn reset(&self) {
+        loop {
+            let hang = {
+                let mut inner = self.inner.lock().expect("no device panics");
+                match inner.quiesce(GLANCE) {
+                    Ok(()) => {
+                        *self.waiting.hang() = None;
+                        return inner.reset();
+                    }
+                    Err(hang) => hang,
+                }
+            };
+            if self.waiting.abandoned.load(Ordering::Acquire) {
+                return;
+            }
+            if hang.since >= PAUSE_TIMEOUT {
+                let text = hang.to_string();
+                if self.waiting.hang().replace(hang).is_none() {
+                    tracing::warn!("virtio: a vCPU that resets a device waits: {text}");
+                }
+            }
+            // A mutex is not fair. Without this the others would wait as long as the reset does.
+            while self.waiting.visitors.load(Ordering::Acquire) > 0 {
+                std::thread::yield_now();
+            }
+        }
     }
 
     /// The driver has made buffers available in queue `index`.
@@ -303,7 +339,10 @@ impl Transport {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().expect("no device panics")
+        self.waiting.visitors.fetch_add(1, Ordering::AcqRel);
+        let inner = self.inner.lock().expect("no device panics");
+        self.waiting.visitors.fetch_sub(1, Ordering::AcqRel);
+        inner
     }
 }
 
@@ -330,7 +369,6 @@ impl Inner {
 
     fn set(&mut self, register: Register, value: u32) {
         match register {
-            Register::Status if value == 0 => self.reset(),
             Register::Status => self.set_status(value),
             // The features are already negotiated.
             Register::DriverFeatures if self.registers.status & VIRTIO_CONFIG_S_FEATURES_OK != 0 => {}
@@ -352,14 +390,16 @@ impl Inner {
             new &= !VIRTIO_CONFIG_S_DRIVER_OK;
         }
         self.registers.status = new;
-        if (new & !old) & VIRTIO_CONFIG_S_DRIVER_OK != 0 && new & VIRTIO_CONFIG_S_FAILED == 0 {
+        if (new & !old) & VIRTIO_CONFIG_S_DRIVER_OK != 0 {
             self.start();
         }
     }
 
-    /// Gives the device its queues, if the driver is ready and the device does not have them.
+    /// Gives the device its queues, if the driver is ready, has not given up, and the device does not
+    /// have them.
     fn start(&mut self) {
-        let ready = self.registers.status & VIRTIO_CONFIG_S_DRIVER_OK != 0;
+        let status = self.registers.status & (VIRTIO_CONFIG_S_DRIVER_OK | VIRTIO_CONFIG_S_FAILED);
+        let ready = status == VIRTIO_CONFIG_S_DRIVER_OK;
         if self.running || !ready || self.interrupt.is_broken() {
             return;
         }
@@ -432,22 +472,8 @@ impl Inner {
         self.doorbells.iter().for_each(|doorbell| ring(doorbell));
     }
 
-    /// The driver resets the device. It may reuse its buffers as soon as this returns. So a hung
-    /// request keeps the vCPU here: otherwise the host could still access memory that has other
-    /// uses by then.
+    /// Resets the device, which is quiesced, and its registers.
     fn reset(&mut self) {
-        while let Err(hang) = self.quiesce(GLANCE) {
-            if self.waiting.abandoned.load(Ordering::Acquire) {
-                return;
-            }
-            if hang.since >= PAUSE_TIMEOUT {
-                let text = hang.to_string();
-                if self.waiting.hang().replace(hang).is_none() {
-                    tracing::warn!("virtio: a vCPU that resets a device waits: {text}");
-                }
-            }
-        }
-        *self.waiting.hang() = None;
         self.device.reset();
         self.ring_all();
         self.registers = Registers::new(self.device.queue_sizes());
