@@ -1,13 +1,16 @@
 //! Finds a kernel and its modules: a file, a built tree, an unpacked linux-image package, or the
 //! host's own kernel.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::unpack::unpack;
 use super::{Error, config};
 use vellum_sys::open::{self, Kind};
+
+/// The maximum number of modules that are loaded at once. All of them are in memory.
+const MAX_LOADED: usize = 1 << 10;
 
 /// A kernel and the files around it.
 #[derive(Clone, Debug, Default)]
@@ -142,31 +145,38 @@ impl Kernel {
     /// is skipped: it is built in, or [`config`] reports it.
     ///
     /// # Errors
-    /// Fails if a module cannot be read.
+    /// Fails if a module cannot be read, or they are too many.
     pub fn load(&self, names: &[&str]) -> Result<Vec<Module>, Error> {
-        let mut loaded = Vec::new();
+        let (mut entered, mut loaded) = (BTreeSet::new(), Vec::new());
+        let mut enter = |name: &str| -> Result<Option<(Module, usize)>, Error> {
+            let name = name.replace('-', "_");
+            let Some(path) = self.modules.get(&name) else { return Ok(None) };
+            // Hostile files may depend on each other.
+            if !entered.insert(name.clone()) {
+                return Ok(None);
+            }
+            if entered.len() > MAX_LOADED {
+                return Err(Error::Modules { first: name, most: MAX_LOADED });
+            }
+            let content = read(path)?;
+            let needs = needs(&content);
+            Ok(Some((Module { name, content, needs }, 0)))
+        };
         for name in names {
-            self.load_one(name, &mut Vec::new(), &mut loaded)?;
+            // The modules on the way down, and how many of their dependencies were visited.
+            let mut above = Vec::from_iter(enter(name)?);
+            while let Some((module, next)) = above.last_mut() {
+                match module.needs.get(*next) {
+                    Some(needed) => {
+                        *next += 1;
+                        let below = enter(needed)?;
+                        above.extend(below);
+                    }
+                    None => loaded.extend(above.pop().map(|(module, _)| module)),
+                }
+            }
         }
         Ok(loaded)
-    }
-
-    fn load_one(&self, name: &str, within: &mut Vec<String>, loaded: &mut Vec<Module>) -> Result<(), Error> {
-        let name = name.replace('-', "_");
-        let Some(path) = self.modules.get(&name) else { return Ok(()) };
-        // Hostile files may depend on each other.
-        if within.contains(&name) || loaded.iter().any(|module| module.name == name) {
-            return Ok(());
-        }
-        let content = read(path)?;
-        let needs = needs(&content);
-        within.push(name.clone());
-        for needed in &needs {
-            self.load_one(needed, within, loaded)?;
-        }
-        within.pop();
-        loaded.push(Module { name, content, needs });
-        Ok(())
     }
 }
 
@@ -244,6 +254,22 @@ mod tests {
             let loaded = kernel.load(&["a-one", "built", "absent"]).unwrap();
             assert_eq!(loaded.iter().map(|module| &module.name[..]).collect::<Vec<_>>(), ["two", "a_one"]);
         }
+        fs::remove_dir_all(tree).unwrap();
+    }
+
+    /// Each level of a recursion would take stack.
+    #[test]
+    fn a_long_chain_of_modules_is_refused() {
+        let tree = scratch("chain");
+        put(&tree.join("arch/x86/boot/bzImage"), b"");
+        for number in 0..1100 {
+            put(&tree.join(format!("m{number}.ko")), &module(&format!("m{}", number + 1)));
+        }
+        let order: String = (0..1100).map(|number| format!("m{number}.o\n")).collect();
+        put(&tree.join("modules.order"), order.as_bytes());
+        let kernel = Kernel::find(&tree, "").unwrap();
+        assert_eq!(kernel.load(&["m100"]).unwrap().len(), 1000);
+        assert!(matches!(kernel.load(&["m0"]), Err(Error::Modules { .. })));
         fs::remove_dir_all(tree).unwrap();
     }
 

@@ -59,6 +59,14 @@ pub enum Error {
         /// The directory that was searched.
         place: PathBuf,
     },
+    /// The modules to be loaded depend on too many others.
+    #[error("{first}: it and the modules before it depend on more than {most}; no kernel's do")]
+    Modules {
+        /// The first module that is too many.
+        first: String,
+        /// The maximum number.
+        most: usize,
+    },
     /// The configuration lacks symbols.
     #[error("{image}: its configuration lacks {lacks}")]
     Lacks {

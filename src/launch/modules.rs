@@ -4,7 +4,7 @@
 //! /lib/modules/RELEASE (modules.dep(5)), busybox reads the text files and kmod reads the tries
 //! `*.bin`. kmod's libkmod/libkmod-index.c defines their format.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -14,6 +14,9 @@ use vellum_sys::open;
 
 /// The largest .modinfo section.
 const MAX_FILE: u64 = 4 << 20;
+/// The maximum number of modules that one depends on, also through others. Those of Debian's kernels
+/// have some dozens.
+const MAX_NEEDED: usize = 1 << 10;
 /// Files from the build that modprobe can use unchanged.
 const KEPT: [&str; 3] = ["modules.builtin", "modules.builtin.modinfo", "modules.order"];
 
@@ -30,8 +33,8 @@ pub struct Modules {
     pub beside: Vec<Named>,
 }
 
-/// The modules of `kernel`. `None` if it has none. An unreadable module is left out, and loading it
-/// fails in the guest.
+/// The modules of `kernel`. `None` if it has none. A module that is unreadable or depends on too many
+/// is left out, and loading it fails in the guest.
 pub fn of(kernel: &Kernel) -> Option<Modules> {
     if !kernel.has_modules() {
         return None;
@@ -50,8 +53,8 @@ pub fn of(kernel: &Kernel) -> Option<Modules> {
     let (mut dep, mut alias, mut softdep) = (Vec::new(), Vec::new(), String::new());
     for (name, info) in &about {
         let Some(place) = places.get(name) else { continue };
-        let needed =
-            all_needed(name, &needs).into_iter().filter_map(|name| places.get(&*name).map(String::as_str));
+        let Some(needed) = all_needed(name, &needs) else { continue };
+        let needed = needed.into_iter().filter_map(|name| places.get(&*name).map(String::as_str));
         let line = [&[&*format!("{place}:")], &needed.collect::<Vec<_>>()[..]].concat().join(" ");
         dep.push(((*name).to_owned(), line));
         alias.extend(values(info, "alias").map(|alias| (underscored(alias), (*name).to_owned())));
@@ -151,35 +154,34 @@ fn list(names: &str) -> impl Iterator<Item = String> {
     names.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_"))
 }
 
-/// All dependencies of `name` in depmod's order: a module before those it depends on.
-fn all_needed(name: &str, needs: &BTreeMap<&str, Vec<String>>) -> Vec<String> {
-    fn visit(
-        name: &str,
-        needs: &BTreeMap<&str, Vec<String>>,
-        above: &mut Vec<String>,
-        done: &mut Vec<String>,
-    ) {
-        // Hostile files may depend on each other.
-        for needed in needs
-            .get(name)
-            .into_iter()
-            .flatten()
-            .filter(|needed| !above.contains(needed))
-            .cloned()
-            .collect::<Vec<_>>()
-        {
-            if !done.contains(&needed) {
-                above.push(needed.clone());
-                visit(&needed, needs, above, done);
+/// All dependencies of `name` in depmod's order: a module before those it depends on. `None` if there
+/// are more than [`MAX_NEEDED`].
+fn all_needed<'a>(name: &'a str, needs: &'a BTreeMap<&str, Vec<String>>) -> Option<Vec<String>> {
+    let (mut entered, mut done) = (BTreeSet::from([name]), Vec::new());
+    // The modules on the way down, and how many of their dependencies were visited.
+    let mut above = vec![(name, 0)];
+    while let Some((at, next)) = above.last_mut() {
+        match needs.get(at).and_then(|needed| needed.get(*next)) {
+            Some(needed) => {
+                *next += 1;
+                // Hostile files may depend on each other.
+                if entered.insert(needed) {
+                    above.push((needed, 0));
+                }
+            }
+            None => {
+                done.push((*at).to_owned());
                 above.pop();
-                done.push(needed);
             }
         }
+        if entered.len() > MAX_NEEDED {
+            return None;
+        }
     }
-    let mut done = Vec::new();
-    visit(name, needs, &mut vec![name.to_owned()], &mut done);
+    // The last one is `name` itself.
+    done.pop();
     done.reverse();
-    done
+    Some(done)
 }
 
 /// An alias in the form for lookups: `_` for `-`, except in character ranges.
@@ -303,8 +305,19 @@ mod tests {
             .into_iter()
             .map(|(name, needs)| (name, needs.into_iter().map(str::to_owned).collect()))
             .collect();
-        assert_eq!(all_needed("a", &needs), ["b", "c"]);
-        assert_eq!(all_needed("c", &needs), [""; 0]);
+        assert_eq!(all_needed("a", &needs).unwrap(), ["b", "c"]);
+        assert_eq!(all_needed("c", &needs).unwrap(), [""; 0]);
+    }
+
+    /// 100,000 files that depend on each other in turn. Each level of a recursion would take stack.
+    #[test]
+    fn a_long_chain_of_modules_is_left_out() {
+        let names: Vec<String> = (0..100_000).map(|number| format!("m{number}")).collect();
+        let next = |at: usize| names.get(at + 1).cloned().into_iter().collect::<Vec<_>>();
+        let needs: BTreeMap<&str, Vec<String>> =
+            names.iter().enumerate().map(|(at, name)| (&**name, next(at))).collect();
+        assert_eq!(all_needed("m0", &needs), None);
+        assert_eq!(all_needed("m99000", &needs).unwrap().len(), 999);
     }
 
     /// Checks the tries with the real modprobe, if this host has one.
