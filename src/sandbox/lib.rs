@@ -264,6 +264,11 @@ impl Sandbox {
         seccomp::install(&filter).map_err(|source| Error::Filter { kind, name: name.to_owned(), source })
     }
 
+    /// Whether Landlock is in force.
+    pub fn has_landlock(&self) -> bool {
+        self.landlock.is_some()
+    }
+
     /// The active sandbox, as results record it: `on (landlock abi 7)`, `on (no landlock)`, `log`,
     /// `off`.
     pub fn status(&self) -> String {
@@ -315,8 +320,10 @@ pub fn is_in_force() -> bool {
 /// The newest Landlock ABI that this code uses.
 const NEWEST: ABI = ABI::V9;
 
-/// Denies every access that the kernel's Landlock supports, except `allowed`. Returns the ABI.
-/// Seccomp forbids the same calls, so a kernel without Landlock only lacks the second layer.
+/// Denies every access that the kernel's Landlock supports, except `allowed`. Returns the ABI. Seccomp
+/// forbids the same calls to the VMM, which needs no path: there a kernel without Landlock lacks only
+/// the second layer. A file server opens paths, and Landlock alone limits it to those `allowed`.
+/// Landlock does not cover changes of modes, owners, times and extended attributes (landlock(7)).
 fn restrict_paths<F: AsFd>(allowed: Option<PathBeneath<F>>) -> Option<i32> {
     let status = Ruleset::default()
         .handle_access(AccessFs::from_all(NEWEST))

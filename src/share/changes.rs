@@ -104,7 +104,18 @@ impl Server {
     ) -> Result<(), i32> {
         let directory = self.get(header.node)?;
         make(&directory).map_err(errno)?;
-        self.give(header, &directory, name, kind)?;
+        if self.gives_away {
+            let made = nodes::open_beneath(&directory, name).map_err(errno)?;
+            // The host may have put another file there meanwhile, which must not change hands.
+            let stat = nodes::look(&made).map_err(errno)?;
+            let is_file = kind != FileType::Directory;
+            let links = if is_file { 1 } else { stat.stx_nlink };
+            let new = (kind.as_raw_mode(), Uid::ROOT.as_raw(), links);
+            if (Id::from(&stat).file_type, stat.stx_uid, stat.stx_nlink) != new {
+                return Err(libc::ESTALE);
+            }
+            self.give(header, &directory, &made, name, kind)?;
+        }
         self.made(&directory, header.node, name, kind, answer).map(drop)
     }
 
@@ -130,16 +141,21 @@ impl Server {
         if is { Ok(()) } else { Err(libc::ESTALE) }
     }
 
-    /// Makes the guest's caller the owner of a new file of type `kind`, if the server may. A file
-    /// that cannot be given away (vfat, NFS) is removed: the guest is told that there is none.
-    fn give(&self, header: Header, directory: &OwnedFd, name: &CStr, kind: FileType) -> Result<(), i32> {
-        if !self.gives_away {
-            return Ok(());
-        }
+    /// Makes the guest's caller the owner of the new file `made` of type `kind`, which is `name` in
+    /// `directory`. A file that cannot be given away (vfat, NFS) is removed: the guest is told that
+    /// there is none.
+    fn give(
+        &self,
+        header: Header,
+        directory: &OwnedFd,
+        made: &OwnedFd,
+        name: &CStr,
+        kind: FileType,
+    ) -> Result<(), i32> {
         // In a directory with the set-group-ID bit, the new file already has the directory's group.
         let hands_on = u32::from(nodes::look(directory).map_err(errno)?.stx_mode) & libc::S_ISGID != 0;
         let (uid, gid) = (Uid::from_raw(header.uid), (!hands_on).then(|| Gid::from_raw(header.gid)));
-        fs::chownat(directory, name, Some(uid), gid, AtFlags::SYMLINK_NOFOLLOW).map_err(|error| {
+        fs::chownat(made, c"", Some(uid), gid, AtFlags::EMPTY_PATH).map_err(|error| {
             let how = if kind == FileType::Directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
             let _ = fs::unlinkat(directory, name, how);
             errno(error)
@@ -152,7 +168,9 @@ impl Server {
         let new = taken | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
         let (file, found) = match fs::openat(&*directory, name, new, mode) {
             Ok(file) => {
-                self.give(header, &directory, name, FileType::RegularFile)?;
+                if self.gives_away {
+                    self.give(header, &directory, &file, name, FileType::RegularFile)?;
+                }
                 let found = self.made(&directory, node, name, FileType::RegularFile, answer)?;
                 (file, found)
             }

@@ -13,7 +13,10 @@
 //! VMM opens nothing.
 //!
 //! The guest is hostile. It names single entries of directories that it knows, never paths, so it
-//! cannot reach anything outside the directory. Landlock enforces the same for the whole process.
+//! cannot reach anything outside the directory. Landlock enforces that for the whole process when it
+//! opens, makes, renames and removes files, but not when it changes modes, owners, times and extended
+//! attributes. So a server that runs as root would, if a guest took it over, have its capabilities for
+//! every file of the host.
 //! Only regular files and directories are opened. The server enforces read-only shares, whatever
 //! the guest's mount options.
 

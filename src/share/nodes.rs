@@ -75,7 +75,13 @@ pub(crate) struct Nodes {
     open: VecDeque<u64>,
     /// The most descriptors that may be open.
     most: usize,
+    /// The most nodes. The guest decides when it forgets one.
+    most_nodes: usize,
 }
+
+/// The maximum number of nodes of a share. They take about 1 GiB. A guest that forgets none has as
+/// many files in its own caches.
+const MAX_NODES: usize = 4 << 20;
 
 /// The fields requested from statx(2).
 const ASKED: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::MNT_ID);
@@ -125,6 +131,7 @@ impl Nodes {
             next: ROOT + 1,
             open: VecDeque::new(),
             most: most.max(8),
+            most_nodes: MAX_NODES,
         })
     }
 
@@ -154,9 +161,13 @@ impl Nodes {
     }
 
     /// Counts a lookup of the file `id`, found as `name` in `parent`. Returns its node number.
-    pub fn found(&mut self, id: Id, kind: Kind, parent: u64, name: &CStr) -> u64 {
+    ///
+    /// # Errors
+    /// ENOMEM if the guest knows too many.
+    pub fn found(&mut self, id: Id, kind: Kind, parent: u64, name: &CStr) -> io::Result<u64> {
         let number = match self.numbers.get(&id) {
             Some(&number) => number,
+            None if self.nodes.len() >= self.most_nodes => return Err(gone(libc::ENOMEM)),
             None => {
                 let number = self.next;
                 self.next += 1;
@@ -174,7 +185,7 @@ impl Nodes {
             node.kind = kind;
             node.lookups += 1;
         }
-        number
+        Ok(number)
     }
 
     /// Records that node `number` is now `name` in `parent`.
@@ -325,7 +336,7 @@ impl Nodes {
 }
 
 /// Opens `name` in `directory` with O_PATH. A symbolic link is not followed.
-fn open_beneath(directory: &OwnedFd, name: &CStr) -> io::Result<OwnedFd> {
+pub(crate) fn open_beneath(directory: &OwnedFd, name: &CStr) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(openat2(directory, name, flags, Mode::empty(), resolve)?)
@@ -352,7 +363,7 @@ mod tests {
     fn find(nodes: &mut Nodes, parent: u64, name: &CStr) -> io::Result<u64> {
         let directory = nodes.get(parent)?;
         let id = Id::from(&look_at(&directory, name)?);
-        Ok(nodes.found(id, Kind::File, parent, name))
+        nodes.found(id, Kind::File, parent, name)
     }
 
     #[test]
@@ -388,14 +399,30 @@ mod tests {
         let path = directory("type");
         let mut nodes = Nodes::new(root(&path), 8).unwrap();
         let file = Id { device: (1, 2), ino: 3, file_type: libc::S_IFREG };
-        let first = nodes.found(file, Kind::File, ROOT, c"a");
-        assert_eq!(nodes.found(file, Kind::File, ROOT, c"b"), first);
+        let mut found = |id, kind, name| nodes.found(id, kind, ROOT, name).unwrap();
+        let first = found(file, Kind::File, c"a");
+        assert_eq!(found(file, Kind::File, c"b"), first);
         let other = Id { file_type: libc::S_IFDIR, ..file };
-        let second = nodes.found(other, Kind::File, ROOT, c"a");
+        let second = found(other, Kind::File, c"a");
         assert_ne!(second, first);
         // The number of a device that is shared no more.
-        assert_eq!(nodes.found(other, Kind::Hidden, ROOT, c"a"), second);
+        assert_eq!(found(other, Kind::Hidden, c"a"), second);
         assert_eq!(nodes.kind(second).unwrap(), Kind::Hidden);
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn a_guest_that_forgets_nothing_is_refused_more() {
+        let path = directory("most");
+        let mut nodes = Nodes { most_nodes: 3, ..Nodes::new(root(&path), 8).unwrap() };
+        let id = |ino| Id { device: (1, 2), ino, file_type: libc::S_IFREG };
+        let mut found = |ino| nodes.found(id(ino), Kind::File, ROOT, c"a");
+        let [first, second] = [1, 2].map(|ino| found(ino).unwrap());
+        assert_eq!(found(3).unwrap_err().raw_os_error(), Some(libc::ENOMEM));
+        // One that it knows is no other.
+        assert_eq!(found(2).unwrap(), second);
+        nodes.forget(first, 1);
+        assert!(nodes.found(id(3), Kind::File, ROOT, c"a").is_ok());
         fs::remove_dir_all(&path).unwrap();
     }
 

@@ -182,8 +182,20 @@ fn prepare(root: OwnedFd, task: &Task) -> Result<Server, String> {
     sandbox
         .process_beneath(&root, task.config.writable, kept(task.config))
         .map_err(|error| error.to_string())?;
+    if task.confined && rustix::process::geteuid().is_root() {
+        check_landlock(task.config, sandbox.has_landlock())?;
+    }
     sandbox.enter(ThreadKind::FileServer, "share").map_err(|error| error.to_string())?;
     Ok(server)
+}
+
+/// Checks that something limits a server that runs as root and may write to the directory, should a
+/// guest take it over: seccomp allows it to open and change paths.
+fn check_landlock(config: Config, has_landlock: bool) -> Result<(), String> {
+    if config.writable && !has_landlock {
+        return Err("its server would write as root, and this kernel cannot keep it beneath the directory (Landlock, Linux 5.13): name another user with user=UID:GID, or share it read-only".into());
+    }
+    Ok(())
 }
 
 /// The capabilities of a server that runs as root: only what the guest's root may do below the
@@ -211,4 +223,18 @@ pub fn open_root(path: &Path) -> io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
     let flags = libc::O_PATH | libc::O_DIRECTORY;
     File::options().read(true).custom_flags(flags).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_root_that_writes_needs_landlock() {
+        let [reader, writer] = [false, true].map(|writable| Config { writable, ..Config::default() });
+        assert!(check_landlock(writer, false).unwrap_err().contains("user=UID:GID"));
+        for (config, has_landlock) in [(reader, false), (reader, true), (writer, true)] {
+            assert_eq!(check_landlock(config, has_landlock), Ok(()));
+        }
+    }
 }

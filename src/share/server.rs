@@ -226,7 +226,7 @@ impl Server {
     ) -> Result<u64, i32> {
         let stat = nodes::look_at(directory, name).map_err(errno)?;
         let (kind, submount) = self.reached(&stat, parent)?;
-        let node = self.nodes.found(Id::from(&stat), kind, parent, name);
+        let node = self.nodes.found(Id::from(&stat), kind, parent, name).map_err(errno)?;
         let id = Id::from(&stat);
         let ino = self.ino(id.device, id.ino);
         answer.entry(node, &attributes(&stat, ino, kind, submount), self.valid());
