@@ -249,8 +249,11 @@ fn bad_files_are_one_line_and_leave_nothing_behind() -> Result<(), Failed> {
         ),
         ("--disk DIR/cloud.img,readonly", "its header is damaged"),
         ("--disk DIR/cloud.img,overlay=discard", "its header is damaged"),
-        ("--disk DIR/wide.qcow2", "disk DIR/wide.qcow2: Invalid refcount width: 512"),
-        ("--disk DIR/wide.qcow2,overlay=discard", "disk DIR/wide.qcow2: Invalid refcount width: 512"),
+        ("--disk DIR/wide.qcow2", "disk DIR/wide.qcow2: its header is damaged: refcount_order is 9"),
+        (
+            "--disk DIR/wide.qcow2,overlay=discard",
+            "disk DIR/wide.qcow2: its header is damaged: refcount_order is 9",
+        ),
         ("--disk DIR/cloud.img,force", "OK"),
         ("--disk DIR/cloud.img,format=raw", "OK"),
         ("--disk DIR/disk,format=qcow2", "its header is damaged: magic is"),
