@@ -52,7 +52,7 @@ pub fn state(data: &[u8]) {
         let models = state
             .models()
             .iter()
-            .map(|model| (model.clone(), model::Reached { done: 1000, written: 1000 }))
+            .map(|model| (model.clone(), model::Reached { done: 1000, written: 1000, seed: 1, shuffle: 1 }))
             .collect();
         model::verify(models, PAGES, |_| guests::stamp::Stamp { writer: 0, epoch: 0, page: 0 });
     }
