@@ -15,17 +15,10 @@ use crate::{numbered, succeeds, with};
 #[test(real())]
 fn a_guest_whose_disk_the_target_has_locked_is_not_taken_back() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
-    fs::write(&kernel, numbered::kernel())?;
-    fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
-    let devices = |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
-    let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 200).then_some(()));
-    let line = format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out));
-    let here = env.run("here", &line)?;
-    eventually(LIMIT, "it writes", || said(&out))?;
-    let there = env.receive("there", &devices(&far))?;
+    let here = numbered::here(&env)?;
+    let there = env.receive("there", &numbered::devices(&env, "far"))?;
     let (client, release) = unconfirmed(&env)?;
-    eventually(LIMIT, "it writes on", || said(&far))?;
+    numbered::has_printed(&env, "far")?;
     let forced = with(env.vellum("ctl here resume --force")?, 1)?;
     let why = String::from_utf8_lossy(&forced.stderr).into_owned();
     ensure(why.contains("the target still has the guest's disks") && why.lines().count() == 1, || {
@@ -37,6 +30,7 @@ fn a_guest_whose_disk_the_target_has_locked_is_not_taken_back() -> Result<(), Fa
     let why = String::from_utf8_lossy(&refused.stderr).into_owned();
     ensure(why.contains("is being handed over"), || why.clone())?;
     drop(there);
+    let out = env.path("out");
     let before = fs::metadata(&out)?.len();
     succeeds(&env.vellum("ctl here resume --force")?)?;
     eventually(LIMIT, "it goes on here", || Ok((fs::metadata(&out)?.len() > before).then_some(())))?;

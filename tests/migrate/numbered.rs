@@ -2,7 +2,11 @@
 //! flushes each one and then prints it on the serial port, as four bytes in little endian. If the
 //! disk fails, it prints four bytes with all bits set and stops.
 
+use std::fs;
+
+use support::env::{Machine, TestEnv};
 use support::guests::Code;
+use support::{Failed, LIMIT, ensure, eventually};
 use vellum_kvm::arch::layout::VIRTIO_BASE;
 use vellum_kvm::arch::ports::COM1;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_OUT};
@@ -137,4 +141,33 @@ pub fn kernel() -> Vec<u8> {
     // SAFETY: the two symbols bound one section's bytes, which are never written.
     let bytes = unsafe { std::slice::from_raw_parts(&raw const vellum_test_numbered, length) };
     Code(bytes.to_vec()).elf64()
+}
+
+/// The arguments for the disk, and for a serial port that leads to the file `serial`.
+pub fn devices(env: &TestEnv, serial: &str) -> String {
+    format!("--disk {} --serial file={}", env.path("disk").display(), env.path(serial).display())
+}
+
+/// A machine called `here` that runs the kernel and has printed some numbers to the file `out`.
+pub fn here(env: &TestEnv) -> Result<Machine, Failed> {
+    fs::write(env.path("kernel"), kernel())?;
+    fs::write(env.path("disk"), [0; 512 * SECTORS as usize])?;
+    let kernel = env.path("kernel");
+    let line = format!("run --kernel {} --memory 32m {}", kernel.display(), devices(env, "out"));
+    let here = env.run("here", &line)?;
+    has_printed(env, "out")?;
+    Ok(here)
+}
+
+/// Waits until there are some numbers in the file `serial`.
+pub fn has_printed(env: &TestEnv, serial: &str) -> Result<(), Failed> {
+    eventually(LIMIT, "it writes", || Ok((fs::metadata(env.path(serial))?.len() > 200).then_some(())))
+}
+
+/// Checks that the numbers in `out`, and then those in `far`, are consecutive.
+pub fn go_on(env: &TestEnv) -> Result<(), Failed> {
+    let all = [fs::read(env.path("out"))?, fs::read(env.path("far"))?].concat();
+    let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
+    let wrong = numbers.zip(1..).find(|(number, due)| number != due);
+    ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))
 }

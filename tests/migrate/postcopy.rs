@@ -125,24 +125,14 @@ fn memory_that_is_to_be_there_in_full_is_so_in_the_end() -> Result<(), Failed> {
 #[test(real())]
 fn a_disk_finds_its_pages_behind_the_guest() -> Result<(), Failed> {
     let env = TestEnv::new()?;
-    let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
-    fs::write(&kernel, numbered::kernel())?;
-    fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
-    let devices = |serial: &PathBuf| format!("--disk {} --serial file={}", disk.display(), serial.display());
-    let said = |file: &PathBuf| Ok((fs::metadata(file)?.len() > 200).then_some(()));
-    let here =
-        env.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
-    eventually(LIMIT, "it writes", || said(&out))?;
-    let there = env.receive("there", &devices(&far))?;
+    let here = numbered::here(&env)?;
+    let there = env.receive("there", &numbered::devices(&env, "far"))?;
     succeeds(&env.migrate("here", "there", "--mode postcopy")?)?;
     ends_with(here, 15)?;
-    eventually(LIMIT, "it writes on", || said(&far))?;
+    numbered::has_printed(&env, "far")?;
     succeeds(&env.vellum("ctl there stop")?)?;
     ends_with(there, 0)?;
-    let all = [fs::read(&out)?, fs::read(&far)?].concat();
-    let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
-    let wrong = numbers.zip(1..).find(|(number, due)| number != due);
-    ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))
+    numbered::go_on(&env)
 }
 
 /// A relay for any number of connections. It cuts all of them at once after a number of bytes to

@@ -126,27 +126,17 @@ fn a_guest_finds_its_pages_on_demand() -> Result<(), Failed> {
 fn a_disk_finds_its_pages_on_demand() -> Result<(), Failed> {
     for memory in ["anonymous,lock", "shmem"] {
         let env = TestEnv::new()?;
-        let [kernel, disk, out, far] = ["kernel", "disk", "out", "far"].map(|name| env.path(name));
-        fs::write(&kernel, numbered::kernel())?;
-        fs::write(&disk, [0; 512 * numbered::SECTORS as usize])?;
-        let devices = |serial: &Path| format!("--disk {} --serial file={}", disk.display(), serial.display());
-        let said = |file: &Path| Ok((fs::metadata(file)?.len() > 200).then_some(()));
-        let here =
-            env.run("here", &format!("run --kernel {} --memory 32m {}", kernel.display(), devices(&out)))?;
-        eventually(LIMIT, "it writes", || said(&out))?;
+        let here = numbered::here(&env)?;
         let dir = env.path("snap");
         succeeds(&env.vellum(&format!("snapshot here {} --stop", dir.display()))?)?;
         ends_with(here, 0)?;
-        let host = format!("--memory demand,{memory} --record=1h {}", devices(&far));
+        let host = format!("--memory demand,{memory} --record=1h {}", numbered::devices(&env, "far"));
         let again = env.restore("again", &format!("{} {host}", dir.display()))?;
-        eventually(LIMIT, "it writes on", || said(&far))?;
+        numbered::has_printed(&env, "far")?;
         ensure(has_userfaultfd(&again)?, || "it came unasked".into())?;
         succeeds(&env.vellum("ctl again stop")?)?;
         ends_with(again, 0)?;
-        let all = [fs::read(&out)?, fs::read(&far)?].concat();
-        let numbers = all.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number));
-        let wrong = numbers.zip(1..).find(|(number, due)| number != due);
-        ensure(wrong.is_none(), || format!("said and due: {wrong:?}"))?;
+        numbered::go_on(&env)?;
     }
     Ok(())
 }
