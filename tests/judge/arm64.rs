@@ -72,8 +72,8 @@ fn boots(
 /// The serial port and the command line.
 const USUAL: [&str; 4] = ["-serial", "stdio", "-append", "passes=2 seed=7 clock=60s"];
 
-/// Both interrupt controllers, entered at EL1 and at EL2, on processors with and without the Virtualization
-/// Host Extensions.
+/// Both interrupt controllers, entered at EL1 and at EL2, on processors with and without the
+/// Virtualization Host Extensions.
 #[test(emulator())]
 fn machines_of_qemu_s_virt_are_whole() -> Result<(), Failed> {
     for (machine, processor, cpus, memory, transport) in [

@@ -139,7 +139,8 @@ impl<W: Work> Worker<W> {
         self.shared.changed.notify_all();
     }
 
-    /// Takes the queues back when the request in flight is finished or has stopped. `None` if the thread has none.
+    /// Takes the queues back when the request in flight is finished or has stopped. `None` if the
+    /// thread has none.
     ///
     /// # Errors
     /// That takes longer than `patience`. The thread then continues.

@@ -9,8 +9,9 @@
 //!
 //! Images are untrusted. [`Header::read`] refuses what imago would have to trust: tables that are
 //! larger than the file or than any disk needs, and encryption. Before an image is opened for
-//! writing, `check_counts` raises refcounts that are too low, or refuses the image. A backing file or an external data
-//! file is opened only if the user names it, because an image could name any file of the host.
+//! writing, `check_counts` raises refcounts that are too low, or refuses the image. A backing file or
+//! an external data file is opened only if the user names it, because an image could name any file of
+//! the host.
 
 mod counts;
 mod end;
@@ -406,8 +407,8 @@ impl Qcow2 {
         self.put(at, len, write)
     }
 
-    /// Has `write` write the first of `len` bytes from `at` on, of which it gets the file, the offset and
-    /// the number. Returns that number.
+    /// Lets `write` write the first of the `len` bytes from `at` on. It gets the file, the offset and
+    /// the number of bytes. Returns that number.
     fn put(
         &mut self,
         at: u64,

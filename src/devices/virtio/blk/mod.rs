@@ -2,9 +2,9 @@
 //!
 //! Each disk has one worker thread. It takes requests from all queues in turn, and completes each
 //! before it takes the next. preadv and pwritev move data directly between file and guest memory.
-//! A reset or a pause waits for one request at most, and of a long one for 1 MiB or one segment of
-//! zeroes. What is left of that is repeated from its begin. The image is locked while it is open (open file
-//! description locks, as in QEMU), so two writers cannot share it.
+//! A reset or a pause waits for one request at most. Of a long request it waits for 1 MiB, or for one
+//! segment of zeroes; after a pause that request is served again from its beginning. The image is
+//! locked while it is open (open file description locks, as in QEMU), so two writers cannot share it.
 
 mod image;
 mod requests;
