@@ -93,7 +93,11 @@ impl VmGenId {
     /// # Errors
     /// As [`Self::draw`].
     pub fn renew(&self) -> Result<(), Error> {
-        if !plant::is(Mistake::VmGenIdUnchanged) {
+        if plant::is(Mistake::VmGenIdAlike) {
+            let host = |error| Error::Host(io::Error::other(error));
+            let before: [u8; BYTES] = self.memory.read_obj(self.at).map_err(host)?;
+            self.memory.write_slice(&before.map(|byte| !byte), self.at).map_err(host)?;
+        } else if !plant::is(Mistake::VmGenIdUnchanged) {
             self.draw()?;
         }
         self.renewed.write(1).map_err(Error::Host)

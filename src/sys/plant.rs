@@ -84,6 +84,10 @@ pub enum Mistake {
     /// MSRs that make KVM write to guest memory are restored with the others, before the target
     /// owns the guest.
     WritingMsrsEarly,
+    /// Each machine that is restored or forked from one gets the same VM generation ID.
+    VmGenIdAlike,
+    /// The host refuses to map the second half of memory that is forked.
+    SecondHalfRefused,
     /// The last piece of memory that is forked does not part from its file.
     PieceLeftShared,
     /// The first pages that have parted from a fork's base are not copied.
@@ -104,7 +108,7 @@ pub enum Mistake {
 
 impl Mistake {
     /// The mistakes by the names that `VARIABLE` takes.
-    pub const NAMES: [(&str, Self); 38] = [
+    pub const NAMES: [(&str, Self); 40] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -135,6 +139,8 @@ impl Mistake {
         ("layer-off-by-a-slot", Self::LayerOffByASlot),
         ("kvmclock-ctrl-left-out", Self::KvmclockCtrlLeftOut),
         ("writing-msrs-early", Self::WritingMsrsEarly),
+        ("vmgenid-alike", Self::VmGenIdAlike),
+        ("second-half-refused", Self::SecondHalfRefused),
         ("piece-left-shared", Self::PieceLeftShared),
         ("parted-left-out", Self::PartedLeftOut),
         ("copied-after-resume", Self::CopiedAfterResume),

@@ -2,18 +2,21 @@
 //! end, built-in guests report whether each page has what they wrote, both the forks and the
 //! machine that was forked.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Output};
 
 use serde_json::Value;
 use support::env::{Machine, TestEnv, process};
+use support::guests::Code;
 use support::hosts::kvm;
 use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Tests, ensure, eventually, is_caught};
 use vellum_control::Do;
 use vellum_control::client::Client;
+use vellum_kvm::arch::layout;
 
 mod devices;
 mod many;
@@ -176,11 +179,49 @@ fn goes_right(mistake: Option<&'static str>, backing: &str) -> Result<bool, Fail
     Ok(stop(&env, "here", here)?.status.success() && right)
 }
 
+/// Forks a PC twice with this fault planted. Returns whether all three have another VM generation ID
+/// in guest memory. The IDs are read from snapshots.
+fn generations_differ(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let env = TestEnv::planted(mistake)?;
+    let kernel = env.path("kernel");
+    fs::write(&kernel, Code::default().spin().elf64())?;
+    let flags = format!("--kernel {} --memory 16m,backing=memfd --serial null", kernel.display());
+    let here = env.run("here", &format!("run {flags}"))?;
+    let forked = fork(&env, "here", "--count 2 --name f%d --serial null")?;
+    let mut ids = Vec::new();
+    for name in ["here", "f0", "f1"] {
+        let dir = env.path(&format!("{name}.snap"));
+        let output = env.vellum(&format!("snapshot {name} {}", dir.display()))?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let mut id = [0; 16];
+        // The first memslot begins at address 0.
+        File::open(dir.join("ram-0"))?.read_exact_at(&mut id, layout::VMGENID)?;
+        ensure(id != [0; 16], || format!("{name} has none"))?;
+        ids.push(id);
+    }
+    for machine in forked {
+        env.ctl(&format!("{} stop", machine.name))?;
+        machine.is_over()?;
+    }
+    stop(&env, "here", here)?;
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids.len() == 3)
+}
+
 /// Adds the tests of planted faults, which must be caught.
 fn add_planted(tests: &mut Tests) {
     for backing in ["memfd", "anonymous"] {
         tests.add(format!("without_a_mistake_all_pages_of_{backing}_are_right"), kvm(), move || {
             ensure(goes_right(None, backing)?, || "a page is wrong".into())
+        });
+    }
+    tests.add("without_a_mistake_each_fork_has_a_generation_id_of_its_own", kvm(), || {
+        ensure(generations_differ(None)?, || "two machines have the same".into())
+    });
+    for mistake in ["vmgenid-unchanged", "vmgenid-alike"] {
+        tests.add(format!("planted_{mistake}_is_caught"), kvm(), move || {
+            is_caught(|| generations_differ(Some(mistake)))
         });
     }
     let of_memfd = ["piece-left-shared", "parted-left-out", "copied-after-resume", "layer-off-by-a-slot"];

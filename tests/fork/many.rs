@@ -303,3 +303,96 @@ fn whoever_is_killed_leaves_nothing_behind() -> Result<(), Failed> {
     fork_one(&env, "here", "last")?.ends_right()?;
     stops_right(&env, "here", here)
 }
+
+/// If a machine cannot start in the middle of `--count`, those before it run on, and the line says how
+/// many. The machines after it do not run. The source goes on.
+#[test(kvm())]
+fn a_failure_in_the_middle_keeps_the_machines_before_it() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = env.run("here", &format!("run --memory 16m,backing=memfd --passes 0 {WRITE}"))?;
+    env.has_written("here", 3000)?;
+    let before = processes(&env)?;
+    // The first of a group of machines that start together, one inside it, and its last.
+    for (nth, fails) in [8, 11, 15, 0].into_iter().enumerate() {
+        let json = |number: u32| env.path(&format!("n{nth}_{number}.json"));
+        // A result cannot go where a directory is.
+        fs::create_dir(json(fails))?;
+        let name = |number: u32| format!("n{nth}_{number}");
+        let pattern = env.path(&format!("n{nth}_%d.json"));
+        let output =
+            env.vellum(&format!("fork here --count 20 --name n{nth}_%d --json {}", pattern.display()))?;
+        let (said, told) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+        let pids = said.lines().filter_map(|line| line.split_once(" runs, process ")?.1.parse().ok());
+        let machine = |(number, pid)| Forked { env: &env, name: name(number), pid };
+        let machines: Vec<Forked> = (0..).zip(pids).map(machine).collect();
+        let some = if fails > 0 { format!("; {fails} of 20 run") } else { String::new() };
+        let right = output.status.code() == Some(2)
+            && told.lines().count() == 1
+            && told.contains(&format!("{}: ", name(fails)))
+            && told.trim_end().ends_with(&some);
+        ensure(right && machines.len() == fails as usize, || format!("{fails}: {said}{told}"))?;
+        for number in fails..20 {
+            let socket = env.socket(&name(number));
+            let are_gone = || Ok((!socket.exists() && !socket.with_extension("log").exists()).then_some(()));
+            eventually(LIMIT, "nothing is left of those that do not run", are_gone)?;
+        }
+        for machine in machines {
+            let own = env.done(&machine.name)?;
+            env.has_written(&machine.name, own)?;
+            machine.ends_right()?;
+        }
+        eventually(LIMIT, "no process is left", || Ok((processes(&env)? == before).then_some(())))?;
+    }
+    fork_one(&env, "here", "last")?.ends_right()?;
+    stops_right(&env, "here", here)
+}
+
+/// If the machine that is forked is killed meanwhile, the client says so in one line, or its machines
+/// run on. Nothing else is left.
+#[test(kvm())]
+fn a_machine_that_is_killed_while_it_is_forked_leaves_nothing() -> Result<(), Failed> {
+    let mut random = Random::new();
+    for at in 0..times(8, 200) {
+        let env = TestEnv::new()?;
+        // The first fork of anonymous memory copies all of it, and a fork of a memfd little.
+        let backing = if at % 2 == 0 { "anonymous" } else { "memfd" };
+        let memory = format!("--memory 64m,slots=3,backing={backing}");
+        let here = env.run("here", &format!("run --cpus 2 {memory} --passes 0 {WRITE},warm"))?;
+        env.has_written("here", 16_384)?;
+        let json = env.path("k%d.json");
+        let line = format!("fork here --count 3 --name k%d --json {}", json.display());
+        let mut client = env.migration_client(&line)?;
+        eventually(LIMIT, "it is forked, or was", || {
+            let forks = env.standing("here").as_deref() == Some("forking");
+            Ok((forks || client.try_wait()?.is_some()).then_some(()))
+        })?;
+        // Any moment of the fork is as good.
+        std::thread::sleep(std::time::Duration::from_micros(random.below(150_000)));
+        let status = Command::new("kill").args(["-KILL", &here.child.id().to_string()]).status()?;
+        ensure(status.success(), || format!("{status}"))?;
+        here.child.output()?;
+        let output = client.output()?;
+        let (said, told) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+        println!("{backing}: {}", if output.status.success() { "forked before" } else { told.trim_end() });
+        let pids = said.lines().filter_map(|line| line.split_once(" runs, process ")?.1.parse().ok());
+        let machines: Vec<Forked> = (0..)
+            .zip(pids)
+            .map(|(number, pid)| Forked { env: &env, name: format!("k{number}"), pid })
+            .collect();
+        match output.status.code() {
+            Some(0) => ensure(machines.len() == 3 && told.is_empty(), || format!("{said}{told}"))?,
+            Some(1) => ensure(machines.is_empty() && told.lines().count() == 1, || format!("{said}{told}"))?,
+            _ => return Err(format!("{said}{told}").into()),
+        }
+        for machine in machines {
+            let own = env.done(&machine.name)?;
+            env.has_written(&machine.name, own + 2000)?;
+            machine.ends_right()?;
+        }
+        let is_gone = || {
+            Ok((processes(&env)?.is_empty() && fs::read_dir(env.path("vellum"))?.count() == 0).then_some(()))
+        };
+        eventually(LIMIT, "nothing is left", is_gone)?;
+    }
+    Ok(())
+}

@@ -8,12 +8,17 @@ use serde_json::Value;
 use support::env::TestEnv;
 use support::hosts::{huge_files, huge_pages, kvm, real};
 use support::results::every_page_is_right;
-use support::{Failed, ensure, test};
+use support::{Failed, Need, ensure, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::mmap::{freezable_memfd, memfd};
+use vellum_sys::plant;
 
 use crate::{VELLUM, WRITE, fork_into, fork_one, says, stops_right, writes_throughout};
+
+fn planting() -> Need {
+    if plant::POSSIBLE { Ok(()) } else { Err(plant::IMPOSSIBLE.into()) }
+}
 
 #[test(kvm())]
 fn one_vcpu_writes_throughout() -> Result<(), Failed> {
@@ -198,6 +203,36 @@ fn without_memory_for_a_new_base_pages_are_copied() -> Result<(), Failed> {
     ensure(made["base"] == 1, || format!("{made}"))?;
     forked.ends_right()?;
     stops_right(&env, "here", here)
+}
+
+/// If the host refuses to map half of memory, the fork fails, and the machine goes on with all of its
+/// pages. Memory of a file stays what it was, so the fork can be tried again. Memory that was copied
+/// shows two files from then on.
+#[test(kvm(), planting())]
+fn the_host_refuses_half_of_the_mappings() -> Result<(), Failed> {
+    for (backing, first, again) in [
+        ("memfd", "its memory cannot be mapped privately: ", "its memory cannot be mapped privately: "),
+        ("anonymous", "a new base: ", "its memory shows two bases"),
+        ("thp", "a new base: ", "its memory shows two bases"),
+    ] {
+        let env = TestEnv::planted(Some("second-half-refused"))?;
+        let here = env.run(
+            "here",
+            &format!("run --cpus 2 --memory 16m,slots=3,backing={backing} --passes 0 {WRITE}"),
+        )?;
+        for why in [first, again] {
+            let own = env.done("here")?;
+            env.has_written("here", own + 6000)?;
+            let refused = env.vellum("fork here --name new")?;
+            says(&refused, 1, why).map_err(|error| format!("{backing}: {error:?}"))?;
+            ensure(env.standing("new").is_none(), || "a machine is there".into())?;
+            ensure(!env.socket("new").with_extension("log").exists(), || "a file is left".into())?;
+        }
+        let own = env.done("here")?;
+        env.has_written("here", own + 6000)?;
+        stops_right(&env, "here", here).map_err(|error| format!("{backing}: {error:?}"))?;
+    }
+    Ok(())
 }
 
 /// Memory below and above the gap.

@@ -18,6 +18,9 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
     let here = env.run("here", "run --memory 16m,backing=memfd --passes 0")?;
     let _shared = env.run("shared", "run --memory 16m,backing=shmem --passes 0")?;
     let _locked = env.run("locked", "run --memory 4m,backing=memfd,lock --passes 0")?;
+    let gdb = env.path("gdb");
+    let debugged = format!("run --memory 4m,backing=memfd --passes 0 --gdb {}", gdb.display());
+    let _debugged = env.run("debugged", &debugged)?;
     let _waits = env.receive("waits", "")?;
     let refused = Client::borrow(&env.socket("here"), &Do::ForkBase {});
     ensure(refused.is_err(), || "a base that nobody has made".into())?;
@@ -31,6 +34,7 @@ fn what_cannot_be_forked_says_why_and_goes_on() -> Result<(), Failed> {
         ("fork here --count 2", 2, "--name"),
         ("fork shared --name new", 2, "the memory of shared is shmem, which others cannot share"),
         ("fork locked --name new", 1, "its memory is locked"),
+        ("fork debugged --name new", 2, "--gdb: debugger: what a debugger plants in its memory"),
         ("fork waits --name new", 2, "waits has not come yet (waiting)"),
         (
             "fork here --count 2 --name n%d --serial file=one",

@@ -1,6 +1,6 @@
 //! Sequences of operations. A built-in guest writes while its machine is upgraded, migrated, saved,
-//! restored and dumped, and while such operations fail. The runner follows the machine from process
-//! to process, and checks the guest's stamps at the end.
+//! restored, forked and dumped, and while such operations fail. The runner follows the machine from
+//! process to process. Its forks run beside it. At the end the stamps of all guests are checked.
 //!
 //! A machine that a debugger may attach to cannot be migrated or saved. Sequences with `gdb` check
 //! that it refuses and runs on.
@@ -25,7 +25,7 @@ use self::machine::Run;
 /// An operation on the machine under test.
 type Operation = fn(&mut Run) -> Result<(), Failed>;
 
-const OPERATIONS: [(&str, Operation); 21] = [
+const OPERATIONS: [(&str, Operation); 22] = [
     ("upgrade", machine::upgrade),
     ("upgrade-cannot-start", fails::upgrade_cannot_start),
     ("upgrade-refused", fails::upgrade_refused),
@@ -45,6 +45,7 @@ const OPERATIONS: [(&str, Operation); 21] = [
     ("restore-eager", |run| saves::restore(run, "eager,backing=memfd")),
     ("restore-map", |run| saves::restore(run, "map")),
     ("restore-demand", |run| saves::restore(run, "demand,backing=memfd")),
+    ("fork", saves::fork),
     ("dump", saves::dump),
     ("gdb", saves::gdb),
 ];

@@ -242,9 +242,17 @@ impl Memory {
             self.shared.parted.store(size, Ordering::Release);
             return Ok(false);
         }
-        self.mapping.part(at, len, &file, pages)?;
+        self.map_piece(at, len, &file, pages)?;
         self.shared.parted.store(at + len, Ordering::Release);
         Ok(at + len < size)
+    }
+
+    /// Maps `len` bytes at `at` of `file` privately.
+    fn map_piece(&self, at: u64, len: u64, file: &File, pages: Pages) -> io::Result<()> {
+        if plant::is(Mistake::SecondHalfRefused) && at >= self.config.size / 2 {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        self.mapping.part(at, len, file, pages)
     }
 
     /// Seals the file that it has parted from against writes. This may take seconds.
@@ -364,7 +372,7 @@ impl Memory {
         let (file, first) = (new.freeze()?, self.is_without_file());
         let (size, pages) = (self.config.size, self.config.backing.pages());
         for at in (0..size).step_by(PIECE as usize) {
-            if let Err(error) = self.mapping.part(at, PIECE.min(size - at), &file, pages) {
+            if let Err(error) = self.map_piece(at, PIECE.min(size - at), &file, pages) {
                 if at > 0 {
                     self.shared.lock().file = None;
                     self.shared.parted.store(at, Ordering::Release);

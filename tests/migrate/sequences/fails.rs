@@ -7,14 +7,14 @@ use std::process::Command;
 use support::env::Process;
 use support::{Failed, LIMIT, ensure, eventually};
 
-use super::machine::{MIB, Run, cannot_be_upgraded, ends, is_in_another, script, slowly};
+use super::machine::{Held, MIB, Run, cannot_be_upgraded, ends, is_in_another, script, slowly};
 use crate::postcopy::Cutter;
 use crate::relay::{RelayFault, relay};
 use crate::{ends_with, succeeds, with};
 
 /// Checks that an upgrade to `binary` fails and changes nothing.
 fn is_not_upgraded(run: &mut Run, binary: &str) -> Result<(), Failed> {
-    if !run.has_descriptor {
+    if run.memory == Held::ByProcess {
         return cannot_be_upgraded(run);
     }
     let before = run.pid()?;
@@ -43,7 +43,7 @@ pub fn upgrade_refused(run: &mut Run) -> Result<(), Failed> {
 /// Cancels an upgrade before the successor has started, or as it starts, by a client or by a
 /// signal.
 pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
-    if !run.has_descriptor {
+    if run.memory == Held::ByProcess {
         return cannot_be_upgraded(run);
     }
     let before = run.pid()?;
@@ -69,7 +69,11 @@ pub fn upgrade_cancelled(run: &mut Run) -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     match output.status.code() {
         // The cancellation was too late. A client takes a while to react to a signal.
-        Some(0) if !early || by_signal => is_in_another(run, before),
+        Some(0) if !early || by_signal => {
+            is_in_another(run, before)?;
+            run.memory = Held::ByDescriptor;
+            Ok(())
+        }
         Some(1) if said.contains("stays in the process that it is in") => {
             run.goes_on()?;
             ensure(run.pid()? == before, || "it is in another process".into())
@@ -164,7 +168,7 @@ pub fn postcopy_recovered(run: &mut Run, connections: u32) -> Result<(), Failed>
         Ok(standings.iter().all(|state| state.as_deref() == Some("postcopy-paused")).then_some(()))
     })?;
     succeeds(&run.does(&format!("migrate {} --recover {to}", run.name))?)?;
-    run.has_descriptor = true;
+    run.memory = Held::ByDescriptor;
     run.is_at(name, there, 15)?;
     if paused {
         succeeds(&run.does(&format!("ctl {} resume", run.name))?)?;

@@ -3,10 +3,10 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output};
 
 use serde_json::Value;
-use support::env::{Machine, Process, TestEnv};
+use support::env::{Machine, Process, TestEnv, process};
 use support::{Failed, LIMIT, Random, ensure, eventually};
 use vellum_control::Do;
 use vellum_control::client::Client;
@@ -19,6 +19,31 @@ pub const MIB: u64 = 16;
 /// Limits within which a writing guest can be migrated on a busy host.
 pub const SOON: &str = "--downtime 1s --timeout 5s,then=force";
 
+/// Where the machine's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// A descriptor has all of it, so another process can be given it.
+    ByDescriptor,
+    /// It was forked. No descriptor has all of it, and an upgrade copies it.
+    AfterFork,
+    /// In this process alone, so that it cannot be upgraded.
+    ByProcess,
+}
+
+/// A fork of the machine, which runs or is paused. It does not outlive its test.
+pub struct Fork {
+    pub name: String,
+    pub pid: u32,
+}
+
+impl Drop for Fork {
+    fn drop(&mut self) {
+        if process(self.pid).is_some() {
+            let _ = Command::new("kill").args(["-KILL", &self.pid.to_string()]).status();
+        }
+    }
+}
+
 /// A machine and its state.
 pub struct Run {
     pub env: TestEnv,
@@ -28,8 +53,9 @@ pub struct Run {
     pub machine: Option<Machine>,
     /// The number of names that have been given out.
     names: usize,
-    /// The machine's memory has a descriptor, which an upgrade needs.
-    pub has_descriptor: bool,
+    pub memory: Held,
+    /// Its forks, which are ended at the end.
+    pub forks: Vec<Fork>,
     /// Snapshots whose newest point is restored at the end.
     pub saved: Vec<PathBuf>,
 }
@@ -55,7 +81,8 @@ impl Run {
             name: "m0".into(),
             machine: Some(machine),
             names: 0,
-            has_descriptor: true,
+            memory: Held::ByDescriptor,
+            forks: Vec::new(),
             saved: Vec::new(),
         })
     }
@@ -120,6 +147,16 @@ impl Run {
         succeeds(&self.does(&format!("ctl {} stop", self.name))?)?;
         ends_with(self.machine.take().ok_or("it is gone")?, 0)?;
         every_page_is_right(&self.json(&self.name))?;
+        for fork in std::mem::take(&mut self.forks) {
+            let name = &fork.name;
+            if self.env.standing(name).as_deref() == Some("paused") {
+                succeeds(&self.does(&format!("ctl {name} resume"))?)?;
+            }
+            self.env.has_written(name, self.env.done(name)?)?;
+            succeeds(&self.does(&format!("ctl {name} stop"))?)?;
+            eventually(LIMIT, "the fork ends", || Ok(process(fork.pid).is_none().then_some(())))?;
+            every_page_is_right(&self.json(name)).map_err(|error| format!("fork {name}: {error:?}"))?;
+        }
         for dir in std::mem::take(&mut self.saved) {
             let name = self.next();
             let json = self.json(&name);
@@ -161,7 +198,7 @@ pub fn cannot_be_upgraded(run: &Run) -> Result<(), Failed> {
 }
 
 pub fn upgrade(run: &mut Run) -> Result<(), Failed> {
-    if !run.has_descriptor {
+    if run.memory == Held::ByProcess {
         return cannot_be_upgraded(run);
     }
     let before = run.pid()?;
@@ -170,7 +207,9 @@ pub fn upgrade(run: &mut Run) -> Result<(), Failed> {
         symlink(VELLUM, &build)?;
     }
     succeeds(&run.does(&format!("ctl {} upgrade --downtime 1m {}", run.name, build.display()))?)?;
-    is_in_another(run, before)
+    is_in_another(run, before)?;
+    run.memory = Held::ByDescriptor;
+    Ok(())
 }
 
 /// Waits until the machine answers in another process than `before`.
@@ -190,7 +229,7 @@ pub fn migrate(run: &mut Run) -> Result<(), Failed> {
         "--mode hybrid --connections 2",
     ];
     let mut way = run.choose(&ways).to_owned();
-    if run.has_descriptor && run.random.below(4) == 0 {
+    if run.memory == Held::ByDescriptor && run.random.below(4) == 0 {
         way = "--link memfd --downtime 1m".into();
     } else {
         way = format!("{way} {SOON}");
@@ -201,7 +240,7 @@ pub fn migrate(run: &mut Run) -> Result<(), Failed> {
         format!("migrate {} --liveness 5m --to unix:{}.in {way}", run.name, run.env.path(&name).display());
     let output = run.does(&line)?;
     succeeds(&output).map_err(|error| format!("{way}: {error:?}"))?;
-    run.has_descriptor = true;
+    run.memory = Held::ByDescriptor;
     run.is_at(name, there, 15)
 }
 

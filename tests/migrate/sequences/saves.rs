@@ -12,7 +12,7 @@ use vellum_control::client::Client;
 use vellum_control::{Do, Snapshot};
 use vellum_sys::mmap::memfd;
 
-use super::machine::{MIB, Run, ends};
+use super::machine::{Fork, Held, MIB, Run, ends};
 use crate::VELLUM;
 use crate::{succeeds, with};
 
@@ -115,8 +115,21 @@ pub fn restore(run: &mut Run, memory: &str) -> Result<(), Failed> {
     }
     let line = format!("restore {} --memory {memory} --json {}", dir.display(), json.display());
     let machine = run.env.run(&name, &line)?;
-    run.has_descriptor = memory.contains("memfd");
+    run.memory = if memory.contains("memfd") { Held::ByDescriptor } else { Held::ByProcess };
     run.is_at(name, machine, 0)
+}
+
+/// Forks the machine. The fork runs on, or waits, until the end.
+pub fn fork(run: &mut Run) -> Result<(), Failed> {
+    let (name, paused) = (run.next(), run.choose(&["", "--paused"]));
+    let line = format!("fork {} --name {name} --json {} {paused}", run.name, run.json(&name).display());
+    let output = run.does(&line)?;
+    succeeds(&output)?;
+    let said = String::from_utf8(output.stdout)?;
+    let pid = said.split(", process ").nth(1).and_then(|rest| rest.lines().next()?.parse().ok());
+    run.forks.push(Fork { name, pid: pid.ok_or(said)? });
+    run.memory = Held::AfterFork;
+    Ok(())
 }
 
 pub fn dump(run: &mut Run) -> Result<(), Failed> {
@@ -154,6 +167,7 @@ pub fn refused(run: &mut Run, operation: &str) -> Result<(), Failed> {
     let nowhere = fresh(run).display().to_string();
     let line = match operation.split('-').next() {
         Some("upgrade") => format!("ctl {name} upgrade {VELLUM}"),
+        Some("fork") => format!("fork {name} --name nobody"),
         Some("migrate" | "postcopy") => format!("migrate {name} --to unix:{nowhere}"),
         _ => format!("snapshot {name} {nowhere}"),
     };
