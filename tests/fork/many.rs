@@ -6,13 +6,16 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use serde_json::Value;
 use support::env::{TestEnv, children, process};
 use support::hosts::{kvm, real};
 use support::results::every_page_is_right;
 use support::{Failed, LIMIT, Random, ensure, eventually, test};
+use vellum_control::Do;
+use vellum_control::client::Client;
 use vellum_host::density::Shape;
 
-use crate::{Forked, WRITE, fork, fork_one, stops_right, times};
+use crate::{Forked, WRITE, fork, fork_one, says, stops_right, times};
 
 /// Many forks at once: each is a machine of its own, and is listed.
 #[test(real())]
@@ -31,6 +34,53 @@ fn many_are_made_at_once() -> Result<(), Failed> {
         env.ctl(&format!("{} resume", machine.name))?;
         machine.ends_right()?;
     }
+    stops_right(&env, "here", here)
+}
+
+/// With `--json`, the command prints a line for the fork, and one for each machine.
+#[test(kvm())]
+fn a_fork_is_told_as_json() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let line = "run --memory 16m,slots=3,backing=memfd --passes 0 --workload write,rate=1000,warm";
+    let here = env.run("here", line)?;
+    env.has_written("here", 4096)?;
+    let mut client = env.listen("here")?;
+    for (more, state) in
+        [("--count 2 --name j%d --json", "running"), ("--json - --name j9 --paused", "paused")]
+    {
+        let own = env.done("here")?;
+        env.has_written("here", own + 500)?;
+        let output = env.vellum(&format!("fork here {more}"))?;
+        ensure(output.status.success() && output.stderr.is_empty(), || format!("{output:?}"))?;
+        let text = String::from_utf8(output.stdout)?;
+        let lines = text.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
+        let event = loop {
+            let event = client.event_of(None)?;
+            if event["event"] == "forked" {
+                break event;
+            }
+        };
+        let (first, rest) = lines.split_first().ok_or("no line")?;
+        let pages = [&event["present"], &event["zero"]].map(|pages| pages.as_u64().unwrap_or_default());
+        let expected = serde_json::json!({
+            "line": "fork", "machine": "here", "pause_us": event["us"], "base": 0,
+            "shared_bytes": 16 << 20, "copied_bytes": (pages[0] + pages[1]) * 4096
+        });
+        ensure(*first == expected && pages[0] > 0, || format!("{text}, not {expected}"))?;
+        ensure(!rest.is_empty(), || text.clone())?;
+        for line in rest {
+            let name = line["name"].as_str().ok_or("no name")?.to_owned();
+            let pid = line["pid"].as_u64().ok_or("no process")? as u32;
+            ensure(line["line"] == "machine" && line["state"] == state, || text.clone())?;
+            let status = Client::connect(&env.socket(&name))?.ask(&Do::Status {})?;
+            ensure(status["pid"] == pid && status["state"] == state, || format!("{status}"))?;
+            let machine = Forked { env: &env, name, pid };
+            env.ctl(&format!("{} stop", machine.name))?;
+            machine.is_over()?;
+        }
+    }
+    // What cannot be forked is told as without it.
+    says(&env.vellum("fork here --json --name here")?, 2, "a machine of this name runs already")?;
     stops_right(&env, "here", here)
 }
 

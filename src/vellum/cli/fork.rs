@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -51,6 +52,7 @@ use vellum_sys::{keyvalue, signal};
 /// Make further machines of a running one: they share its memory until they write to it
 #[derive(Debug, Args)]
 #[command(after_help = format!("{}\n\n{}", EXAMPLES, lifecycle::HELP))]
+#[command(mut_arg("json", |json| json.num_args(0..=1).default_missing_value("-").help(JSON)))]
 pub struct ForkArgs {
     /// The machine: its name (--name), or the path of its control socket. The backing of its memory
     /// is memfd, shared-hugetlb-2m, anonymous or thp; the first fork copies the latter two
@@ -82,11 +84,16 @@ const EXAMPLES: &str = "\
 Examples:
   vellum fork web --name web2                        a second machine
   vellum fork web --count 100 --name w%d             w0 to w99
+  vellum fork web --count 100 --name w%d --json      the same, told as lines of JSON
   vellum fork web --name web2 --serial file=web2.log
   vellum fork web --name web2 --disk copy.img --net user
 The guest stands still while its state is saved. New machines have no terminal.
 Name the host's side of their devices, as for vellum restore. A disk that can be
 written to belongs to one machine: give the others a copy.";
+
+/// The help of `--json`.
+const JSON: &str = "Write the result of each built-in guest to FILE when it ends; without FILE, or as `-`, print \
+    this command's own result: a line of JSON for the fork, and one for each machine";
 
 /// The most machines of one call.
 const MAX_COUNT: i64 = 10_000;
@@ -190,6 +197,15 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
     check_copies(names.len() as u64, &source, &has)?;
     // A machine that is forked while it is paused is paused in the fork too.
     let stands = args.paused || has.state == MachineState::Paused;
+    let is_json = args.host.is_json_printed();
+    if is_json {
+        let base = File::from(source.base.try_clone().map_err(Failure::host)?);
+        // Blocks have 512 bytes (stat(2)).
+        let shared_bytes = base.metadata().map_err(Failure::host)?.blocks() * 512;
+        let machine = args.machine.clone();
+        let copied_bytes = differs * PAGE_SIZE;
+        line(&Line::Fork { machine, pause_us: us, base: source.number, shared_bytes, copied_bytes })?;
+    }
     let mut running = 0;
     for (at, batch) in names.chunks(AT_ONCE).enumerate() {
         let first = at * AT_ONCE;
@@ -213,11 +229,19 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
             }
             running += 1;
             let (name, pid) = (&started[at].name, started[at].child.id());
-            let stands = if stands { "is paused" } else { "runs" };
-            print(format_args!("{name} {stands}, process {pid}\n"))?;
+            if is_json {
+                let state = if stands { MachineState::Paused } else { MachineState::Running };
+                line(&Line::Machine { name: name.clone(), pid, state })?;
+            } else {
+                let stands = if stands { "is paused" } else { "runs" };
+                print(format_args!("{name} {stands}, process {pid}\n"))?;
+            }
             // The machine ends if this process ends before it has reported the machine.
             (&started[at].waits).write_all(&[1]).map_err(Failure::host)?;
         }
+    }
+    if is_json {
+        return Ok(Exit::PowerOff);
     }
     print(format_args!(
         "{} stood still for {:.1} ms; {differs} pages differ from what they share\n",
@@ -225,6 +249,33 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
         us as f64 / 1000.0
     ))?;
     Ok(Exit::PowerOff)
+}
+
+/// A line of the output with `--json`. The first is the fork's.
+#[derive(Debug, Serialize)]
+#[serde(tag = "line", rename_all = "lowercase")]
+enum Line {
+    Fork {
+        /// As it was named.
+        machine: String,
+        /// How long it stood still, in microseconds.
+        pause_us: u64,
+        /// The number of the base that the new machines share, from 0.
+        base: u64,
+        /// The size of the base.
+        shared_bytes: u64,
+        /// What each new machine has copied, because it differs from the base.
+        copied_bytes: u64,
+    },
+    Machine {
+        name: String,
+        pid: u32,
+        state: MachineState,
+    },
+}
+
+fn line(line: &Line) -> Result<(), Failure> {
+    print(format_args!("{}\n", serde_json::to_string(line).map_err(Failure::host)?)).map(drop)
 }
 
 /// Adds to the error that some machines run.
@@ -388,6 +439,8 @@ struct Source {
     /// The copies of overlays, by the names of their disks.
     overlays: Vec<(String, File)>,
     base: OwnedFd,
+    /// The number of the base.
+    number: u64,
     /// Its machine's process.
     from: u32,
     /// The user of that process, if this one is root.
@@ -534,7 +587,9 @@ impl Source {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
                 let transparent = has.backing.as_deref() == Some("thp");
                 let (from, vcpus) = (has.pid, has.vcpus);
-                return Ok((Self { point, files, overlays, base, from, user, transparent, vcpus }, us));
+                let source =
+                    Self { point, files, overlays, base, number: of, from, user, transparent, vcpus };
+                return Ok((source, us));
             }
         }
     }

@@ -160,6 +160,11 @@ impl HostArgs {
         all
     }
 
+    /// Whether results are printed as JSON on standard output.
+    pub fn is_json_printed(&self) -> bool {
+        self.result.path().is_some_and(|path| path.as_os_str() == "-")
+    }
+
     /// Whether a network would have the address of the machine that is forked.
     pub fn lacks_address(&self) -> bool {
         self.devices.lacks_address()
