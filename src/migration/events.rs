@@ -48,6 +48,8 @@ pub struct Options {
 pub enum Demand {
     /// Start dirty tracking with this method, or with the best that the machine has.
     Track(Option<Method>),
+    /// Pause the machine. It resumes before its state is saved.
+    Pause,
     /// Pause the machine and save its state.
     Save,
     /// Let the machine continue.

@@ -14,8 +14,10 @@
 //! the log ([`Since`]), all pages are copied during the pause.
 //!
 //! If more than a quarter of memory differs, the fork makes a new base: it copies the old base and
-//! the pages that differ. All memory is mapped anew during the pause. Memory without a file is
-//! copied into the first base in the same way.
+//! the pages that differ. Then memory is mapped anew, part by part: for each part the machine is
+//! paused, what it has written since the last one is copied, and it runs again. Pages that it writes
+//! in parts that show the new base differ from that. Memory without a file is copied into the first
+//! base in the same way. If a snapshot needs the log, all is done in one pause.
 //!
 //! Parted memory stays parted, even if the fork fails. The guest does not notice.
 
@@ -24,7 +26,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -75,6 +77,14 @@ const MAX_UNLOGGED_PAGES: u64 = 2000;
 
 /// The pages that are copied before it is checked again whether the fork is wanted.
 const PIECE: u64 = 512;
+
+/// The bytes that show a new base after a pause. With pages of 4 KiB they are mapped in about a
+/// millisecond.
+const SHOWN_AT_ONCE: u64 = 16 << 20;
+
+/// A search for the pages that differ may take so long in the pause. If it takes longer, the log of
+/// dirty pages says what the guest writes from then on.
+const MAX_PAUSE_SEARCH: Duration = Duration::from_micros(500);
 
 /// How often it is checked whether memory is complete.
 const LOOK: Duration = Duration::from_millis(1);
@@ -134,7 +144,9 @@ impl Forking {
             self.ram.freeze_base().map_err(|error| End::Failed(why_writable(&error)))?;
         }
         let mut next = None;
+        let begun = Instant::now();
         let differ = if first { 0 } else { self.differ()? };
+        let many = differ > MAX_UNLOGGED_PAGES || begun.elapsed() > MAX_PAUSE_SEARCH;
         if first || self.is_new_base_due(differ)? {
             let file = self.next.try_clone().map_err(failed("another descriptor of a file"))?;
             next = match self.ram.new_base(file, || self.is_wanted()) {
@@ -150,10 +162,16 @@ impl Forking {
         }
         let ram = self.files.ram.try_clone().map_err(failed("another descriptor of a file"))?;
         let mut writer = Writer::new(ram, &self.memory).map_err(failed("the file for pages"))?;
-        let log = match first || self.may_log && differ > MAX_UNLOGGED_PAGES {
+        let log = match first || self.may_log && (next.is_some() || many) {
             true => Some(self.copy_ahead(first, next.as_mut(), &mut writer)?),
             false => None,
         };
+        self.machine.is_wanted()?;
+        if let (Some(log), Some(mut new)) = (&log, next.take_if(|_| log.is_some())) {
+            self.show(log, &mut new, &mut writer)?;
+            self.ram.shows(new).map_err(failed("a new base"))?;
+            self.copy_until_few(log, None, &mut writer)?;
+        }
         self.machine.is_wanted()?;
         let sections = self.machine.save()?;
         let taken = clocks::now();
@@ -163,17 +181,15 @@ impl Forking {
             self.machine.demand(Demand::Resume)?;
         }
         // After the state: saving a vCPU makes KVM write to guest memory.
+        let is_copied = log.is_some() || next.is_some();
         if let Some(log) = &log {
             log.owed.collect(&self.ram, Some(&self.pagemap))?;
-            self.copy_owed(log, next.as_mut(), &mut writer)?;
-        } else if let Some(next) = &mut next {
-            let copied = self.ram.copy_parted(&self.pagemap, next, || self.is_wanted());
+            self.copy_owed(log, None, &mut writer)?;
+        } else if let Some(mut next) = next {
+            let copied = self.ram.copy_parted(&self.pagemap, &mut next, || self.is_wanted());
             copied.map_err(failed("a new base"))?;
-        }
-        let is_copied = log.is_some() || next.is_some();
-        if let Some(next) = next {
-            self.machine.is_wanted()?;
-            self.ram.show(next).map_err(failed("a new base"))?;
+            let shown = self.ram.show(&mut next, u64::MAX).and_then(|()| self.ram.shows(next));
+            shown.map_err(failed("a new base"))?;
         }
         self.copy(&mut writer, is_copied)?;
         if !early {
@@ -241,12 +257,7 @@ impl Forking {
     /// Copies the pages that differ from the base while the guest runs, or on a `first` fork all
     /// memory, to the `next` base or else to `writer`. Returns the log of the pages that the guest
     /// wrote to meanwhile, which are owed.
-    fn copy_ahead(
-        &self,
-        first: bool,
-        mut next: Option<&mut NewBase>,
-        writer: &mut Writer,
-    ) -> Result<Since, End> {
+    fn copy_ahead(&self, first: bool, next: Option<&mut NewBase>, writer: &mut Writer) -> Result<Since, End> {
         let Done::Tracker(tracker) = self.machine.demand(Demand::Track(None))? else {
             return Err(End::Failed("the machine cannot be followed".into()));
         };
@@ -256,16 +267,41 @@ impl Forking {
         if !first {
             self.owe_parted(&log)?;
         }
+        self.copy_until_few(&log, next, writer)?;
+        Ok(log)
+    }
+
+    /// Copies the pages that `log` owes while the guest runs, until few are left.
+    fn copy_until_few(
+        &self,
+        log: &Since,
+        mut next: Option<&mut NewBase>,
+        writer: &mut Writer,
+    ) -> Result<(), End> {
         let mut left = log.owed.count();
         loop {
-            self.copy_owed(&log, next.as_deref_mut(), writer)?;
+            self.copy_owed(log, next.as_deref_mut(), writer)?;
             log.owed.collect(&self.ram, Some(&self.pagemap))?;
             let before = std::mem::replace(&mut left, log.owed.count());
             // Another pass takes time in which the guest writes about as much again.
             if left <= MAX_PAUSE_PAGES || left > before / 2 {
-                return Ok(log);
+                return Ok(());
             }
         }
+    }
+
+    /// Maps memory anew, so that it shows `new`. The guest stands still for each part, and runs in
+    /// between. `log` owes what has been written and not copied.
+    fn show(&self, log: &Since, new: &mut NewBase, writer: &mut Writer) -> Result<(), End> {
+        while new.shown() < self.ram.config.size {
+            self.copy_owed(log, Some(&mut *new), writer)?;
+            self.machine.demand(Demand::Pause)?;
+            log.owed.collect(&self.ram, Some(&self.pagemap))?;
+            self.copy_owed(log, Some(&mut *new), writer)?;
+            self.ram.show(new, SHOWN_AT_ONCE).map_err(failed("a new base"))?;
+            self.machine.demand(Demand::Resume)?;
+        }
+        Ok(())
     }
 
     /// Owes the pages that differ from the base, and no others. A page that differs from now on was
@@ -281,7 +317,8 @@ impl Forking {
         Ok(())
     }
 
-    /// Copies the pages of RAM that `log` owes to the `next` base, or else to `writer`.
+    /// Copies the pages of RAM that `log` owes to the `next` base. To `writer` go those that differ
+    /// from it because memory shows it already, or all without a next base.
     fn copy_owed(&self, log: &Since, mut next: Option<&mut NewBase>, writer: &mut Writer) -> Result<(), End> {
         let (all, mut at) = (Share::new(0, 1), At::default());
         while let Some((outgoing, run)) = log.owed.next(&mut at, &all)? {
@@ -292,11 +329,18 @@ impl Forking {
             if !self.ram.holds(slot) {
                 continue;
             }
-            let copied = match &mut next {
-                Some(base) => self.ram.copy(base, slot, run, || self.is_wanted()),
-                None => writer.write(outgoing.region() as usize, slot, run).map(drop),
-            };
-            copied.map_err(failed("copying pages"))?;
+            let shown = next.as_ref().map_or(u64::MAX, |next| next.shown());
+            let shown = shown.saturating_sub(slot.offset()) / PAGE_SIZE;
+            let middle = shown.clamp(run.start, run.end);
+            let (differ, rest) = (run.start..middle, middle..run.end);
+            if !differ.is_empty() {
+                let written = writer.write(outgoing.region() as usize, slot, differ);
+                written.map_err(failed("copying pages"))?;
+            }
+            if let Some(next) = next.as_mut().filter(|_| !rest.is_empty()) {
+                let copied = self.ram.copy(next, slot, rest, || self.is_wanted());
+                copied.map_err(failed("copying pages"))?;
+            }
         }
         Ok(())
     }

@@ -15,13 +15,15 @@
 //! writes.
 //!
 //! If many pages differ from the base, a new base is made ([`Memory::new_base`],
-//! [`Memory::copy_parted`]). Later machines then share these pages too.
+//! [`Memory::copy_parted`]). Later machines then share these pages too. Memory shows it part by part
+//! ([`Memory::show`]), each in a pause of its own. If that ends early, memory shows two files, and
+//! the next fork copies all of it, as if it had no file.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Backing, Error, Memory, MemoryConfig, Slot};
@@ -68,9 +70,17 @@ pub struct NewBase {
     huge: Option<Mapping>,
     /// The piece that was written to last.
     piece: Option<u64>,
+    /// The bytes of memory that show it, counted from the start.
+    shown: u64,
 }
 
 impl NewBase {
+    /// The bytes of memory that show it, counted from the start. A page there that is copied later
+    /// would not be seen.
+    pub fn shown(&self) -> u64 {
+        self.shown
+    }
+
     /// Copies `len` bytes at `at` of `mapping`. Asks `wanted` before each piece, and ends with its
     /// error.
     fn copy(
@@ -189,13 +199,8 @@ impl Memory {
     pub fn can_be_forked(&self) -> Result<(), String> {
         let backing = self.config.backing;
         let Some(file) = self.file() else {
-            if self.is_forked() {
-                return Err(
-                    "its memory shows two bases, because a fork before could not map all of the new one"
-                        .into(),
-                );
-            }
-            if !backing.is_copied() {
+            // Of memory that shows two bases, all is copied.
+            if !self.is_forked() && !backing.is_copied() {
                 return Err(format!("its memory is {backing}, which cannot be forked: {}", Backing::FORKED));
             }
             return self.can_be_parted();
@@ -222,7 +227,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Whether its content is to be copied into a first base: it has no file that could be one.
+    /// Whether its content is to be copied into a first base: it has no file that could be one, or it
+    /// shows two.
     pub fn is_without_file(&self) -> bool {
         self.file().is_none()
     }
@@ -249,7 +255,9 @@ impl Memory {
 
     /// Maps `len` bytes at `at` of `file` privately.
     fn map_piece(&self, at: u64, len: u64, file: &File, pages: Pages) -> io::Result<()> {
-        if plant::is(Mistake::SecondHalfRefused) && at >= self.config.size / 2 {
+        static REFUSED: AtomicBool = AtomicBool::new(false);
+        let is_second_half = at >= self.config.size / 2;
+        if plant::is(Mistake::SecondHalfRefused) && is_second_half && !REFUSED.swap(true, Ordering::Relaxed) {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         self.mapping.part(at, len, file, pages)
@@ -309,7 +317,7 @@ impl Memory {
             }
             _ => None,
         };
-        let mut new = NewBase { file, buffer: vec![0; PIECE as usize], huge, piece: None };
+        let mut new = NewBase { file, buffer: vec![0; PIECE as usize], huge, piece: None, shown: 0 };
         if self.is_without_file() {
             return Ok(Some(new));
         }
@@ -362,29 +370,37 @@ impl Memory {
         Ok(())
     }
 
-    /// Makes `new` the base, which has all content of memory, and maps it privately. The machine
-    /// must be paused.
+    /// Maps the next `most` bytes of `new` privately. `new` has the content of memory there, and the
+    /// machine is paused. It may run before the rest is shown: what it then writes to is private to it.
     ///
     /// # Errors
-    /// The host refuses. The content is unchanged. If only a part of memory maps the new base then,
-    /// the machine cannot be forked again.
-    pub fn show(&self, new: NewBase) -> io::Result<()> {
-        let (file, first) = (new.freeze()?, self.is_without_file());
+    /// The host refuses. The content is unchanged.
+    pub fn show(&self, new: &mut NewBase, most: u64) -> io::Result<()> {
         let (size, pages) = (self.config.size, self.config.backing.pages());
-        for at in (0..size).step_by(PIECE as usize) {
-            if let Err(error) = self.map_piece(at, PIECE.min(size - at), &file, pages) {
-                if at > 0 {
-                    self.shared.lock().file = None;
-                    self.shared.parted.store(at, Ordering::Release);
-                }
-                return Err(error);
+        let end = size.min(new.shown.saturating_add(most));
+        while new.shown < end {
+            let len = PIECE.min(end - new.shown);
+            self.map_piece(new.shown, len, &new.file, pages)?;
+            if new.shown == 0 {
+                // From now on it shows two files, or a file and anonymous memory.
+                let mut base = self.shared.lock();
+                *base = Base { file: None, number: base.number + u64::from(base.file.is_some()) };
             }
+            new.shown += len;
+            self.shared.parted.store(new.shown, Ordering::Release);
         }
-        let mut base = self.shared.lock();
-        // The first base of a file is its number 0.
-        *base = Base { file: Some(Arc::new(file)), number: base.number + u64::from(!first) };
-        drop(base);
-        self.shared.parted.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes `new` the base, which all of memory shows.
+    ///
+    /// # Errors
+    /// Not all of memory shows it, or it cannot be sealed against writes.
+    pub fn shows(&self, new: NewBase) -> io::Result<()> {
+        if new.shown < self.config.size {
+            return Err(io::Error::other("memory does not show all of it"));
+        }
+        self.shared.lock().file = Some(Arc::new(new.freeze()?));
         Ok(())
     }
 
@@ -447,7 +463,8 @@ mod tests {
             let asks = scope.spawn(|| {
                 let mut found = HashMap::new();
                 while !ended.load(Ordering::Relaxed) {
-                    let (file, number) = memory.base().unwrap();
+                    // While memory shows two, there is none.
+                    let Ok((file, number)) = memory.base() else { continue };
                     let inode = file.metadata().unwrap().ino();
                     let first = *found.entry(number).or_insert(inode);
                     assert_eq!(first, inode, "two files have the number {number}");
@@ -456,7 +473,9 @@ mod tests {
             });
             for _ in 0..2000 {
                 let file = mmap::freezable_memfd(c"vellum-test", 1 << 20, None).unwrap();
-                memory.show(memory.new_base(file, || Ok(())).unwrap().unwrap()).unwrap();
+                let mut new = memory.new_base(file, || Ok(())).unwrap().unwrap();
+                memory.show(&mut new, u64::MAX).unwrap();
+                memory.shows(new).unwrap();
             }
             ended.store(true, Ordering::Relaxed);
             asks.join().unwrap()

@@ -198,6 +198,15 @@ impl<P: SaveState> MigratableMachine<P> {
                 }
                 tracker.map_or_else(|error| Done::Failed(error.to_string()), Done::Tracker)
             }
+            Demand::Pause => {
+                if !self.stands()
+                    && let Err(error) = self.machine.pause()
+                {
+                    return Done::Failed(error.to_string());
+                }
+                self.held.migration = true;
+                Done::Done
+            }
             Demand::Save => {
                 if let Some(leaving) = self.operation.leaving_mut() {
                     leaving.paused = Some(Instant::now());
