@@ -337,7 +337,21 @@ fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
     ensure(output.status.success(), || format!("{output:?}"))?;
     hosts::premises(&report)?;
     json::check(&report).map_err(Failed::from)?;
-    for name in ["pause", "later_pause", "longest_gap", "remap_at_once", "command", "later_command"] {
+    for name in [
+        "pause",
+        "later_pause",
+        "longest_gap",
+        "remap_at_once",
+        "command",
+        "later_command",
+        "later_of_first",
+        "busy_before",
+        "busy_after",
+        "first_write",
+        "remapped_after",
+        "remapped_first_write",
+        "first_write_of_remapped",
+    ] {
         let rounds = rounds(&report, name)?;
         ensure(rounds.len() == 2 && rounds.iter().all(|value| *value > 0.0), || {
             format!("{name}: {rounds:?}")

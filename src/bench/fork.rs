@@ -8,14 +8,25 @@
 //! checked.
 //!
 //! The machine itself reports the pause. Two figures are shown beside it:
-//! - The longest time in which the guest wrote nothing, by its own clock. It covers all forks of
-//!   the round and everything else that kept the guest from its CPU.
+//! - The longest time in which the guest wrote nothing, by its own clock. For this, another machine
+//!   is forked once. The figure covers its life from its first write on, and everything else that
+//!   kept the guest from its CPU.
 //! - The time to map the same amount of memory privately at once. The pause would include it if
 //!   memory did not part while the guest runs.
+//!
+//! What the fork costs afterwards is measured with a third machine, which writes as fast as it can.
+//! Its rate is that of the second before the fork, and of the second after the machine has reported
+//! the fork. The guest's first write to each page is the time from that report until it has written
+//! as many pages as it has, divided by their number: it writes them in their order, and each write
+//! copies a page. Beside it, the same guest runs in this process, and all of its memory is mapped
+//! privately at once. Its figures begin when that has happened.
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::migration::Rate;
@@ -23,8 +34,10 @@ use super::process::{Directory, Process};
 use super::{Common, Error, Region, of_rounds};
 use vellum_control::client::{self, Client};
 use vellum_control::{Do, Event};
-use vellum_guests::guest;
-use vellum_kvm::memory::Backing;
+use vellum_guests::WriteConfig;
+use vellum_guests::guest::{self, Guest};
+use vellum_kvm::memory::{Backing, MemoryConfig};
+use vellum_kvm::vm;
 use vellum_report::units::humanised;
 use vellum_report::{Answer, Premise, Report, json};
 use vellum_sys::affinity;
@@ -107,8 +120,23 @@ struct Round {
     gap: Option<f64>,
     /// Pages that the guest wrote per second, before the first fork and after the second.
     rates: [f64; 2],
+    /// A guest that writes as fast as it can, and is forked.
+    busy: Busy,
+    /// The same, whose memory is mapped privately.
+    remapped: Busy,
     /// The time to map the same amount of memory privately at once.
     remap: f64,
+}
+
+/// A guest that writes as fast as it can, before and after all of its memory was mapped privately.
+#[derive(Clone, Copy, Debug, Default)]
+struct Busy {
+    /// Pages that it wrote in the second before.
+    before: f64,
+    /// Pages that it wrote in the second after.
+    after: f64,
+    /// Seconds that the first write to each page took after.
+    first_write: f64,
 }
 
 /// Runs the benchmark.
@@ -150,6 +178,14 @@ fn add(report: &mut Report, rounds: &[Round]) {
     samples("pages_copied", "pages", &|round| Some(round.first.copied));
     samples("later_pages_copied", "pages", &|round| Some(round.later.copied));
     samples("further_machine", "bytes", &|round| round.further);
+    samples("later_of_first", "", &|round| Some(round.later.command / round.first.command));
+    samples("busy_before", "pages/s", &|round| Some(round.busy.before));
+    samples("busy_after", "pages/s", &|round| Some(round.busy.after));
+    samples("first_write", "s", &|round| Some(round.busy.first_write));
+    samples("remapped_after", "pages/s", &|round| Some(round.remapped.after));
+    samples("remapped_first_write", "s", &|round| Some(round.remapped.first_write));
+    let of_remapped = |round: &Round| Some(round.busy.first_write / round.remapped.first_write);
+    samples("first_write_of_remapped", "", &of_remapped);
     samples("progress_before", "pages/s", &|round| Some(round.rates[0]));
     samples("progress_after", "pages/s", &|round| Some(round.rates[1]));
 }
@@ -172,6 +208,13 @@ struct Running {
     /// A subscription to its events.
     events: Client,
     done: u64,
+}
+
+/// The command that forks it.
+struct Forking {
+    command: Process,
+    name: String,
+    result: PathBuf,
 }
 
 /// A machine that was forked, until it is stopped.
@@ -219,10 +262,120 @@ fn measure(report: &mut Report, config: &Config, part: &str) -> Result<Round, Er
     for child in [one, two, three] {
         judge(report, part, &child.end()?);
     }
+    judge(report, part, &running.end()?);
+    let gap = gap_of_a_fork(report, config, part)?;
+    let (busy, remapped) = (busy_forked(report, config, part)?, busy_remapped(config)?);
+    Ok(Round { first, later, further, gap, rates: [before, after], busy, remapped, remap })
+}
+
+/// The longest time in which a guest wrote nothing whose machine was forked once.
+fn gap_of_a_fork(report: &mut Report, config: &Config, part: &str) -> Result<Option<f64>, Error> {
+    let mut running = Running::start(config)?;
+    let pages = config.region.total(false) / PAGE_SIZE;
+    running.until(|running| Ok((running.done >= pages).then_some(())))?;
+    running.leave_alone(config.around)?;
+    let (_, child) = running.fork(config, "one", true)?;
+    running.leave_alone(config.around)?;
+    judge(report, part, &child.end()?);
     let result = running.end()?;
     judge(report, part, &result);
-    let gap = result.find("longest_gap").map(vellum_report::Figure::max);
-    Ok(Round { first, later, further, gap, rates: [before, after], remap })
+    Ok(result.find("longest_gap").map(vellum_report::Figure::max))
+}
+
+/// How a guest fares that writes as fast as it can and is forked.
+fn busy_forked(report: &mut Report, config: &Config, part: &str) -> Result<Busy, Error> {
+    let config = Config { dirty_rate: Rate(None), ..config.clone() };
+    let pages = config.region.total(false) / PAGE_SIZE;
+    let mut running = Running::start(&config)?;
+    running.until(|running| Ok((running.done >= pages).then_some(())))?;
+    running.leave_alone(config.around)?;
+    let mut client = Client::connect(&running.directory.socket("source")).map_err(unheard)?;
+    let mut done = || {
+        let status = client.ask(&Do::Status {}).map_err(unheard)?;
+        Ok(status["done"].as_u64().unwrap_or(0))
+    };
+    let before = rate_of(&mut done)?;
+    let mut forking = running.begin(&config, "busy", true)?;
+    running.forked(&mut forking)?;
+    let (after, first_write) = after(pages, &mut done)?;
+    let child = running.child(forking)?;
+    judge(report, part, &child.end()?);
+    judge(report, part, &running.end()?);
+    Ok(Busy { before, after, first_write })
+}
+
+/// How the same guest fares whose memory is mapped privately at once.
+fn busy_remapped(config: &Config) -> Result<Busy, Error> {
+    let failed = |what| move |error| Error::Host(what, error);
+    let region = config.region;
+    let (len, backing) = (region.total(false), region.backing);
+    let memory = super::region::populated(MemoryConfig { backing, ..MemoryConfig::new(len) })?;
+    let mapping = memory.mapping.clone();
+    let file = match memory.shared_file() {
+        Some(file) => file,
+        // The guest does not read what it writes, so the file stays empty.
+        None => {
+            let file = freezable_memfd(c"vellum-bench", len, None).map_err(failed("memfd_create"))?;
+            let zeroes = vec![0; 1 << 20];
+            for at in (0..len).step_by(zeroes.len()) {
+                let some = &zeroes[..zeroes.len().min((len - at) as usize)];
+                file.write_all_at(some, at).map_err(failed("a file in memory"))?;
+            }
+            Arc::new(file)
+        }
+    };
+    let guest = Guest::start(&vm::open()?, memory, config.common.guest(region.vcpus))?;
+    let write = WriteConfig { passes: 0, warm: true, latency: false, ..WriteConfig::default() };
+    guest.program(&write)?;
+    guest.resume();
+    let mut done = || {
+        guest.all_rung()?;
+        Ok(guest.controls().map(|control| control.done.load(Ordering::Relaxed)).sum())
+    };
+    let pages = len / PAGE_SIZE;
+    while done()? < pages {
+        pause(LOOK)?;
+    }
+    let before = rate_of(&mut done)?;
+    mapping.part(0, len, &file, backing.pages()).map_err(failed("mremap"))?;
+    let (after, first_write) = after(pages, &mut done)?;
+    guest.request_stop();
+    guest.wait_all_rung()?;
+    Ok(Busy { before, after, first_write })
+}
+
+/// Waits for `time`, unless a signal interrupts.
+fn pause(time: Duration) -> Result<(), Error> {
+    std::thread::sleep(time);
+    signal::take().map_or(Ok(()), |signal| Err(guest::Error::Interrupted(signal).into()))
+}
+
+/// The rate of `done` for a second.
+fn rate_of(done: &mut impl FnMut() -> Result<u64, Error>) -> Result<f64, Error> {
+    let (before, since) = (done()?, Instant::now());
+    while since.elapsed() < WATCH {
+        pause(LOOK)?;
+    }
+    Ok((done()? - before) as f64 / since.elapsed().as_secs_f64())
+}
+
+/// The rate of `done` in a second from now on, and the seconds that each of the next `pages` takes.
+fn after(pages: u64, done: &mut impl FnMut() -> Result<u64, Error>) -> Result<(f64, f64), Error> {
+    let (before, since) = (done()?, Instant::now());
+    let (mut rate, mut each) = (None, None);
+    loop {
+        let (now, took) = (done()? - before, since.elapsed());
+        if took >= WATCH {
+            rate.get_or_insert(now as f64 / took.as_secs_f64());
+        }
+        if now >= pages {
+            each.get_or_insert(took.as_secs_f64() / now as f64);
+        }
+        if let Some(both) = rate.zip(each) {
+            return Ok(both);
+        }
+        pause(Duration::from_millis(1))?;
+    }
 }
 
 /// Copies a machine's findings of wrong pages to `report`.
@@ -349,25 +502,46 @@ impl Running {
 
     /// Forks it.
     fn fork(&mut self, config: &Config, name: &str, paused: bool) -> Result<(Forked, Child), Error> {
+        let start = Instant::now();
+        let mut forking = self.begin(config, name, paused)?;
+        if !forking.command.wait()?.success() {
+            return Err(forking.command.failed());
+        }
+        let command = start.elapsed().as_secs_f64();
+        let (pause, copied) = self.forked(&mut forking)?;
+        Ok((Forked { pause, command, copied }, self.child(forking)?))
+    }
+
+    /// Starts the command that forks it.
+    fn begin(&self, config: &Config, name: &str, paused: bool) -> Result<Forking, Error> {
         let result = self.directory.path(&format!("{name}.json"));
         let words = (config.lines.fork)(config, name, &result, paused);
-        let start = Instant::now();
-        let mut command = Process::start(&self.directory, "the fork", name, &words)?;
-        let status = command.wait()?;
-        let took = start.elapsed().as_secs_f64();
-        if !status.success() {
-            return Err(command.failed());
-        }
-        let (us, copied) = loop {
-            if let Some(Event::Forked { us, written, .. }) = self.event()? {
-                break (us, written.present + written.zero);
+        let command = Process::start(&self.directory, "the fork", name, &words)?;
+        Ok(Forking { command, name: name.to_owned(), result })
+    }
+
+    /// Waits until it has reported the fork. Returns the seconds of the pause and the pages copied.
+    fn forked(&mut self, forking: &mut Forking) -> Result<(f64, f64), Error> {
+        loop {
+            match self.event()? {
+                Some(Event::Forked { us, written, .. }) => {
+                    return Ok((us as f64 / 1e6, (written.present + written.zero) as f64));
+                }
+                Some(Event::NotForked { .. }) => return Err(forking.command.failed()),
+                _ => {}
             }
-        };
-        let mut client = Client::connect(&self.directory.socket(name)).map_err(unheard)?;
+        }
+    }
+
+    /// Waits until the command has ended. Returns the new machine.
+    fn child(&mut self, mut forking: Forking) -> Result<Child, Error> {
+        if !forking.command.wait()?.success() {
+            return Err(forking.command.failed());
+        }
+        let mut client = Client::connect(&self.directory.socket(&forking.name)).map_err(unheard)?;
         let status = client.ask(&Do::Status {}).map_err(unheard)?;
         let pid = status["pid"].as_u64().unwrap_or(0) as u32;
-        let forked = Forked { pause: us as f64 / 1e6, command: took, copied: copied as f64 };
-        Ok((forked, Child { client, pid, result }))
+        Ok(Child { client, pid, result: forking.result })
     }
 
     /// Ends it and returns its result.

@@ -1,31 +1,51 @@
 //! `cargo bench --bench fork` measures how soon a forked machine runs, compared with a machine that
-//! is started.
+//! is started, and what a further machine takes of the kernel's memory, compared with a bare VM.
 //!
-//! It measures the time from exec of the command to the first byte on the serial port: for `vellum
-//! run` of a kernel of a few bytes, and for `vellum fork` of a machine of the same size that has
-//! touched 192 MiB and writes to its serial port forever. It measures with 1 GiB and with 8 GiB,
-//! where the creation of KVM's memslot is a part of both times. A first fork creates the base, and
-//! a later fork finds it.
+//! Starting: the time from exec of the command to the first byte on the serial port, which is the new
+//! machine's first exit to Vellum. `vellum run` starts a kernel of a few bytes. `vellum fork` forks a
+//! machine of the same size that has touched 256 MiB and writes to its serial port forever. Both
+//! machines have a memfd, of 1 GiB and of 8 GiB. The creation of KVM's memslot is a part of both
+//! times, and is also measured apart: KVM_SET_USER_MEMORY_REGION for memory that nobody has touched,
+//! in this process. A first fork creates the base. Before the later fork the first machine
+//! writes to 1,000 more pages. The time to copy so many pages into a memfd and back is measured
+//! apart.
+//!
+//! The kernel's memory: what the memory control group of the new machine's processes is charged for
+//! before the guest has run, and that of a process that makes a VM of this size with a vCPU, and
+//! nothing else. It is skipped where no group can be made.
 //!
 //! The rivals take turns. The benchmark prints medians, and the median and quartiles of the ratio
 //! in each round.
 
 use std::fs::{self, File};
-use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use support::cgroup::Group;
 use support::env::TestEnv;
 use support::guests::Code;
-use support::perf::floor::{installed, quartiles};
+use support::perf::floor::{installed, median, quartiles};
 use support::{Failed, LIMIT, ensure, eventually};
+use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
+use vellum_kvm::vm::Vm;
+use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
 
 support::vellum!();
 
 /// How often each machine is started.
 const STARTS: usize = 15;
+
+/// How often the kernel's memory is read.
+const GROUPS: usize = 5;
+
+/// The pages that the first machine writes to before it is forked again.
+const CHANGED: u64 = 1000;
+
+/// The argument with which this program is a bare VM of so many bytes.
+const BARE: &str = "--bare-vm=";
 
 /// The quartiles of the ratios of `one` to `other`, pair by pair.
 fn ratios(one: &[f64], other: &[f64]) -> [f64; 3] {
@@ -36,14 +56,21 @@ fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
-/// Writes to all memory from 8 MiB to 200 MiB, then writes to the serial port forever.
+/// Writes to all memory from 8 MiB to 264 MiB. Then, forever, it writes to the first 1,000 of these
+/// pages and a byte to the serial port.
 fn touches() -> Vec<u8> {
-    // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 200 MiB; jb fill
+    // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 264 MiB; jb fill
     let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
-    code.extend([0x81, 0xfb, 0, 0, 0x80, 0x0c, 0x72, 0xf0]);
-    // mov dx, 0x3f8; mov al, 'V'; on: out dx, al; mov ecx, 65536; wait: dec ecx; jnz wait; jmp on
+    code.extend([0x81, 0xfb, 0, 0, 0x80, 0x10, 0x72, 0xf0]);
+    // mov ecx, 2
+    code.extend([0xb9, 2, 0, 0, 0]);
+    // round: mov ebx, 8 MiB; again: mov [rbx], ecx; add ebx, 4096; cmp ebx, 8 MiB + 1000 * 4096
+    // (0xbe8000); jb again
+    code.extend([0xbb, 0, 0, 0x80, 0, 0x89, 0x0b, 0x81, 0xc3, 0, 0x10, 0, 0, 0x81, 0xfb, 0, 0x80, 0xbe, 0]);
+    code.extend([0x72, 0xf0]);
+    // mov dx, 0x3f8; mov al, 'V'; on: out dx, al; mov ecx, 65536; wait: dec ecx; jnz wait; jmp round
     code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'V', 0xee, 0xb9, 0, 0, 1, 0, 0xff, 0xc9, 0x75, 0xfc]);
-    code.extend([0xeb, 0xf6]);
+    code.extend([0xeb, 0xd9]);
     Code::default().bytes(&code).elf64()
 }
 
@@ -72,14 +99,45 @@ fn first_byte(command: &mut Command, serial: &Path, ends: bool) -> Result<f64, F
     Ok(took)
 }
 
+/// Milliseconds that KVM takes to create a memslot of `bytes`.
+fn memslot(bytes: u64) -> Result<f64, Failed> {
+    let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(bytes) };
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, config)?;
+    let vm = vellum_host::kvm::create_vm(&vellum_kvm::vm::open()?)?;
+    let start = Instant::now();
+    let vm = Vm::over(vm, memory, None)?;
+    let took = ms(start);
+    drop(vm);
+    Ok(took)
+}
+
+/// Milliseconds to copy so many pages out of a mapping into a memfd, and from there into another.
+fn copying(pages: u64) -> Result<f64, Failed> {
+    let len = pages * PAGE_SIZE;
+    let [from, to] = [(); 2].map(|()| Mapping::new(len, PAGE_SIZE, Source::Anonymous));
+    let (from, to, file) = (from?, to?, memfd(c"copied", len, None)?);
+    from.populate(0, len)?;
+    let mut page = vec![0; PAGE_SIZE as usize];
+    let start = Instant::now();
+    for at in (0..len).step_by(PAGE_SIZE as usize) {
+        from.copy_to(at, &mut page);
+        file.write_all_at(&page, at)?;
+    }
+    for at in (0..len).step_by(PAGE_SIZE as usize) {
+        file.read_exact_at(&mut page, at)?;
+        to.copy_from(at, &page);
+    }
+    Ok(ms(start))
+}
+
 /// Measures and prints the times for machines with this much memory.
-fn starting(env: &TestEnv, vellum: &Path, memory: &str) -> Result<(), Failed> {
+fn starting(env: &TestEnv, vellum: &Path, memory: &str, bytes: u64) -> Result<(), Failed> {
     let (touches_all, prints) = (env.path("touches"), env.path("prints"));
     fs::write(&touches_all, touches())?;
     fs::write(&prints, Code::default().print("V").spin().elf64())?;
     let serial = env.path(&format!("serial-{memory}"));
     ensure(Command::new("mkfifo").arg(&serial).status()?.success(), || "mkfifo".into())?;
-    let mut all = [const { Vec::new() }; 3];
+    let mut all = [const { Vec::new() }; 5];
     for round in 0..STARTS {
         let out = env.path("out");
         let line = format!(
@@ -88,7 +146,10 @@ fn starting(env: &TestEnv, vellum: &Path, memory: &str) -> Result<(), Failed> {
             out.display()
         );
         let here = env.start("here", &mut env.command(&line))?;
-        eventually(LIMIT, "it has written", || Ok((fs::metadata(&out)?.len() > 0).then_some(())))?;
+        let has_written = |bytes: u64| {
+            eventually(LIMIT, "it has written", || Ok((fs::metadata(&out)?.len() > bytes).then_some(())))
+        };
+        has_written(0)?;
         let fork = |name: &str| {
             let mut command = Command::new(vellum);
             command.env("XDG_RUNTIME_DIR", env.dir()).args(["fork", "here", "--name", name, "--serial"]);
@@ -106,6 +167,8 @@ fn starting(env: &TestEnv, vellum: &Path, memory: &str) -> Result<(), Failed> {
             env.ctl(&format!("{name} stop"))?;
             let socket = env.socket(name);
             eventually(LIMIT, "it has ended", || Ok((!socket.exists()).then_some(())))?;
+            // It writes to 1,000 pages between two bytes.
+            has_written(fs::metadata(&out)?.len() + 2)?;
         }
         if round % 2 == 1 {
             all[0].push(first_byte(&mut run, &serial, false)?);
@@ -113,25 +176,85 @@ fn starting(env: &TestEnv, vellum: &Path, memory: &str) -> Result<(), Failed> {
         env.ctl("here stop")?;
         here.end()?;
         fs::remove_file(out)?;
+        all[3].push(memslot(bytes)?);
+        all[4].push(copying(CHANGED)?);
     }
-    let [ran, first, later] = all;
-    let median = |of: &[f64]| quartiles(of.to_vec())[0];
+    let [ran, first, later, memslot, copying] = all;
     println!(
         "{memory}, exec to the first byte: run {:.2} ms, forked {:.2} ms, forked again {:.2} ms ({STARTS} rounds)",
         median(&ran),
         median(&first),
         median(&later)
     );
+    println!("  of which a memslot of {memory}: {:.2} ms in each", median(&memslot));
     let [ratio, low, high] = ratios(&first, &ran);
     println!(
         "  forked, of what it takes to run: {ratio:.3} (quartiles {low:.3} to {high:.3}); goal 1.5 at most"
     );
     let [ratio, low, high] = ratios(&later, &first);
-    println!("  again, of the first time: {ratio:.3} (quartiles {low:.3} to {high:.3}); goal 1.3 at most");
+    println!(
+        "  again, after {CHANGED} changed pages, of the first time: {ratio:.3} (quartiles {low:.3} to {high:.3}); goal \
+         1.3 at most, and copying the pages, which takes {:.2} ms",
+        median(&copying)
+    );
     Ok(())
 }
 
+/// Measures and prints the kernel's memory of a further machine.
+fn kernel_memory(env: &TestEnv, vellum: &Path, memory: &str, bytes: u64) -> Result<(), Failed> {
+    let write = "--passes 0 --workload write,rate=1000";
+    let here = env.start("here", &mut env.command(&format!("run -m {memory},backing=memfd {write}")))?;
+    env.has_written("here", 1000)?;
+    let [mut forked, mut bare] = [const { Vec::new() }; 2];
+    // The first fork changes the machine's mapping.
+    for round in 0..=GROUPS {
+        let group = Group::new()?;
+        let mut command = group.command(vellum);
+        command.env("XDG_RUNTIME_DIR", env.dir()).args(["fork", "here", "--name", "there", "--paused"]);
+        ensure(command.stdout(Stdio::null()).status()?.success(), || "it was not forked".into())?;
+        let takes = group.kernel()?;
+        env.ctl("there stop")?;
+        eventually(LIMIT, "it has ended", || Ok((!env.socket("there").exists()).then_some(())))?;
+        let group = Group::new()?;
+        let mut command = group.command(std::env::current_exe()?);
+        let mut child =
+            command.arg(format!("{BARE}{bytes}")).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        child.stdout.as_mut().ok_or("a pipe")?.read_exact(&mut [0])?;
+        let takes_bare = group.kernel()?;
+        drop(child.stdin.take());
+        child.wait()?;
+        if round > 0 {
+            forked.push(takes as f64 / 1024.0);
+            bare.push(takes_bare as f64 / 1024.0);
+        }
+    }
+    env.ctl("here stop")?;
+    here.end()?;
+    let [ratio, low, high] = ratios(&forked, &bare);
+    println!(
+        "{memory}, the kernel's memory: a forked machine before it runs {:.0} KiB, a bare VM {:.0} KiB\n  ratio {ratio:.3} \
+         (quartiles {low:.3} to {high:.3}, {GROUPS} rounds); goal 1.2 at most",
+        median(&forked),
+        median(&bare)
+    );
+    Ok(())
+}
+
+/// Is a bare VM until its standard input ends.
+fn bare_vm(bytes: u64) -> Result<(), Failed> {
+    let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(bytes) };
+    let memory = Memory::map(vellum_kvm::arch::layout::RAM, config)?;
+    let vm = Vm::new(&vellum_kvm::vm::open()?, memory)?;
+    let _vcpu = vm.fd.create_vcpu(0)?;
+    std::io::stdout().write_all(b"V")?;
+    std::io::stdout().flush()?;
+    Ok(std::io::stdin().read_to_end(&mut Vec::new()).map(drop)?)
+}
+
 fn main() -> Result<(), Failed> {
+    if let Some(bytes) = std::env::args().find_map(|arg| arg.strip_prefix(BARE)?.parse().ok()) {
+        return bare_vm(bytes);
+    }
     // `cargo test --benches` only checks that every benchmark works.
     if let Err(error) = vellum_kvm::vm::open() {
         println!("skipped: {error}");
@@ -139,6 +262,10 @@ fn main() -> Result<(), Failed> {
     }
     let env = TestEnv::new()?;
     let vellum = installed(Path::new(VELLUM), Path::new(env!("CARGO_TARGET_TMPDIR")));
-    starting(&env, &vellum, "1g")?;
-    starting(&env, &vellum, "8g")
+    match Group::new() {
+        Ok(_) => kernel_memory(&env, &vellum, "1g", 1 << 30)?,
+        Err(why) => println!("the kernel's memory: skipped: {why}"),
+    }
+    starting(&env, &vellum, "1g", 1 << 30)?;
+    starting(&env, &vellum, "8g", 8 << 30)
 }

@@ -9,6 +9,7 @@
 
 pub mod book;
 pub mod browser;
+pub mod cgroup;
 pub mod env;
 pub mod faults;
 pub mod guests;
