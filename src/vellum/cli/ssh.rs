@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 
@@ -27,8 +27,12 @@ use vellum_linux as machine;
 use vellum_sandbox::Sandbox;
 use vellum_sys::fork::{Forked, fork};
 
-/// How long one attempt to reach the guest's server waits for its banner.
-const TRY: Duration = Duration::from_secs(2);
+/// How long the first attempt to reach the guest's server waits for its banner.
+const FIRST_TRY: Duration = Duration::from_secs(2);
+/// Later attempts wait by this part of the time since the first one longer. A packet to a guest without
+/// a network is lost, and the attempt with it, so none should wait long. But a guest that has taken
+/// minutes to boot needs more than [`FIRST_TRY`] to send a banner.
+const LONGER: u32 = 4;
 /// The delay between attempts.
 const PAUSE: Duration = Duration::from_millis(300);
 
@@ -110,7 +114,7 @@ pub(super) fn beside(
                 return Ok(Exit::Guest(status));
             };
             say(&format!("waiting for the SSH server of {name}; its console is in {}", console.display()));
-            let is_up = wait_for_server(port, || Client::connect(&socket).is_ok());
+            let is_up = wait_for_server(port, FIRST_TRY, || Client::connect(&socket).is_ok());
             if !is_up {
                 let status = child.wait().map_err(Failure::host)?;
                 say(&format!("{name} has ended before its SSH server ran"));
@@ -130,22 +134,55 @@ pub(super) fn beside(
     }
 }
 
-/// Waits until the server behind `port` sends its banner, as long as the machine `lives`.
-fn wait_for_server(port: u16, lives: impl Fn() -> bool) -> bool {
+/// Waits until the server behind `port` sends its banner, as long as the machine `lives`. The first
+/// attempt takes at most `first`.
+fn wait_for_server(port: u16, first: Duration, lives: impl Fn() -> bool) -> bool {
+    let since = Instant::now();
     while lives() {
-        if speaks(port).unwrap_or(false) {
+        if speaks(port, first + since.elapsed() / LONGER).unwrap_or(false) {
             return true;
         }
         // passt accepts a connection at once, and closes it if the guest does not listen.
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(PAUSE.min(first));
     }
     false
 }
 
-fn speaks(port: u16) -> io::Result<bool> {
-    let mut stream = TcpStream::connect_timeout(&(Ipv4Addr::LOCALHOST, port).into(), TRY)?;
-    stream.set_read_timeout(Some(TRY))?;
+fn speaks(port: u16, patience: Duration) -> io::Result<bool> {
+    let mut stream = TcpStream::connect_timeout(&(Ipv4Addr::LOCALHOST, port).into(), patience)?;
+    stream.set_read_timeout(Some(patience))?;
     let mut words = [0; 4];
     stream.read_exact(&mut words)?;
     Ok(words == *b"SSH-")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io::Write;
+    use std::net::TcpListener;
+    use std::thread;
+
+    use super::*;
+
+    /// A server that needs many times the first attempt to answer, as on an emulated host.
+    #[test]
+    fn a_slow_server_is_waited_for() {
+        let first = Duration::from_millis(5);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                stream.set_read_timeout(Some(10 * first)).unwrap();
+                // The client gives up, or its time is over.
+                if stream.read(&mut [0]).is_err() {
+                    let _ = stream.write_all(b"SSH-2.0-slow\r\n");
+                }
+            }
+        });
+        let attempts = Cell::new(0);
+        let lives = || attempts.replace(attempts.get() + 1) < 1000;
+        assert!(wait_for_server(port, first, lives), "no attempt of {} waited long enough", attempts.get());
+    }
 }
