@@ -471,15 +471,19 @@ fn a_machine_is_kept_until_it_has_run() -> Result<(), Failed> {
     tells(&env, "live-update save --all --check", "not restored yet: here of session test")?;
     says(&env, "live-update restore --session test here other", 2, "other: no machine of this name is kept")?;
     says(&env, "live-update restore --session test here --rng", 2, "kept: here")?;
-    says(&env, "live-update restore --session test here --json result.json", 0, "here runs, process ")?;
-    says(&env, "live-update status --machine here", 1, "here runs")?;
+    let restore = "live-update restore --session test here --name there --json result.json";
+    says(&env, restore, 0, "there runs, process ")?;
+    says(&env, "live-update status --machine here", 0, "here may be started")?;
+    says(&env, "live-update status --machine there", 1, "there runs")?;
+    let has_log = |name: &str| env.path(&format!("vellum/{name}.log")).exists();
+    ensure(has_log("there") && !has_log("here"), || "its messages are not under its new name".into())?;
     let output = keeper.output()?;
     ensure(output.status.success(), || format!("{output:?}"))?;
-    let line = started_as(&env, "here")?;
+    let line = started_as(&env, "there")?;
     ensure(line.contains(r#"--started-as=["vellum","run","--append","it's one word"]"#), || line)?;
-    let done = env.done("here")?;
-    env.has_written("here", done + 2000)?;
-    env.ctl("here stop")?;
+    let done = env.done("there")?;
+    env.has_written("there", done + 2000)?;
+    env.ctl("there stop")?;
     let json = env.path("result.json");
     eventually(LIMIT, "it ends", || Ok(fs::read(&json).is_ok_and(|text| !text.is_empty()).then_some(())))?;
     ensure(every_page_is_right(&json)?, || "a page is wrong".into())

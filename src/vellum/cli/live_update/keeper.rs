@@ -40,7 +40,14 @@ use vellum_sys::{identity, signal, socket};
 pub(super) enum Request {
     /// Run these machines, or all if none is named, with these words of a command line. Relative
     /// paths are within this directory.
-    Restore { machines: Vec<String>, words: Vec<String>, directory: PathBuf },
+    Restore {
+        machines: Vec<String>,
+        /// The name that one machine gets instead of its own. The words have it too.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        name: Option<String>,
+        words: Vec<String>,
+        directory: PathBuf,
+    },
     /// Say how they were started.
     List { machines: Vec<String> },
     /// Free the memory of machines.
@@ -310,11 +317,12 @@ impl Keeper {
                     answers.push(Answer::GivenUp { name: saved.name });
                 }
             }
-            Request::Restore { words, directory, .. } => {
+            Request::Restore { name, words, directory, .. } => {
                 let started: Vec<_> = meant
                     .into_iter()
                     .map(|kept| {
-                        let started = self.start(&kept, &words, &directory);
+                        let name = name.as_ref().unwrap_or(&kept.saved.name);
+                        let started = self.start(&kept, name, &words, &directory);
                         (kept, started)
                     })
                     .collect();
@@ -326,14 +334,15 @@ impl Keeper {
         answers
     }
 
-    /// Starts the process of a machine.
+    /// Starts the process of a machine under this name.
     fn start(
         &self,
         kept: &Kept,
+        name: &str,
         words: &[String],
         directory: &Path,
     ) -> Result<(Starting, CommitFlag, Instant), Failure> {
-        let Saved { name, host, point, line: started_as, .. } = &kept.saved;
+        let Saved { host, point, line: started_as, .. } = &kept.saved;
         let since = Instant::now();
         let files = kept.saved.files(&self.record).map_err(Failure::host)?;
         let flag = CommitFlag::file().map_err(Failure::host)?;
@@ -394,7 +403,7 @@ impl Keeper {
             Ok(()) => {
                 Note::remove_machine(&self.session, &kept.saved.name);
                 Answer::Runs {
-                    name: kept.saved.name,
+                    name: starting.name.clone(),
                     pid: starting.child.id(),
                     us: since.elapsed().as_micros() as u64,
                 }

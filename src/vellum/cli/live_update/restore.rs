@@ -206,7 +206,7 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Failure> {
         (false, true) => Request::GiveUp { machines },
         (false, false) => {
             let directory = std::env::current_dir().map_err(Failure::host)?;
-            Request::Restore { machines, words: words()?, directory }
+            Request::Restore { machines, name: args.host.name.clone(), words: words()?, directory }
         }
     };
     let (answers, kept, retrieved_us) = keeper::ask(&stream, &request)?;
