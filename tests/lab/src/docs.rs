@@ -10,7 +10,7 @@ use std::process::Command;
 
 use clap::Command as Clap;
 use support::browser::View;
-use support::record::{self, Record};
+use support::record::Record;
 use vellum::cli;
 
 use crate::artifacts::Programs;
@@ -31,7 +31,7 @@ const WORDS: &str = "crate,passt";
 /// Builds the book into `out` and checks it. The exit status is 0 if nothing failed.
 pub fn run(consent: bool, out: &Path) -> Result<u8> {
     let cache = Cache::open()?;
-    let mut tally = Tally::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
+    let mut tally = Tally::new(Record::from_env());
     let lock = cache.lock("docs")?;
     let program = mdbook(&cache)?;
     drop(lock);

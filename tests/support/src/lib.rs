@@ -31,8 +31,8 @@ pub mod virtio;
 mod wait;
 pub mod watchdog;
 
+use std::collections::HashSet;
 use std::panic::{self, AssertUnwindSafe};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
@@ -108,10 +108,15 @@ pub struct Declared {
 
 inventory::collect!(Declared);
 
+/// Why a test is skipped that passed on the host around an emulated one.
+const PASSED_ELSEWHERE: &str = "passed on the KVM of this machine: cargo lab test svm, or --full";
+
 /// The tests of a program.
 pub struct Tests {
     arguments: Arguments,
     record: Arc<Record>,
+    /// The tests that passed on another host.
+    passed: HashSet<String>,
     running: Running,
     tests: Vec<Trial>,
 }
@@ -121,10 +126,10 @@ impl Tests {
     /// parent ignores, as shells do for background jobs, get their default actions.
     pub fn from_args() -> Self {
         signals::restore();
-        let record = Arc::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
         let mut tests = Self {
             arguments: Arguments::from_args(),
-            record,
+            record: Arc::new(Record::from_env()),
+            passed: record::passed(),
             running: Running::default(),
             tests: Vec::new(),
         };
@@ -158,7 +163,11 @@ impl Tests {
         let (name, record) = (name.into(), Arc::clone(&self.record));
         // A test that is filtered out is not checked for what it needs.
         let none = self.arguments.is_filtered_out(&Trial::test(&name, || Ok(())));
-        let need = if none { Ok(()) } else { need() };
+        let need = match () {
+            () if none => Ok(()),
+            () if self.passed.contains(&name) => Err(PASSED_ELSEWHERE.into()),
+            () => need(),
+        };
         let (recorded, running) = (name.clone(), self.running.clone());
         let trial = Trial::ignorable_test(name, move || {
             let start = Instant::now();

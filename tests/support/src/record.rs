@@ -5,6 +5,7 @@
 //! not finish.
 
 use std::any::Any;
+use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::PathBuf;
@@ -15,6 +16,10 @@ use serde::{Deserialize, Serialize};
 
 /// The environment variable that names the file.
 pub const VARIABLE: &str = "VELLUM_TEST_RECORD";
+
+/// The environment variable with the tests that passed on another host, as `PROGRAM::TEST` and
+/// separated by blanks. They are skipped on this one.
+pub const PASSED: &str = "VELLUM_TEST_PASSED";
 
 /// A line of a record.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -66,6 +71,14 @@ impl Outcome {
     }
 }
 
+/// The tests of this program that passed on another host, by [`PASSED`].
+pub(crate) fn passed() -> HashSet<String> {
+    let program = std::env::args_os().next().map(PathBuf::from).unwrap_or_default();
+    let prefix = format!("{}::", program.file_name().unwrap_or_default().to_string_lossy());
+    let all = std::env::var(PASSED).unwrap_or_default();
+    all.split_whitespace().filter_map(|test| test.strip_prefix(&prefix)).map(str::to_owned).collect()
+}
+
 /// The lines of `text` up to the first that is malformed, and the error of that one.
 pub fn parse(text: &str) -> (Vec<Line>, Result<(), String>) {
     let mut lines = Vec::new();
@@ -83,6 +96,11 @@ pub fn parse(text: &str) -> (Vec<Line>, Result<(), String>) {
 pub struct Record(Option<Mutex<PathBuf>>);
 
 impl Record {
+    /// The record that [`VARIABLE`] asks for.
+    pub fn from_env() -> Self {
+        Self::new(std::env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from))
+    }
+
     /// A record in `file`. Without one, lines are dropped.
     pub fn new(file: Option<PathBuf>) -> Self {
         Self(file.map(Mutex::new))

@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{self, Command, ExitCode};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use support::record::{self, Line, Outcome};
 use support::{Completion, Failed, Tests, ensure, test};
@@ -45,11 +46,19 @@ fn samples(tests: &mut Tests, kind: &str) {
 
 /// Runs this program with its samples. Returns its record, and whether it succeeded.
 fn sampled(kind: &str, filter: &str) -> Result<(Vec<Line>, bool), Failed> {
-    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{filter}-{}", process::id()));
+    sampled_after(kind, filter, "")
+}
+
+/// The same, where the tests `passed` have passed on another host.
+fn sampled_after(kind: &str, filter: &str, passed: &str) -> Result<(Vec<Line>, bool), Failed> {
+    static FILES: AtomicU32 = AtomicU32::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("record-{number}-{}", process::id()));
     let output = Command::new(env::current_exe()?)
         .arg(filter)
         .env(SAMPLE, kind)
         .env(record::VARIABLE, &file)
+        .env(record::PASSED, passed)
         .output()?;
     let (lines, rest) = record::parse(&fs::read_to_string(&file)?);
     rest?;
@@ -104,4 +113,18 @@ fn what_is_not_asked_for_is_not_recorded() -> Result<(), Failed> {
 fn a_program_that_is_cut_short_records_no_end() -> Result<(), Failed> {
     let (lines, success) = sampled("cut-short", "sample_")?;
     ensure(success && !lines.iter().any(|line| matches!(line, Line::End(_))), || format!("{lines:?}"))
+}
+
+/// Another program's tests, and those whose names only begin alike, are others.
+#[test]
+fn what_has_passed_on_another_host_is_skipped_and_says_so() -> Result<(), Failed> {
+    let program = env::current_exe()?;
+    let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let passed = format!("{name}::sample_fails other::sample_panics {name}::sample_passes_");
+    let (lines, success) = sampled_after("all", "sample_", &passed)?;
+    let is_skipped =
+        |name| matches!(outcome(&lines, name), Some(Outcome::Skipped(why)) if why.contains("lab test svm"));
+    ensure(is_skipped("sample_fails"), || format!("{lines:?}"))?;
+    ensure(outcome(&lines, "sample_passes") == Some(Outcome::Passed) && !success, || format!("{lines:?}"))?;
+    ensure(matches!(outcome(&lines, "sample_panics"), Some(Outcome::Failed(_))), || format!("{lines:?}"))
 }

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use support::record::{self, Record};
+use support::record::Record;
 
 pub use files::write as write_files;
 
@@ -96,7 +96,7 @@ impl Checkout {
 pub fn run(options: &Options) -> Result<u8> {
     let cache = Cache::open()?;
     cache.need_mib(4096)?;
-    let mut tally = Tally::new(Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from)));
+    let mut tally = Tally::new(Record::from_env());
     let scratch = cache.dir("scratch")?.join(format!("release-{}", std::process::id()));
     let _lock = cache.lock("release")?;
     fs::create_dir_all(&scratch).map_err(Error::file("create", &scratch))?;

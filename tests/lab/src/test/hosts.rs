@@ -2,7 +2,8 @@
 //! machine, by the same laboratory, as its bed metal. [`super::pool`] boots the hosts.
 //!
 //! A run without a bed runs each Linux guest, and each program that needs KVM, on one emulated
-//! host. Without nested paging, where KVM shadows page tables, it runs only the programs about
+//! host. Of programs that test Vellum more than KVM, it leaves out what has passed on this machine's
+//! own KVM. Without nested paging, where KVM shadows page tables, it runs only the programs about
 //! memory. `--full` runs everything in both modes.
 
 use std::fs;
@@ -11,16 +12,17 @@ use std::process::Command;
 use std::time::Duration;
 
 use support::hosts::EMULATED;
+use support::record;
 
 use super::pool::{self, Job, Made, Work};
 use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{HUGEPAGES, Options, TestHost, debuggers, here, setup};
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Executable, Kernel, files_below};
+use crate::artifacts::{self, Executable, Kernel, Programs, files_below};
 use crate::cache::Cache;
 use crate::hosts::guest::{self, Guest};
-use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, cloud, disk, svm};
+use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, arm64, cloud, disk, doctor, svm};
 use crate::kernel::{self, build, variants};
 use crate::{Error, Result};
 
@@ -28,8 +30,28 @@ use crate::{Error, Result};
 /// CPU idles while another works on one long list.
 const LONGEST: [&str; 2] = ["bench", "migrate"];
 
+/// These programs test what KVM does, so they run on each kind of KVM.
+const OF_KVM: [&str; 7] = ["boot", "cr3_cache", "dirty_log", "interrupts", "run", "state", "workload"];
+
 /// A run without a bed also runs these programs without nested paging.
 const OF_MEMORY: [&str; 3] = ["cr3_cache", "dirty_log", "workload"];
+
+/// Builds the programs of a run without a bed that its emulated hosts have, with the lowest priority.
+/// Whoever needs one builds it again, and reports why it cannot be built.
+pub fn build_ahead(options: &Options) {
+    let can_boot =
+        |bed: Emulated| doctor::missing(bed.programs()).is_empty() || options.setup && setup::is_root();
+    // SAFETY: setpriority takes no pointers. On Linux it is about one thread and what it starts.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+    if can_boot(svm::HOST) {
+        let _ = Programs::build();
+        let _ = programs::built_on(Architecture::X86);
+        let _ = programs::built_for(Place::Linux);
+    }
+    if can_boot(arm64::HOST) {
+        let _ = Programs::build_for(Architecture::Arm);
+    }
+}
 
 /// The tests on emulated hosts.
 pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
@@ -43,6 +65,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         Architecture::Arm => Vec::new(),
     };
     tally.lap(bed.name(), "fetching kernels and debuggers");
+    let passed = if options.is_short() { passed_here(tally) } else { String::new() };
     let host = |npt| {
         let mut request = Request::new(HostKernel::Debian(kernel.clone()));
         request.files.extend(debuggers.iter().cloned());
@@ -55,13 +78,16 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         if !options.is_short() {
             request.env.push((EMULATED.into(), "all".into()));
         }
+        if !passed.is_empty() {
+            request.env.push((record::PASSED.into(), passed.clone()));
+        }
         request
     };
     let tests = programs::built_on(architecture)?;
     tally.lap(bed.name(), "building the test programs");
     let mut jobs = Vec::new();
-    // The arguments may name a single test.
-    let is_whole = options.arguments.is_empty();
+    // The arguments may name a single test. After this machine's own KVM, little is left.
+    let is_whole = options.arguments.is_empty() && passed.is_empty();
     for npt in modes(options) {
         let mut programs = tests.clone();
         if options.is_short() && !npt {
@@ -96,6 +122,14 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         }
     }
     Ok(jobs)
+}
+
+/// The tests that passed on this machine, but for those of [`OF_KVM`], in the form of
+/// [`record::PASSED`].
+fn passed_here(tally: &Tally) -> String {
+    let is_of_kvm = |test: &str| test.split_once("::").is_some_and(|(program, _)| OF_KVM.contains(&program));
+    let passed = tally.passed_here().iter().filter(|test| !is_of_kvm(test));
+    passed.map(String::as_str).collect::<Vec<_>>().join(" ")
 }
 
 /// Linux guests on hosts with either interrupt controller. A guest has its host's kind. `disk` is

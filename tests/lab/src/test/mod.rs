@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use support::record::{self, Record};
+use support::record::Record;
 
 use crate::architecture::Architecture;
 use crate::cache::Cache;
@@ -255,7 +255,7 @@ pub fn run(mut options: Options) -> Result<u8> {
     options.check()?;
     let form = options.form.take();
     let options = &options;
-    let record = Record::new(std::env::var_os(record::VARIABLE).map(PathBuf::from));
+    let record = Record::from_env();
     let mut tally = match &form {
         Some(_) => Tally::kept(record, "lab test"),
         None => Tally::new(record),

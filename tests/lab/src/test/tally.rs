@@ -18,6 +18,8 @@ pub struct Tally {
     /// Kept for a laboratory outside that runs this one.
     record: Record,
     passed: u64,
+    /// The tests that passed on this machine.
+    passed_here: Vec<String>,
     failures: Vec<Failure>,
     /// Skipped tests by host and reason.
     skipped: BTreeMap<(String, String), Vec<String>>,
@@ -60,6 +62,7 @@ impl Tally {
         Self {
             record,
             passed: 0,
+            passed_here: Vec::new(),
             failures: Vec::new(),
             skipped: BTreeMap::new(),
             report: None,
@@ -86,6 +89,11 @@ impl Tally {
     /// Records the time of something that ran in parallel, in the current part.
     pub fn took(&mut self, host: &str, what: &str, passed: Duration) {
         self.clock.within(format!("{host}: {what}"), passed);
+    }
+
+    /// The tests that passed on this machine, by `PROGRAM::TEST`.
+    pub fn passed_here(&self) -> &[String] {
+        &self.passed_here
     }
 
     /// Whether a laboratory outside counts these results.
@@ -170,7 +178,13 @@ impl Tally {
             form::add(report, case);
         }
         match &outcome {
-            Outcome::Passed => self.passed += 1,
+            Outcome::Passed => {
+                self.passed += 1;
+                // What is no test of a program has blanks in its name.
+                if host == LOCAL && !what.contains(char::is_whitespace) {
+                    self.passed_here.push(what.to_owned());
+                }
+            }
             Outcome::Failed(why) => {
                 self.failures.push(Failure { what: format!("{host}: {what}"), why: why.clone() });
             }
