@@ -18,6 +18,26 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     Ok(thread::set_thread_res_uid(user, user, user)?)
 }
 
+/// Has root do something as `uid` and `gid`, without supplementary groups. Programs that it starts
+/// stay this user. Call it before any thread is started: the change affects only the calling thread.
+///
+/// # Errors
+/// The kernel refuses. The process may have another user than before then, and is to end.
+pub fn as_user<T>(uid: u32, gid: u32, act: impl FnOnce() -> T) -> io::Result<T> {
+    let (groups, own) = (rustix::process::getgroups()?, rustix::process::getgid());
+    let (user, group) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    thread::set_thread_groups(&[])?;
+    // The saved IDs stay root's, so that this can be undone here, and not by a program that is started:
+    // execve(2) replaces them.
+    thread::set_thread_res_gid(group, group, None)?;
+    thread::set_thread_res_uid(user, user, None)?;
+    let done = act();
+    thread::set_thread_res_uid(Uid::ROOT, Uid::ROOT, None)?;
+    thread::set_thread_res_gid(own, own, None)?;
+    thread::set_thread_groups(&groups)?;
+    Ok(done)
+}
+
 /// Removes all capabilities but `kept` from the calling thread and from the threads that it starts,
 /// and empties its bounding set.
 ///

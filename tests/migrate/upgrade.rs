@@ -8,7 +8,7 @@ use std::process::Command;
 
 use support::env::{TestEnv, process};
 use support::hosts::{kvm, real, slow_if_emulated};
-use support::{Failed, LIMIT, ensure, eventually, test};
+use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 
@@ -167,6 +167,41 @@ fn an_upgrade_that_cannot_be_leaves_the_machine_as_it_was() -> Result<(), Failed
     succeeds(&env.vellum("ctl memfd stop")?)?;
     ends_with(machine, 0)?;
     every_page_is_right(&json)
+}
+
+/// A machine that has dropped root says what it has open. Root opens none of that by its paths with
+/// more rights than the machine's user has.
+#[test(kvm(), root())]
+fn what_a_machine_that_has_dropped_root_names_is_opened_as_its_user() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let shared = env.path("shared");
+    fs::create_dir(&shared)?;
+    fs::set_permissions(&shared, Permissions::from_mode(0o700))?;
+    let kernel = counting(&env)?;
+    let share = format!("--share {}:data,as-root", shared.display());
+    let line = format!("run --kernel {} --memory 16m,backing=memfd --serial null {share}", kernel.display());
+    for (more, is_upgraded) in [("--user 65534:65533", false), ("", true)] {
+        let machine = env.run("m", &format!("{line} {more}"))?;
+        let before = pid(&env, "m")?;
+        let output = env.vellum(&format!("ctl m upgrade --downtime 1m {VELLUM}"))?;
+        if is_upgraded {
+            succeeds(&output)?;
+        } else {
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let stays = said.contains("stays in the process that it is in");
+            ensure(output.status.code() == Some(1) && stays, || format!("{output:?}"))?;
+            ensure(pid(&env, "m")? == before, || "it is another process".into())?;
+            let running = env.standing("m");
+            ensure(running.as_deref() == Some("running"), || format!("{running:?}"))?;
+        }
+        succeeds(&env.vellum("ctl m stop")?)?;
+        machine.end_with(&["vellum-guard", "vellum-share"])?;
+    }
+    Ok(())
+}
+
+fn root() -> Need {
+    if vellum_sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
 }
 
 /// A program that runs `script`. `exec vellum "$@"` at its end makes it Vellum.

@@ -131,7 +131,11 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
     // Closes the remaining descriptors: the standard ones, which this process has as its own.
     drop(lent);
     let lenience = Lenience { liveness: LIVENESS, other_tsc: true };
-    let result = ResultArgs::at(list.result).open()?;
+    let open = || ResultArgs::at(list.result).open();
+    let result = match user {
+        Some(User { uid, gid }) => identity::as_user(uid, gid, open).map_err(Failure::host)??,
+        None => open()?,
+    };
     let outcome = incoming::run(&process, Listen::Lent(link, serial), memory, config, lenience);
     match outcome.map_err(|error| Failure::of(&error, flags))? {
         Outcome::Succeeded(exit) => Ok(exit),

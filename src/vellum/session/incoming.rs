@@ -21,11 +21,12 @@ use vellum_migration::loading::{self, Forked, Origin, Way};
 use vellum_migration::migratable;
 use vellum_migration::snapshot::source::Source;
 use vellum_migration::snapshot::working_set::Unnamed;
+use vellum_sandbox::user::User;
 use vellum_sys::guard::Naming;
 use vellum_sys::pagemap::Pagemap;
 use vellum_sys::socket::Listener;
 use vellum_sys::uffd::{Mode, Uffd};
-use vellum_sys::{kick, sigbus};
+use vellum_sys::{identity, kick, sigbus};
 
 /// The source of the machine.
 #[derive(Debug)]
@@ -140,6 +141,7 @@ pub fn run(
         _ => (None, None),
     };
     let kvm = vm::open()?;
+    let is_lent = matches!(listen, Listen::Lent(..));
     let (listen, serial) = match listen {
         Listen::Lent(socket, serial) => (Listen::Connected(socket), serial),
         listen => {
@@ -161,7 +163,13 @@ pub fn run(
         vm::ring::check(&probe, entries).map_err(vm::Error::from)?;
     }
     let cr3_cache = config.cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
-    let devices = Opened::open(machine::Config { cr3_cache, incoming: true, ..config })?;
+    let open = || Opened::open(machine::Config { cr3_cache, incoming: true, ..config });
+    let devices = match process.user.filter(|_| is_lent) {
+        // The paths are those of a process that has dropped root.
+        Some(User { uid, gid }) => identity::as_user(uid, gid, open)
+            .map_err(|error| Error::Host("opening devices as the machine's user", error))??,
+        None => open()?,
+    };
     let path = match &listen {
         Listen::Unix(path) => Some(path.clone()),
         _ => None,
