@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
+use support::cgroup::{Group, memory_group};
 use support::env::{TestEnv, children, process};
 use support::hosts::{kvm, real};
 use support::results::every_page_is_right;
@@ -15,7 +16,7 @@ use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_host::density::Shape;
 
-use crate::{Forked, WRITE, fork, fork_one, says, stops_right, times};
+use crate::{Forked, VELLUM, WRITE, fork, fork_one, says, stops_right, times};
 
 /// Many forks at once: each is a machine of its own, and is listed.
 #[test(real())]
@@ -312,6 +313,60 @@ fn a_machine_takes_no_more(env: &TestEnv, vcpus: u64) -> Result<(), Failed> {
         machine.is_over()?;
     }
     stops_right(env, "here", here)
+}
+
+/// The kernel's own memory of machines, which their control group is charged for, and what each has of
+/// its own, are no more than is told. This is so for each size: KVM keeps some for each GiB.
+#[test(real(), memory_group())]
+fn the_kernel_takes_no_more_for_a_machine_than_is_told() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    const COUNT: u64 = 4;
+    let mut all = Vec::new();
+    for gib in [1, 8] {
+        let here = env.run(
+            "here",
+            &format!("run --memory {gib}g,backing=memfd --passes 0 --workload write,rate=1000"),
+        )?;
+        env.has_written("here", 1000)?;
+        let group = Group::new()?;
+        let mut command = group.command(VELLUM);
+        command.args(["fork", "here", "--count", &COUNT.to_string(), "--name", "m%d", "--paused", "--json"]);
+        let output = command.env("XDG_RUNTIME_DIR", env.dir()).output()?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let lines = String::from_utf8(output.stdout)?;
+        let lines = lines.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
+        let machine = |line: &Value| {
+            Some(Forked { env: &env, name: line["name"].as_str()?.into(), pid: line["pid"].as_u64()? as u32 })
+        };
+        let machines: Vec<Forked> = lines.iter().filter_map(machine).collect();
+        let kernel = group.kernel()? / COUNT;
+        let mut own = 0;
+        for machine in &machines {
+            for pid in children(machine.pid)?.into_iter().chain([machine.pid]) {
+                own += (kib(pid, "RssAnon")? << 10) / COUNT;
+            }
+        }
+        let shape = Shape { vcpus: 1, servers: 0, memory: gib << 30 };
+        let told = vellum_host::density::resources(shape);
+        let told = told.iter().find(|resource| resource.name == "MiB of memory").ok_or("no memory")?.each;
+        println!(
+            "{gib} GiB: {} KiB of the kernel, {} KiB of its own; told: {told} MiB",
+            kernel >> 10,
+            own >> 10
+        );
+        ensure(machines.len() as u64 == COUNT && kernel + own <= told << 20, || {
+            format!("{gib} GiB: {kernel} and {own} bytes, not {told} MiB")
+        })?;
+        all.push((kernel, told << 20));
+        for machine in machines {
+            env.ctl(&format!("{} stop", machine.name))?;
+            machine.is_over()?;
+        }
+        stops_right(&env, "here", here)?;
+    }
+    // Rounded to MiB.
+    let [(small, told_small), (large, told_large)] = all[..] else { return Err("two sizes".into()) };
+    ensure(large.saturating_sub(small) <= told_large - told_small + (1 << 20), || format!("{all:?}"))
 }
 
 /// If the client is killed during a fork, no unreported machine stays, and the source runs on.
