@@ -69,8 +69,8 @@ pub(crate) struct Forking {
 const NEW_BASE_DIVISOR: u64 = 4;
 
 /// So few pages that were copied while the guest ran may be copied again in the pause. That takes
-/// about a millisecond.
-const MAX_PAUSE_PAGES: u64 = 500;
+/// some hundreds of microseconds.
+const MAX_PAUSE_PAGES: u64 = 100;
 
 /// So few pages are copied in the pause alone. A log of dirty pages would cost the guest more.
 const MAX_UNLOGGED_PAGES: u64 = 2000;

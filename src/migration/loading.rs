@@ -1,6 +1,7 @@
 //! The thread that restores a snapshot. A [`receiver`](super::receiver) makes a machine from a
 //! link; this thread makes it from the files of [`crate::snapshot`], with the same demands.
 
+use std::cmp::Reverse;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use crate::snapshot::source::{Chosen, Source, read_state};
 use crate::snapshot::working_set::WorkingSet;
 use crate::snapshot::{Error, Files};
 use vellum_kvm::memory::short_size;
-use vellum_sys::mmap::{PAGE_SIZE, host_page};
+use vellum_sys::mmap::{PAGE_SIZE, Pages, host_page};
 use vellum_sys::sigbus;
 
 /// How often a cancellation is checked while memory is populated.
@@ -27,6 +28,13 @@ const LOOK: Duration = Duration::from_millis(100);
 /// The maximum number of pages whose maps are read before it is known that the machine can be made
 /// here. These are the pages of 1 TiB. A map that is one hole takes a few MiB for them.
 const BEFOREHAND: u64 = 1 << 28;
+
+/// So many pages in a row are mapped from the files of a fork. Fewer cost less to copy: a mapping
+/// takes as long as the copy of three pages, and memory of the kernel's own.
+const MAPPED_PAGES: u64 = 16;
+
+/// The most runs of pages that a fork maps. Each may be two more mappings of the process.
+const MAX_MAPPED_RUNS: usize = 10_000;
 
 /// Why no machine is made.
 enum End {
@@ -70,8 +78,8 @@ pub enum Way {
         /// Whether the recorded working set is fetched first.
         prefetch: bool,
     },
-    /// It shows the base of a fork already. What differs from that is read, and each page compared
-    /// with its sum.
+    /// It shows the base of a fork already. Of what differs from that, pages that are many in a row are
+    /// mapped. The others are read, and each is compared with its sum.
     Base,
 }
 
@@ -218,7 +226,11 @@ impl Loading {
         if let Way::Map { mappings } = self.way {
             show(&place, &layers, mappings)?;
         }
-        self.fill(&place, &layers)?;
+        let mapped = match (self.way, &self.flag) {
+            (Way::Base, None) => map_layer(&place, &layers)?,
+            _ => Vec::new(),
+        };
+        self.fill(&place, &layers, &mapped)?;
         if let (Way::Demand { prefetch }, Some(fetching)) = (self.way, place.fetching.take()) {
             let first = match (prefetch, &chosen.working_set) {
                 (true, Some(file)) => Some(WorkingSet::read(file, pages)?),
@@ -241,8 +253,9 @@ impl Loading {
         Ok(())
     }
 
-    /// Writes the snapshot's pages into new memory.
-    fn fill(&self, place: &Place, layers: &Layers) -> Result<(), End> {
+    /// Writes the snapshot's pages into new memory, but those that are `mapped`, which ascend.
+    fn fill(&self, place: &Place, layers: &Layers, mapped: &[Range<u64>]) -> Result<(), End> {
+        let mut mapped = mapped.iter().peekable();
         // As long as the longest run. Most ways read few pages. The heap keeps what it had once, and
         // the pages of a long buffer would be those of each machine.
         let mut buffer = Vec::new();
@@ -256,6 +269,12 @@ impl Loading {
             }
             while let Some((run, from)) = layers.next(at..end) {
                 self.hear()?;
+                while mapped.next_if(|mapped| mapped.end <= run.start).is_some() {}
+                if let Some(mapped) = mapped.peek().filter(|mapped| mapped.start < run.end) {
+                    // A mapping begins with the run of its pages.
+                    at = mapped.end;
+                    continue;
+                }
                 at = run.end;
                 let offset = slot.offset() + (run.start - first) * PAGE_SIZE;
                 let len = ((run.end - run.start) * PAGE_SIZE) as usize;
@@ -306,6 +325,38 @@ impl Loading {
         }
         Ok(())
     }
+}
+
+/// Maps the long runs of pages that differ from the base. Returns the machine's pages that are
+/// mapped.
+fn map_layer(place: &Place, layers: &Layers) -> Result<Vec<Range<u64>>, End> {
+    let [layer] = &layers.0[..] else { return Ok(Vec::new()) };
+    let whole = |at: u64| at.is_multiple_of(host_page());
+    let (file, name) = layer.file();
+    if place.ram.config.backing.pages() == Pages::Pool {
+        return Ok(Vec::new());
+    }
+    let mut runs = content(place, layers);
+    runs.retain(|(at, run, _)| {
+        let (start, end) = (run.start * PAGE_SIZE, run.end * PAGE_SIZE);
+        run.end - run.start >= MAPPED_PAGES && whole(*at) && whole(start) && whole(end)
+    });
+    // The longest save most.
+    if runs.len() > MAX_MAPPED_RUNS {
+        runs.sort_unstable_by_key(|(_, run, _)| Reverse(run.end - run.start));
+        runs.truncate(MAX_MAPPED_RUNS);
+        runs.sort_unstable_by_key(|(at, ..)| *at);
+    }
+    if runs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let ranges: Vec<_> = runs
+        .iter()
+        .map(|(at, run, _)| (*at, (run.end - run.start) * PAGE_SIZE, run.start * PAGE_SIZE))
+        .collect();
+    let mapped = place.ram.map_layer(file, &ranges);
+    mapped.map_err(|error| End::Gone(format!("{name}: mapping it: {error}")))?;
+    Ok(runs.into_iter().map(|(_, run, _)| run).collect())
 }
 
 /// Opens layers and reads their maps.

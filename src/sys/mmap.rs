@@ -482,6 +482,14 @@ pub fn sealed_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Result
     Ok(file)
 }
 
+/// Like `memfd`, but empty. It can be [frozen](freeze) later.
+///
+/// # Errors
+/// Fails as the kernel does.
+pub fn empty_memfd(name: &CStr) -> io::Result<File> {
+    memfd_with(name, 0, None, MemfdFlags::ALLOW_SEALING)
+}
+
 /// Like `memfd`, but its length can no longer be changed. It can be [frozen](freeze) later.
 ///
 /// # Errors
@@ -496,7 +504,11 @@ pub fn freezable_memfd(name: &CStr, len: u64, huge_log2: Option<u32>) -> io::Res
 /// It refuses at once if there is a mapping.
 const FREEZE_TRIES: u32 = 25;
 
-/// Seals `file` against writes, forever. Does nothing if it is sealed so already.
+/// The seals of a file that never changes again.
+const FROZEN: SealFlags =
+    SealFlags::WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// Seals `file` against writes and against another length, forever. Does nothing if it is sealed so already.
 ///
 /// The kernel also refuses as long as anything holds a page of the file, because that could be a
 /// write. On a busy host its own reclaim or migration of pages may do so for a moment.
@@ -514,12 +526,12 @@ fn freeze_by(file: &File, mut again: impl FnMut()) -> io::Result<()> {
         return Ok(());
     }
     for _ in 1..FREEZE_TRIES {
-        match fcntl_add_seals(file, SealFlags::WRITE | SealFlags::SEAL) {
+        match fcntl_add_seals(file, FROZEN) {
             Err(Errno::BUSY) => again(),
             other => return Ok(other?),
         }
     }
-    Ok(fcntl_add_seals(file, SealFlags::WRITE | SealFlags::SEAL)?)
+    Ok(fcntl_add_seals(file, FROZEN)?)
 }
 
 /// Whether `file` is sealed against writes.

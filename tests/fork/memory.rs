@@ -149,6 +149,49 @@ fn much_that_differs_makes_a_new_base() -> Result<(), Failed> {
     stops_right(&env, "here", here)
 }
 
+/// Pages that differ from the base in long runs are mapped by each new machine, and not copied. They
+/// are its own from its first write on. They differ from the base in its forks, until there is a new
+/// base, and are in its snapshots.
+#[test(kvm())]
+fn long_runs_of_pages_are_mapped_and_not_copied() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    // Slow enough that a busy host does not see a quarter of memory written.
+    let write = "--workload write,order=sequential,rate=3000,warm";
+    let here = env.run("here", &format!("run --memory 64m,slots=3,backing=memfd --passes 0 {write}"))?;
+    env.has_written("here", 16_384)?;
+    let first = fork_one(&env, "here", "first")?;
+    let own = env.done("here")?;
+    env.has_written("here", own + 500)?;
+    env.ctl("here pause")?;
+    let mapped = |pid: u32| -> Result<bool, Failed> {
+        Ok(fs::read_to_string(format!("/proc/{pid}/maps"))?.contains("vellum-fork-pages"))
+    };
+    let (one, two) = (fork_one(&env, "here", "one")?, fork_one(&env, "here", "two")?);
+    ensure(mapped(one.pid)? && mapped(two.pid)?, || "no run is mapped".into())?;
+    env.ctl("one resume")?;
+    let own = env.done("one")?;
+    env.has_written("one", own + 500)?;
+    let again = fork_one(&env, "one", "again")?;
+    let dir = env.path("snap");
+    let output = env.vellum(&format!("snapshot one {} --downtime 1s --timeout 3s", dir.display()))?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    // More than a quarter of memory.
+    let own = env.done("one")?;
+    env.has_written("one", own + 8000)?;
+    let anew = fork_one(&env, "one", "anew")?;
+    let (answer, _) = Client::borrow(&env.socket("one"), &Do::ForkBase {})?;
+    ensure(answer["base"] == 1 && !mapped(one.pid)?, || format!("no new base: {answer}"))?;
+    env.ctl("two resume")?;
+    env.ctl("here resume")?;
+    for machine in [first, one, two, again, anew] {
+        let own = env.done(&machine.name)?;
+        env.has_written(&machine.name, own + 1000)?;
+        machine.ends_right()?;
+    }
+    stops_right(&env, "here", here)?;
+    are_right(&env, &dir, 1)
+}
+
 /// Memory that a snapshot's files still have is fetched before it is shared. While the order of the
 /// faults is recorded, nothing is fetched unasked. A live update refuses such a machine.
 #[test(kvm())]

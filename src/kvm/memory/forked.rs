@@ -14,6 +14,10 @@
 //! handed to other processes ([`Memory::shared_file`]). No piece parts twice: that would lose its
 //! writes.
 //!
+//! A new machine copies the pages that differ from the base, or maps those that are many in a row
+//! from the file of the fork, which is sealed too ([`Memory::map_layer`]). These differ from the base
+//! as well, until there is another base.
+//!
 //! If many pages differ from the base, a new base is made ([`Memory::new_base`],
 //! [`Memory::copy_parted`]). Later machines then share these pages too. Memory shows it part by part
 //! ([`Memory::show`]), each in a pause of its own. If that ends early, memory shows two files, and
@@ -46,12 +50,14 @@ struct Base {
     file: Option<Arc<File>>,
     /// How many bases came before it.
     number: u64,
+    /// The ranges of the mapping that map another file than the base, in ascending order.
+    layers: Arc<Vec<Range<u64>>>,
 }
 
 impl Shared {
     /// For memory that maps `file` shared, or that has no file.
     pub(super) fn new(file: Option<File>) -> Self {
-        let base = Base { file: file.map(Arc::new), number: 0 };
+        let base = Base { file: file.map(Arc::new), ..Base::default() };
         Self { base: Mutex::new(base), ..Self::default() }
     }
 
@@ -286,7 +292,7 @@ impl Memory {
 
     /// The file that all of it has parted from, with its number as a base.
     fn parted_file(&self) -> io::Result<(Arc<File>, u64)> {
-        let Base { file, number } = self.shared.lock().clone();
+        let Base { file, number, .. } = self.shared.lock().clone();
         let file = file.filter(|_| self.parted_bytes() == self.config.size);
         Ok((file.ok_or_else(|| io::Error::other("it has not parted from its file"))?, number))
     }
@@ -384,7 +390,8 @@ impl Memory {
             if new.shown == 0 {
                 // From now on it shows two files, or a file and anonymous memory.
                 let mut base = self.shared.lock();
-                *base = Base { file: None, number: base.number + u64::from(base.file.is_some()) };
+                let number = base.number + u64::from(base.file.is_some());
+                *base = Base { number, ..Base::default() };
             }
             new.shown += len;
             self.shared.parted.store(new.shown, Ordering::Release);
@@ -417,11 +424,50 @@ impl Memory {
         mut found: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
         let mut forgets = plant::is(Mistake::PartedLeftOut);
-        pagemap.parted(slot.mapping(), slot.offset(), slot.pages(), |run| {
-            if !std::mem::take(&mut forgets) {
-                found(run);
+        let mut layered = self.layers(slot);
+        layered.iter().for_each(|run| found(run.clone()));
+        layered.push(u64::MAX..u64::MAX);
+        pagemap.parted(slot.mapping(), slot.offset(), slot.pages(), |mut run| {
+            if std::mem::take(&mut forgets) {
+                return;
+            }
+            // What it has written to in a layer was found already.
+            for layer in &layered {
+                if run.start < layer.start.min(run.end) {
+                    found(run.start..layer.start.min(run.end));
+                }
+                run.start = run.start.max(layer.end.min(run.end));
             }
         })
+    }
+
+    /// The pages of `slot` that map another file than the base, in ascending order.
+    pub(super) fn layers(&self, slot: &Slot) -> Vec<Range<u64>> {
+        let all = self.shared.lock().layers.clone();
+        let range = slot.range();
+        let inside = all.iter().map(|layer| layer.start.max(range.start)..layer.end.min(range.end));
+        let pages = inside
+            .filter(|layer| layer.start < layer.end)
+            .map(|layer| (layer.start - range.start) / PAGE_SIZE..(layer.end - range.start) / PAGE_SIZE);
+        pages.collect()
+    }
+
+    /// Maps `runs` privately from `file`: each is an offset into memory, a length and an offset into
+    /// the file, and they ascend. The content there differs from the base. The machine has not run
+    /// yet.
+    ///
+    /// # Errors
+    /// The file is not sealed, or the host refuses.
+    pub fn map_layer(&self, file: &File, runs: &[(u64, u64, u64)]) -> io::Result<()> {
+        if !mmap::is_frozen(file)? || !mmap::seals_hold(file)? {
+            return Err(io::Error::other("the file of the pages is not sealed"));
+        }
+        for (at, len, from) in runs {
+            self.mapping.show(*at, *len, file, *from)?;
+        }
+        let layers = runs.iter().map(|(at, len, _)| *at..*at + *len).collect();
+        self.shared.lock().layers = Arc::new(layers);
+        Ok(())
     }
 
     /// RAM at `space` that maps `base` privately. `base` is another machine's. `config` is as for
@@ -481,5 +527,56 @@ mod tests {
             asks.join().unwrap()
         });
         assert!(found > 0);
+    }
+
+    /// Pages that a machine maps from the file of the fork differ from the base, whether or not it has
+    /// written to them.
+    #[test]
+    fn pages_of_a_layer_differ_from_the_base() {
+        const BELOW: &[Range<u64>] = std::slice::from_ref(&(0..1 << 30));
+        const PAGES: u64 = 256;
+        let file = |content: Range<u64>| {
+            let file = mmap::freezable_memfd(c"vellum-test", PAGES * PAGE_SIZE, None).unwrap();
+            for page in content {
+                file.write_all_at(&page.to_le_bytes(), page * PAGE_SIZE).unwrap();
+            }
+            file
+        };
+        let (base, layer) = (file(0..16), file(100..140));
+        mmap::freeze(&base).unwrap();
+        let config =
+            MemoryConfig { backing: Backing::Memfd, slots: 2, ..MemoryConfig::new(PAGES * PAGE_SIZE) };
+        let memory = Memory::on_base(Space(BELOW), config, base).unwrap();
+        // The machine's pages 120 to 149 are the file's pages 110 to 139, in both memslots.
+        let runs = [(120 * PAGE_SIZE, 30 * PAGE_SIZE, 110 * PAGE_SIZE)];
+        assert!(memory.map_layer(&layer, &runs).is_err(), "a file that can change");
+        mmap::freeze(&layer).unwrap();
+        memory.map_layer(&layer, &runs).unwrap();
+        let word =
+            |page: u64| memory.mapping.words()[(page * PAGE_SIZE / 8) as usize].load(Ordering::Relaxed);
+        assert_eq!([word(15), word(119), word(120), word(149), word(150)], [15, 0, 110, 139, 0]);
+        let pagemap = Pagemap::open().unwrap();
+        let found = |of: &dyn Fn(&Slot, &mut dyn FnMut(Range<u64>))| {
+            let mut pages = Vec::new();
+            for slot in memory.slots() {
+                let first = slot.offset() / PAGE_SIZE;
+                of(slot, &mut |run| pages.extend(first + run.start..first + run.end));
+            }
+            pages.sort_unstable();
+            pages
+        };
+        let parted = || found(&|slot, each| memory.parted_pages(&pagemap, slot, each).unwrap());
+        assert_eq!(parted(), (120..150).collect::<Vec<_>>());
+        for page in [3, 119, 125, 150, 200] {
+            memory.mapping.copy_from(page * PAGE_SIZE, &[7; 8]);
+        }
+        let expected: Vec<u64> = [3, 119].into_iter().chain(120..150).chain([150, 200]).collect();
+        assert_eq!(parted(), expected);
+        let mut touched = found(&|slot, each| {
+            assert!(memory.touched(Some(&pagemap), slot, 0..slot.pages(), each).unwrap());
+        });
+        touched.dedup();
+        let all: Vec<u64> = (0..16).chain([119]).chain(120..150).chain([150, 200]).collect();
+        assert!(all.iter().all(|page| touched.binary_search(page).is_ok()), "{touched:?}");
     }
 }

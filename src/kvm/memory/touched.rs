@@ -48,6 +48,12 @@ impl Memory {
             (Backing::Memfd | Backing::Anonymous | Backing::Thp, Some(pagemap), Some(file))
                 if self.is_forked() =>
             {
+                for layer in self.layers(slot) {
+                    let run = layer.start.max(pages.start)..layer.end.min(pages.end);
+                    if !run.is_empty() {
+                        found(run.start - first..run.end - first);
+                    }
+                }
                 pagemap::data(&file, offset, count, &mut found)?;
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }

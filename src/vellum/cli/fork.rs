@@ -45,7 +45,7 @@ use vellum_sandbox::Mode;
 use vellum_sandbox::user::User;
 use vellum_sys::diagnose::Field;
 use vellum_sys::file::taken;
-use vellum_sys::mmap::{PAGE_SIZE, freezable_memfd, memfd};
+use vellum_sys::mmap::{PAGE_SIZE, empty_memfd, freezable_memfd, freeze, memfd};
 use vellum_sys::poll::Poll;
 use vellum_sys::{keyvalue, signal};
 
@@ -566,7 +566,9 @@ impl Source {
         let file = |name| memfd(name, 0, None).map_err(Failure::host);
         let user = other_user(&machine)?;
         loop {
-            let files = [file(c"vellum-fork-pages")?, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
+            // The new machines map parts of it.
+            let pages = empty_memfd(c"vellum-fork-pages").map_err(Failure::host)?;
+            let files = [pages, file(c"vellum-fork-map")?, file(c"vellum-fork-state")?];
             // Where memory is huge pages of the pool it is not used.
             let next = freezable_memfd(c"vellum-guest", has.memory, None).map_err(Failure::host)?;
             let copy = |name: &String| Ok((name.clone(), overlay::unnamed().map_err(Failure::host)?));
@@ -586,6 +588,7 @@ impl Source {
             }
             drop(next);
             let (point, us, of) = forked(name, &mut machine)?;
+            freeze(&files[0]).map_err(Failure::host)?;
             // On the same connection: by the path, another process may answer by now.
             let (answer, base) = machine.ask_for(&Do::ForkBase {}).map_err(failure)?;
             // Another client may have forked it since, on a new base.
