@@ -85,23 +85,20 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
     let mut mails = Vec::new();
     for patch in &series.patches {
         let text = fs::read_to_string(patch).map_err(Error::file("read", patch))?;
-        let mut text = addressed(&text, poster, &recipients)
+        let text = addressed(&text, poster, &recipients)
             .ok_or_else(|| Error::Series(format!("{} is no mail of git format-patch", patch.display())))?;
-        if let (Some(base), 1) = (&base, series.patches.len()) {
-            text.push_str(&format!("\nbase-commit: {base}\n"));
-        }
         let mail = out.join(patch.file_name().expect("a patch is a file"));
         write(&mail, &text)?;
         mails.push(mail);
     }
-    let stat = match poster.linux {
+    let (stat, changes) = match poster.linux {
         Some(linux) => {
-            let stat = applied(linux, &tag, &mails)?;
+            let made = applied(linux, &tag, &mails)?;
             report(&series.name, &format!("git am takes the {} patches on {tag}", mails.len()));
-            stat
+            made
         }
         None => {
-            let stat = applied_to_debians(cache, &tree, series, &tag, &mails)?;
+            let made = applied_to_debians(cache, &tree, series, &tag, &mails)?;
             let (count, version) = (mails.len(), &tree.package.version);
             report(
                 &series.name,
@@ -114,9 +111,18 @@ pub fn post(cache: &Cache, series: &Series, poster: &Poster, out: &Path) -> Resu
                  --depth 1 --branch {tag} of the stable tree)",
                 series.name
             );
-            stat
+            made
         }
     };
+    for (mail, change) in mails.iter().zip(&changes) {
+        let mut text = fs::read_to_string(mail).map_err(Error::file("read", mail))?;
+        text = with_change(&text, change)
+            .ok_or_else(|| Error::Series(format!("{} changes nothing", mail.display())))?;
+        if let (Some(base), 1) = (&base, mails.len()) {
+            text.push_str(&format!("\nbase-commit: {base}\n"));
+        }
+        write(mail, &text)?;
+    }
     if mails.len() > 1 {
         let cover = cover_letter(series, poster, &recipients, &stat, base.as_deref())?;
         mails.push(out.join("0000-cover-letter.patch"));
@@ -278,22 +284,36 @@ fn title(mail: &str) -> String {
     title.split_once("] ").map_or(title.clone(), |(_, title)| title.to_owned())
 }
 
-/// Applies the mails to `tag` with git in a work tree of its own. Returns the diffstat.
-fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<String> {
+/// `mail` with `change`, as git prints it, instead of its own. A hunk of a series may have less
+/// context than git's three lines, so that it applies with another series and without.
+fn with_change(mail: &str, change: &str) -> Option<String> {
+    let (before, _) = mail.split_once("\ndiff --git ")?;
+    Some(format!("{before}\n{change}"))
+}
+
+/// Applies the mails to `tag` with git in a work tree of its own. Returns the diffstat of all, and
+/// the change of each.
+fn applied(linux: &Path, tag: &str, mails: &[PathBuf]) -> Result<(String, Vec<String>)> {
     let mails: Vec<PathBuf> = mails.iter().map(|mail| absolute(mail)).collect::<Result<_>>()?;
     let at = mails[0].with_file_name("tree");
     tool::output(
         git(linux).args(["worktree", "add", "--quiet", "--detach", "--no-checkout"]).arg(&at).arg(tag),
     )?;
-    let stat = (|| {
+    let made = (|| {
         // The work tree needs only the files that the patches touch.
         tool::output(git(&at).args(["sparse-checkout", "set", "--no-cone", "/Makefile"]))?;
         tool::output(git(&at).args(["checkout", "--quiet"]))?;
         tool::output(git(&at).args(COMMITTER).arg("am").args(&mails))?;
-        tool::text(git(&at).args(["diff", "--stat", "--summary", tag, "HEAD"]))
+        let changes = (0..mails.len()).rev().map(|back| {
+            let [from, to] = [back + 1, back].map(|back| format!("HEAD~{back}"));
+            // A user's own configuration could print another form.
+            tool::text(git(&at).args(["diff-tree", "-p", "--no-ext-diff", "--unified=3", &from, &to]))
+        });
+        let changes = changes.collect::<Result<_>>()?;
+        Ok((tool::text(git(&at).args(["diff", "--stat", "--summary", tag, "HEAD"]))?, changes))
     })();
     let removed = tool::output(git(linux).args(["worktree", "remove", "--force"]).arg(&at));
-    stat.and_then(|stat| removed.map(|_| stat))
+    made.and_then(|made| removed.map(|_| made))
 }
 
 /// The same in a new repository with the files that the patches touch, from Debian's source.
@@ -303,7 +323,7 @@ fn applied_to_debians(
     series: &Series,
     tag: &str,
     mails: &[PathBuf],
-) -> Result<String> {
+) -> Result<(String, Vec<String>)> {
     let at = absolute(mails[0].parent().unwrap_or(Path::new(".")))?.join("linux");
     fs::create_dir_all(&at).map_err(Error::file("create", &at))?;
     let made = (|| {
@@ -330,7 +350,7 @@ fn applied_to_debians(
         applied(&at, tag, mails)
     })();
     let removed = tree::remove(&at);
-    made.and_then(|stat| removed.map(|()| stat))
+    made.and_then(|made| removed.map(|()| made))
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
@@ -438,23 +458,26 @@ mod tests {
             tool::text(&mut git).unwrap()
         };
         git(&["init", "--quiet"]);
-        fs::write(linux.join("f"), "a\n").unwrap();
+        fs::write(linux.join("f"), "1\n2\n3\na\n5\n").unwrap();
         git(&["add", "f"]);
         git(&["commit", "--quiet", "-m", "one"]);
         git(&["tag", "v1.2.3"]);
-        fs::write(linux.join("f"), "b\n").unwrap();
+        fs::write(linux.join("f"), "1\n2\n3\nb\n5\n").unwrap();
         git(&["commit", "--quiet", "-am", "two"]);
         git(&["tag", "v1.2.4"]);
         let change = "From 0000 Mon Sep 17 00:00:00 2001\nSubject: [PATCH] x\n\nWhy.\n---\n f | 2 +-\n\n\
-                      diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+c\n";
+                      diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -3,3 +3,3 @@\n 3\n-a\n+c\n 5\n";
         let mail = home.join("0001-x.patch");
         let mailed = addressed(change, &poster(false), &Default::default()).unwrap();
         fs::write(&mail, mailed).unwrap();
         let mails = [mail];
         assert_eq!(commit(&linux, "v1.2.3").unwrap().len(), 40);
         assert!(commit(&linux, "v1.2.5").unwrap_err().to_string().contains("v1.2.5"));
-        let stat = applied(&linux, "v1.2.3", &mails).unwrap();
+        let (stat, changes) = applied(&linux, "v1.2.3", &mails).unwrap();
         assert!(stat.contains("1 file changed, 1 insertion(+), 1 deletion(-)"), "{stat}");
+        let whole = with_change(&fs::read_to_string(&mails[0]).unwrap(), &changes[0]).unwrap();
+        assert!(whole.contains("\n f | 2 +-\n\ndiff --git a/f b/f\n"), "{whole}");
+        assert!(whole.ends_with("\n@@ -1,5 +1,5 @@\n 1\n 2\n 3\n-a\n+c\n 5\n"), "{whole}");
         assert!(applied(&linux, "v1.2.4", &mails).is_err());
         assert_eq!(git(&["worktree", "list"]).lines().count(), 1, "a work tree was left");
 
