@@ -50,6 +50,7 @@ static const struct { const char *name; struct setup setup; } setups[] = {
 	{ "ept-no-ad", { .tdp = 1, .tdp_mmu = 1, .ept = 1, .manual = 1, .huge = 1 } },
 	{ "nested-init-set", { .tdp = 1, .tdp_mmu = 1, .nested = 1, .manual = 1, .init_set = 1, .huge = 1, .tables_logged = 1 } },
 	{ "tdp-mmu-prefault", { .tdp = 1, .tdp_mmu = 1, .manual = 1, .huge = 1, .prefault = 1 } },
+	{ "tdp-mmu-ring-replaced", { .tdp = 1, .tdp_mmu = 1, .ring = 1, .huge = 1, .replaced = 1 } },
 	{ "tdp-mmu-prefault-ring", { .tdp = 1, .tdp_mmu = 1, .ring = 1, .huge = 1, .prefault = 1 } },
 	{ "shadow", { .manual = 1, .huge = 1 } },
 	{ "shadow-init-set", { .manual = 1, .init_set = 1, .huge = 1, .odd = 1 } },
@@ -125,10 +126,10 @@ static void random_program(void)
 	int id, i, ops;
 
 	/*
-	 * Long programs seldom clear the page table's chunk while L2 begins to use it, or end a log
-	 * and begin one during a fault.
+	 * Long programs seldom clear the page table's chunk while L2 begins to use it, end a log and
+	 * begin one during a fault, or write beside a page that the memslot has no more.
 	 */
-	if ((setup.tables_logged || setup.late) && rnd(2)) {
+	if ((setup.tables_logged || setup.late || setup.replaced) && rnd(2)) {
 		nth_program(0);
 		return;
 	}
@@ -512,6 +513,16 @@ static bool nth_program(unsigned int n)
 		program.ops[USER][0] = (struct op){ DO_LOG_OFF, 0 };
 		program.ops[USER][1] = (struct op){ DO_JOIN, 0 };
 		program.ops[USER][2] = (struct op){ DO_LOG_ON, 0 };
+		return true;
+	}
+	if (setup.replaced && !n) {
+		/* A reset of a page of the memslot and of one beyond its end */
+		BEFORE(USER, DO_LOG_ON, 0);
+		BEFORE(0, DO_WRITE, 3);
+		program.ops[USER][0] = (struct op){ DO_MOVE, 0 };
+		program.ops[USER][1] = (struct op){ DO_JOIN, 0 };
+		program.ops[USER][2] = (struct op){ DO_RESET, 0 };
+		program.ops[0][0] = (struct op){ DO_WRITE, 2 };
 		return true;
 	}
 	if (setup.tables_logged && !n) {

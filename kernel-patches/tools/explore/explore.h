@@ -56,6 +56,7 @@ struct setup {
 	int prefault;		/* vCPUs' threads call KVM_PRE_FAULT_MEMORY; the rings are small */
 	int l2;			/* arm64: L2 writes, too, by a shadow stage-2 page table */
 	int init;		/* arm64: vCPUs are initialized again */
+	int replaced;		/* a moved memslot may become smaller; user space harvests the rings before, and resets them later */
 	int late;		/* arm64: a fault is handled late, beside one log's end and another's begin */
 };
 

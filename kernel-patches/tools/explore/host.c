@@ -65,6 +65,19 @@ static void set_size_of(int block)
 						  (unsigned long)pmds - (unsigned long)arena + (_PAGE_PRESENT | _PAGE_RW | _PAGE_USER));
 }
 
+#if LINUX_VERSION_CODE < KERNEL_VERSION(5, 16, 0)
+/* KVM asks this function for the size of a mapping. */
+__used static pte_t *x_lookup_address_in_mm(struct mm_struct *mm, unsigned long address, unsigned int *level)
+{
+	pmd_t *pmd = &pmds[pmd_index(address)];
+
+	point(AT_READ, pmd, __builtin_return_address(0));
+	*level = pmd_large(*pmd) ? PG_LEVEL_2M : PG_LEVEL_4K;
+	return pmd_none(*pmd) ? NULL : (pte_t *)pmd;
+}
+asm(".globl lookup_address_in_mm\n.set lookup_address_in_mm, x_lookup_address_in_mm");
+#endif
+
 static void tables_init(void)
 {
 	unsigned long hva = USER_BASE;
@@ -124,6 +137,14 @@ void host_init(struct mm_struct *mm)
 	ex_vmemmap_base = (unsigned long)page;
 	for (i = 0; i < pages; i++)
 		atomic_set(&page[i]._refcount, 1 << 20);
+#if defined(CONFIG_X86) && LINUX_VERSION_CODE < KERNEL_VERSION(5, 16, 0)
+	/* Only pages of a compound page can be mapped by a huge page. */
+	for (i = GUEST_BASE >> PAGE_SHIFT; setup.huge && i < pages; i++)
+		if (i & (PTRS_PER_PMD - 1))
+			page[i].compound_head = (unsigned long)&page[i & -PTRS_PER_PMD] | 1;
+		else
+			__set_bit(PG_head, &page[i].flags);
+#endif
 	ex_section.section_mem_map = SECTION_MARKED_PRESENT | SECTION_HAS_MEM_MAP | SECTION_IS_EARLY;
 	host_mm = mm;
 	tables_init();

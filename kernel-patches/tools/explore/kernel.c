@@ -751,8 +751,10 @@ STANDS_FOR(_copy_from_user, x_copy);
 STANDS_FOR(_copy_to_user, x_copy);
 
 /* Before 5.14 KVM has a list of its statistics' files, which ends with a nameless one. */
+#ifndef CONFIG_X86
 struct { const char *name; unsigned long more[3]; } ex_no_debugfs_entries;
 STANDS_FOR(debugfs_entries, ex_no_debugfs_entries);
+#endif
 
 /* ---- Files: what an ioctl makes is kept by the order in which it was made. ---- */
 
@@ -834,6 +836,22 @@ DOES_NOTHING(kvm_gmem_prepare_memory_region);
 DOES_NOTHING(kvm_gmem_commit_memory_region);
 DOES_NOTHING(gfn_to_pfn_cache_invalidate_start);
 RETURNS_0(__cpuhp_setup_state);
+#if defined(CONFIG_X86) && LINUX_VERSION_CODE < KERNEL_VERSION(5, 16, 0)
+/* Processors need no setup. */
+RETURNS_0(smp_call_function_single);
+RETURNS_0(on_each_cpu);
+/* The guest has neither CPUID nor MTRRs. */
+RETURNS_0(kvm_find_cpuid_entry);
+__used static bool x_mtrr_check(void)
+{
+	return true;
+}
+STANDS_FOR(kvm_mtrr_check_gfn_range_consistency, x_mtrr_check);
+/* Copies edx bytes from rsi to rdi. rax gets the number of bytes left. */
+asm(".globl copy_user_generic_unrolled\ncopy_user_generic_unrolled: mov %edx, %ecx\nrep movsb\nxor %eax, %eax\nret");
+/* A page that nobody else has yet, at rdi */
+asm(".globl clear_page_orig\nclear_page_orig: mov $512, %ecx\nxor %eax, %eax\nrep stosq\nret");
+#endif
 DOES_NOTHING(x86_virt_register_emergency_callback);
 DOES_NOTHING(cpu_emergency_register_virt_callback);
 RETURNS_0(__cpuhp_setup_state_cpuslocked);

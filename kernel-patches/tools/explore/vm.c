@@ -44,6 +44,25 @@ gfn_t gfn_of(int page)
 	return gfns[page];
 }
 
+static unsigned long all_pages(void)
+{
+	return LAST_GFN - base_gfn();
+}
+
+/* The memslot's pages, or 0 for all. A smaller one ends between pages that one reset may protect together. */
+static unsigned long fewer_pages;
+#define FEWER_PAGES 0x200ul
+
+static unsigned long slot_pages(void)
+{
+	return fewer_pages ?: all_pages();
+}
+
+bool beyond_slot(gfn_t gfn)
+{
+	return slot_of(gfn) == SLOT_ID && gfn >= base_gfn() + slot_pages();
+}
+
 /* ---- ioctls ---- */
 
 static int vm_fd, vcpu_fds[VCPUS];
@@ -137,7 +156,7 @@ void vm_create(void)
 		vcpu_fds[id] = ret;
 		vcpus[id] = kernel_file(ret)->file->private_data;
 	}
-	set_slot(LAST_GFN - base_gfn(), 0);
+	set_slot(all_pages(), 0);
 	arch_created();
 }
 
@@ -204,7 +223,7 @@ void memory_reached(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long 
 {
 	int page;
 
-	if (absent[slot_of(gfn)])
+	if (absent[slot_of(gfn)] || (beyond_slot(gfn) && !going[SLOT_ID]))
 		fail("the guest gets to gfn %lx, whose memslot was deleted", (long)gfn);
 	if (pfn != host_pfn(hva_of(gfn)))
 		fail("the guest gets to the page that gfn %lx had before the host moved it", (long)gfn);
@@ -336,6 +355,9 @@ static void clear(int page)
 			written[other] = false;
 }
 
+/* The pages of entries that user space has harvested and has yet to reset */
+static unsigned long harvested;
+
 #ifdef KVM_CAP_DIRTY_LOG_RING
 static u32 ring_next[VCPUS];
 
@@ -377,10 +399,11 @@ static bool ring_is_reset(void)
 
 static void reset_rings(void)
 {
-	unsigned long pages = harvest(true);
+	unsigned long pages = harvest(true) | harvested;
 	int page;
 	long ret;
 
+	harvested = 0;
 	do {
 		ret = vm_ioctl(KVM_RESET_DIRTY_RINGS, NULL);
 		set_signal(false);
@@ -444,7 +467,7 @@ static void log_on(void)
 	memset(got_of_tables, 0, sizeof(got_of_tables));
 	if (setup.tables_logged)
 		set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, KVM_MEM_LOG_DIRTY_PAGES);
-	set_slot(LAST_GFN - base_gfn(), KVM_MEM_LOG_DIRTY_PAGES);
+	set_slot(slot_pages(), KVM_MEM_LOG_DIRTY_PAGES);
 	nothing_is_written();
 	logging = true;
 }
@@ -454,7 +477,7 @@ static void log_off(void)
 	if (!logging)
 		return;
 	logging = false;
-	set_slot(LAST_GFN - base_gfn(), 0);
+	set_slot(slot_pages(), 0);
 	if (setup.tables_logged)
 		set_slot_of(TABLES_SLOT_ID, TABLES, TABLE_GFNS, 0);
 }
@@ -477,13 +500,17 @@ static void move_slot(struct op op)
 		return;
 	}
 	logging = false;
+	if (setup.replaced)
+		harvested |= harvest(true);
 	going[SLOT_ID] = true;
 	set_slot(0, 0);
 	absent[SLOT_ID] = true;
 	point(AT_YIELD, NULL, __builtin_return_address(0));
 	memset(got, 0, sizeof(got));
 	absent[SLOT_ID] = false;
-	set_slot(LAST_GFN - base_gfn(), was ? KVM_MEM_LOG_DIRTY_PAGES : 0);
+	if (setup.replaced)
+		fewer_pages = op.page & 1 ? 0 : FEWER_PAGES;
+	set_slot(slot_pages(), was ? KVM_MEM_LOG_DIRTY_PAGES : 0);
 	going[SLOT_ID] = false;
 	nothing_is_written();
 	logging = was;
@@ -648,7 +675,7 @@ void vm_final_check(int id)
 			if (first[page] == turn)
 				alone(id, (struct op){ setup.l2 ? DO_L2_WRITE : DO_WRITE, page });
 	if (setup.ring) {
-		pages = harvest(false);
+		pages = harvest(false) | harvested;
 	} else {
 		get_log(SLOT_ID, bitmap);
 		for (page = 0; page < PAGES; page++)

@@ -66,6 +66,8 @@ static inline unsigned long hva_of(gfn_t gfn)
 }
 
 gfn_t gfn_of(int page);
+/* Whether the memslot, which may have become smaller, lacks it */
+bool beyond_slot(gfn_t gfn);
 void set_slot_of(u32 id, gfn_t first, unsigned long pages, u32 flags);
 struct entry *tlb_find(struct kvm_vcpu *vcpu, gfn_t gfn, unsigned long tag);
 u64 read_entry(u64 *entry);

@@ -8,11 +8,17 @@
  */
 #include <linux/kvm_host.h>
 #include <linux/version.h>
+#include <asm/vmx.h>
 
 #include "mmu.h"
 #include "mmu/mmu_internal.h"
 #include "mmu/spte.h"
+/* KVM of 5.10 has it elsewhere. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(5, 16, 0)
 #include "mmu/page_track.h"
+#else
+#include <asm/kvm_page_track.h>
+#endif
 #include "x86.h"
 
 #include "explore.h"
@@ -36,6 +42,10 @@ static void flush_tlb_address(struct kvm_vcpu *vcpu, gva_t address)
 			entry->level = 0;
 }
 
+#if LINUX_VERSION_CODE < KERNEL_VERSION(5, 16, 0)
+#define OLD_KVM
+#endif
+
 static void load_mmu_pgd(struct kvm_vcpu *vcpu, hpa_t root, int level)
 {
 }
@@ -49,6 +59,27 @@ static int returns_0(void)
 	return 0;
 }
 
+#ifdef OLD_KVM
+const char *lacking_operation(unsigned long address)
+{
+	return address ? NULL : "operation";
+}
+
+/* KVM calls these by their pointers. It asks whether there are those that log writes. */
+static void vendor_init(void)
+{
+	kvm_x86_ops.vm_size = sizeof(struct kvm);
+	kvm_x86_ops.tlb_flush_all = flush_tlb;
+	kvm_x86_ops.tlb_flush_current = flush_tlb;
+	kvm_x86_ops.tlb_flush_guest = flush_tlb;
+	kvm_x86_ops.tlb_flush_gva = flush_tlb_address;
+	kvm_x86_ops.load_mmu_pgd = (void *)load_mmu_pgd;
+	kvm_x86_ops.get_mt_mask = (void *)returns_0;
+	kvm_x86_ops.cache_reg = (void *)does_nothing;
+	kvm_x86_ops.get_rflags = (void *)returns_0;
+	kvm_x86_ops.get_cpl = (void *)returns_0;
+}
+#else
 /* An operation that the harness lacks has an unmapped address. */
 #define LACKING 0x70000000ul
 static const char *op_names[256];
@@ -92,17 +123,70 @@ static void vendor_init(void)
 #define KVM_X86_OP_OPTIONAL_RET0(name) OPERATION(name, (unsigned long)returns_0)
 #include <asm/kvm-x86-ops.h>
 }
+#endif
 
 /* Replace those of x86.c, which also set up what does not concern guest memory */
 int __wrap_kvm_arch_init_vm(struct kvm *kvm, unsigned long type)
 {
+#ifdef OLD_KVM
+	INIT_LIST_HEAD(&kvm->arch.active_mmu_pages);
+	INIT_LIST_HEAD(&kvm->arch.zapped_obsolete_pages);
+	INIT_LIST_HEAD(&kvm->arch.lpage_disallowed_mmu_pages);
+	kvm_page_track_init(kvm);
+	kvm_mmu_init_vm(kvm);
+	/* As kvm_mmu_init_tdp_mmu(), whose parameter is its own */
+	if (setup.tdp_mmu) {
+		kvm->arch.tdp_mmu_enabled = true;
+		INIT_LIST_HEAD(&kvm->arch.tdp_mmu_roots);
+		INIT_LIST_HEAD(&kvm->arch.tdp_mmu_pages);
+	}
+	return 0;
+#else
 	kvm->arch.vm_type = type;
 #ifdef KVM_PRE_FAULT_MEMORY
 	kvm->arch.pre_fault_allowed = true;
 #endif
 	kvm_page_track_init(kvm);
 	return kvm_mmu_init_vm(kvm);
+#endif
 }
+
+#ifdef OLD_KVM
+int __wrap_kvm_arch_init(void *opaque)
+{
+	int ret = kvm_mmu_vendor_module_init();
+
+	kvm_mmu_set_mask_ptes(PT_USER_MASK, PT_ACCESSED_MASK, PT_DIRTY_MASK, PT64_NX_MASK, 0, PT_PRESENT_MASK, 0, 0);
+	/* As vmx_enable_tdp() */
+	if (setup.ept) {
+		kvm_mmu_set_mask_ptes(VMX_EPT_READABLE_MASK, setup.ad ? VMX_EPT_ACCESS_BIT : 0, setup.ad ? VMX_EPT_DIRTY_BIT : 0,
+				      0, VMX_EPT_EXECUTABLE_MASK, 0, VMX_EPT_RWX_MASK, 0);
+		kvm_mmu_set_mmio_spte_mask(VMX_EPT_MISCONFIG_WX_VALUE, 0);
+	}
+	return ret;
+}
+
+int __wrap_kvm_arch_hardware_setup(void *opaque)
+{
+	return 0;
+}
+
+int __wrap_kvm_arch_check_processor_compat(void *opaque)
+{
+	return 0;
+}
+
+int __wrap_kvm_arch_hardware_enable(void)
+{
+	return 0;
+}
+
+/* No thread looks for pages that could be huge again. */
+int __wrap_kvm_mmu_post_init_vm(struct kvm *kvm)
+{
+	return 0;
+}
+#endif
 
 int __wrap_kvm_arch_enable_virtualization_cpu(void)
 {
@@ -124,7 +208,12 @@ int __wrap_kvm_arch_vcpu_create(struct kvm_vcpu *vcpu)
 	vcpu->arch.cr3 = TABLES << PAGE_SHIFT;
 	if (kvm_mmu_create(vcpu))
 		return -ENOMEM;
+#ifdef OLD_KVM
+	vcpu->arch.cr3_lm_rsvd_bits = rsvd_bits(46, 63);
+	kvm_init_mmu(vcpu, false);
+#else
 	kvm_init_mmu(vcpu);
+#endif
 	return 0;
 }
 
@@ -146,13 +235,38 @@ static bool emulate_change(struct kvm_vcpu *vcpu, gfn_t gfn);
 /* A guest's access to an address without a memslot, i.e. to a device, or to a page table */
 int __wrap_x86_emulate_instruction(struct kvm_vcpu *vcpu, gpa_t gpa, int type, void *insn, int length)
 {
-	if (!emulate_change(vcpu, gpa >> PAGE_SHIFT) && !going[slot_of(gpa >> PAGE_SHIFT)])
+	if (!emulate_change(vcpu, gpa >> PAGE_SHIFT) && !going[slot_of(gpa >> PAGE_SHIFT)] &&
+	    !beyond_slot(gpa >> PAGE_SHIFT))
 		fail("KVM emulates an access to memory, gfn %lx", (long)(gpa >> PAGE_SHIFT));
 	cpu_of(vcpu)->emulated = true;
 	return 1;
 }
 
+#ifdef OLD_KVM
+const char *arch_lacks(const struct setup *of)
+{
+	/* L2 needs what nested_svm_init_mmu_context() of this KVM does. */
+	if (of->nested)
+		return "nested guests in this harness";
+	return of->prefault ? "KVM_PRE_FAULT_MEMORY" : NULL;
+}
+
+void arch_init(void)
+{
+	kvm_mmu_x86_module_init();
+	vendor_init();
+	kvm_configure_mmu(setup.tdp, 4, PG_LEVEL_1G);
+}
+
+/* These have other names there. */
+#define kvm_vcpu_srcu_read_lock(vcpu) ((vcpu)->srcu_idx = srcu_read_lock(&(vcpu)->kvm->srcu))
+#define kvm_vcpu_srcu_read_unlock(vcpu) srcu_read_unlock(&(vcpu)->kvm->srcu, (vcpu)->srcu_idx)
+#define ROOT(mmu) ((mmu)->root_hpa)
+#define ROOT_LEVEL(mmu) ((mmu)->shadow_root_level)
+#else
 extern bool tdp_mmu_enabled;
+#define ROOT(mmu) ((mmu)->root.hpa)
+#define ROOT_LEVEL(mmu) ((mmu)->root_role.level)
 
 const char *arch_lacks(const struct setup *of)
 {
@@ -174,6 +288,7 @@ void arch_init(void)
 	if (tdp_mmu_enabled != (setup.tdp && setup.tdp_mmu))
 		fail("KVM %s the TDP MMU", tdp_mmu_enabled ? "uses" : "does not use");
 }
+#endif
 
 static void tables_init(void);
 
@@ -231,11 +346,16 @@ bool enter_guest(struct kvm_vcpu *vcpu)
 	struct processor *cpu = cpu_of(vcpu);
 
 	if (kvm_request_pending(vcpu)) {
+#ifdef OLD_KVM
+		if (kvm_check_request(KVM_REQ_MMU_RELOAD, vcpu))
+			kvm_mmu_unload(vcpu);
+#else
 		cpu->ring_full = kvm_dirty_ring_check_request(vcpu);
 		if (cpu->ring_full)
 			return false;
 		if (kvm_check_request(KVM_REQ_MMU_FREE_OBSOLETE_ROOTS, vcpu))
 			kvm_mmu_free_obsolete_roots(vcpu);
+#endif
 		if (kvm_check_request(KVM_REQ_MMU_SYNC, vcpu))
 			kvm_mmu_sync_roots(vcpu);
 		if (kvm_check_request(KVM_REQ_LOAD_MMU_PGD, vcpu))
@@ -244,7 +364,14 @@ bool enter_guest(struct kvm_vcpu *vcpu)
 			flush_tlb(vcpu);
 			kvm_clear_request(KVM_REQ_TLB_FLUSH_CURRENT, vcpu);
 		}
+#ifdef OLD_KVM
+		if (kvm_check_request(KVM_REQ_TLB_FLUSH_CURRENT, vcpu))
+			flush_tlb(vcpu);
+		if (kvm_check_request(KVM_REQ_TLB_FLUSH_GUEST, vcpu))
+			flush_tlb(vcpu);
+#else
 		kvm_service_local_tlb_flush_requests(vcpu);
+#endif
 	}
 	if (kvm_mmu_reload(vcpu))
 		fail("kvm_mmu_reload() fails");
@@ -268,7 +395,7 @@ bool enter_guest(struct kvm_vcpu *vcpu)
  */
 static hpa_t tlb_tag(struct kvm_vcpu *vcpu)
 {
-	return setup.tdp ? vcpu->arch.mmu->root.hpa : 0;
+	return setup.tdp ? ROOT(vcpu->arch.mmu) : 0;
 }
 
 enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u64 *code, unsigned long *pfn)
@@ -286,8 +413,8 @@ enum access access_memory(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, u64 *cod
 	cpu->hit = hit;
 	*code = (write ? PFERR_WRITE_MASK : 0) | PFERR_USER_MASK;
 	if (!hit || (write && (!hit->writable || !hit->dirty))) {
-		sptep = __va(vcpu->arch.mmu->root.hpa);
-		for (level = vcpu->arch.mmu->root_role.level;; level--) {
+		sptep = __va(ROOT(vcpu->arch.mmu));
+		for (level = ROOT_LEVEL(vcpu->arch.mmu);; level--) {
 			if (cpu->kicked)
 				return INTERRUPTED;
 			sptep += (gfn >> 9 * (level - 1)) & 511;
@@ -464,6 +591,7 @@ static void nested_flush(struct kvm_vcpu *vcpu)
 /* Like nested_svm_init_mmu_context() */
 static void enter_nested(struct kvm_vcpu *vcpu)
 {
+#ifndef OLD_KVM
 	vcpu->arch.hflags |= HF_GUEST_MASK;
 	vcpu->arch.mmu = &vcpu->arch.guest_mmu;
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(7, 2, 0)
@@ -481,6 +609,7 @@ static void enter_nested(struct kvm_vcpu *vcpu)
 	vcpu->arch.mmu->inject_page_fault = (void *)nested_fault;
 #endif
 	nested_flush(vcpu);
+#endif
 }
 
 static void leave_nested(struct kvm_vcpu *vcpu)
@@ -542,6 +671,15 @@ static void followed(struct kvm_vcpu *vcpu, gfn_t gfn, bool write, unsigned long
 	fail("%s gets to the page that it had before the page table changed and its vCPU flushed", setup.nested ? "L2" : "the guest");
 }
 
+static void invlpg(struct kvm_vcpu *vcpu, gva_t address)
+{
+	/* The instruction exits. KVM of 5.10 warns if there is no root. */
+	while (!VALID_PAGE(ROOT(vcpu->arch.mmu)))
+		if (enter_guest(vcpu))
+			leave_guest(vcpu);
+	kvm_mmu_invlpg(vcpu, address);
+}
+
 static void follow_table(struct kvm_vcpu *vcpu, struct op op)
 {
 	int page = entry_of(op);
@@ -551,7 +689,7 @@ static void follow_table(struct kvm_vcpu *vcpu, struct op op)
 	if (setup.nested)
 		enter_nested(vcpu);
 	else if (op.page < 4)
-		kvm_mmu_invlpg(vcpu, address_of(page) << PAGE_SHIFT);
+		invlpg(vcpu, address_of(page) << PAGE_SHIFT);
 	else if (kvm_set_cr3(vcpu, (op.page < 6 ? TABLES : OTHER_ROOT) << PAGE_SHIFT))
 		fail("kvm_set_cr3() fails");
 	guest_access(vcpu, address_of(page), false, followed);

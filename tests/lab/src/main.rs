@@ -185,7 +185,7 @@ enum LabCommand {
     /// user space. The dirty log must have every page that the guest writes, and no TLB may map a
     /// page that the host has taken away. Prints KTAP
     Explore {
-        /// 6.12, 7.2 or 7.3; for arm64 5.10 as well
+        /// 5.10, 6.12, 7.2 or 7.3
         base: String,
         /// Series to apply, in the order of the base's `series` file; `all` for all of them
         #[arg(long, value_name = "SERIES", num_args = 1..)]

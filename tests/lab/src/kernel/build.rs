@@ -116,13 +116,10 @@ impl Config {
     /// Lines of [`Self::asked`] that a kernel's configuration lacks. A debug kernel without its
     /// checks would find nothing.
     fn missing(&self, dotconfig: &str) -> Result<Vec<String>> {
-        let mut missing = Vec::new();
-        for path in &self.asked {
-            let text = fs::read_to_string(path).map_err(Error::file("read", path))?;
-            let wanted = text.lines().filter(|line| line.contains("CONFIG_"));
-            missing.extend(wanted.filter(|line| !in_force(line, dotconfig)).map(str::to_owned));
-        }
-        Ok(missing)
+        let read = |path: &PathBuf| fs::read_to_string(path).map_err(Error::file("read", path));
+        let texts = self.asked.iter().map(read).collect::<Result<Vec<_>>>()?;
+        let wanted = in_the_end(texts.iter().flat_map(|text| text.lines()));
+        Ok(wanted.into_iter().filter(|line| !in_force(line, dotconfig)).map(str::to_owned).collect())
     }
 
     /// The object directory of this configuration. A changed configuration gets another directory,
@@ -147,6 +144,20 @@ fn directory() -> PathBuf {
 fn fragments_of(dir: &Path, part: &str, base: &Base) -> Vec<PathBuf> {
     let names = [format!("{part}.config"), format!("{part}-{}.config", base.name)];
     names.map(|name| dir.join(name)).into_iter().filter(|path| path.is_file()).collect()
+}
+
+/// The lines of fragments about symbols. Of those about one symbol the last one counts.
+fn in_the_end<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let symbol = |line: &'a str| {
+        let from = line.find("CONFIG_")?;
+        line[from..].split(['=', ' ']).next()
+    };
+    let mut wanted: Vec<&str> = Vec::new();
+    for line in lines.filter(|line| symbol(line).is_some()) {
+        wanted.retain(|earlier| symbol(earlier) != symbol(line));
+        wanted.push(line);
+    }
+    wanted
 }
 
 /// Whether a configuration has a fragment's line. A symbol that it does not contain is not set.
@@ -487,6 +498,12 @@ mod tests {
             "# CONFIG_C is not set",
         ];
         assert_eq!(lines.map(|line| in_force(line, dotconfig)), [true, false, false, true, true]);
+    }
+
+    #[test]
+    fn a_bases_own_fragment_overrides_the_one_for_all() {
+        let lines = ["# CONFIG_A is not set", "CONFIG_AB=y", "# about it", "CONFIG_B=y", "CONFIG_A=y"];
+        assert_eq!(in_the_end(lines.into_iter()), ["CONFIG_AB=y", "CONFIG_B=y", "CONFIG_A=y"]);
     }
 
     #[test]

@@ -3,7 +3,10 @@
 //! The harness is in `kernel-patches/tools/explore`. This module builds its program for a base with
 //! series, and runs it. The program prints KTAP. Its exit status says whether a rule was broken.
 
-use std::fs;
+use std::ffi::OsString;
+use std::fs::{self, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -38,12 +41,6 @@ pub fn explore(cache: &Cache, base: &Base, series: &[Series], options: &Options)
         Some(architecture) => architecture,
         None => series::architecture(series)?,
     };
-    if base.name == "5.10" && architecture == Architecture::X86 {
-        return Err(Error::Usage(
-            "5.10: the harness knows KVM for x86 from 6.12 on; explore 6.12, 7.2 or 7.3, or --arch arm64"
-                .into(),
-        ));
-    }
     let mut command = Command::new(program(cache, architecture, base, series)?);
     let mut pass = |flag: &str, value: Option<String>| {
         if let Some(value) = value {
@@ -141,9 +138,8 @@ fn program(cache: &Cache, architecture: Architecture, base: &Base, series: &[Ser
     for patch in &patches {
         parts.push(build::change(&fs::read(patch).map_err(Error::file("read", patch))?).to_vec());
     }
-    for file in sources(&harness)? {
-        parts.push(code(&file, &fs::read(&file).map_err(Error::file("read", &file))?));
-    }
+    let sources = sources(&harness)?;
+    parts.extend(sources.iter().map(|(file, text)| code(Path::new(file), text)));
     let names: Vec<&str> = series.iter().map(|series| series.name.as_str()).collect();
     let names = if names.is_empty() { "pristine".into() } else { names.join("+") };
     let key = digest(parts.iter().map(Vec::as_slice));
@@ -157,10 +153,15 @@ fn program(cache: &Cache, architecture: Architecture, base: &Base, series: &[Ser
         // objtool checks only what a booting kernel needs.
         tool::output(build::command_for(&tree, architecture, &objects).args([
             "CONFIG_OBJTOOL=",
+            // Its name in 5.10
+            "CONFIG_STACK_VALIDATION=",
             "KCFLAGS=-g",
             first,
         ]))?;
-        let mut build = Command::new(harness.join("build"));
+        // What the key stands for is built, even if a file is edited meanwhile.
+        let copy = out.join("harness");
+        write_all(&copy, &sources)?;
+        let mut build = Command::new(copy.join("build"));
         build.arg(architecture.kernel()).args([&tree.source, &objects]).arg(out).env("CC", build::COMPILER);
         // Most files are the same with and without a series.
         build::remember(&mut build, &tree);
@@ -170,10 +171,51 @@ fn program(cache: &Cache, architecture: Architecture, base: &Base, series: &[Ser
     Ok(dir.join("explore"))
 }
 
-/// The harness's files in a fixed order.
-fn sources(harness: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(harness).map_err(Error::file("read", harness))?;
-    let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+/// The names and contents of the harness's files in a fixed order.
+fn sources(harness: &Path) -> Result<Vec<(OsString, Vec<u8>)>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(harness).map_err(Error::file("read", harness))?.flatten() {
+        let text = fs::read(entry.path()).map_err(Error::file("read", &entry.path()))?;
+        files.push((entry.file_name(), text));
+    }
     files.sort();
     Ok(files)
+}
+
+/// Writes `files` into a new directory, executable.
+fn write_all(directory: &Path, files: &[(OsString, Vec<u8>)]) -> Result<()> {
+    fs::create_dir_all(directory).map_err(Error::file("create", directory))?;
+    for (name, text) in files {
+        let file = directory.join(name);
+        let mut options = OpenOptions::new();
+        let opened = options.write(true).create_new(true).mode(0o755).open(&file);
+        opened.and_then(|mut to| to.write_all(text)).map_err(Error::file("write", &file))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_edited_meanwhile_is_built_as_the_key_has_it() {
+        let home = std::env::temp_dir().join(format!("vellum-explore-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&home);
+        let harness = home.join("harness");
+        fs::create_dir_all(&harness).unwrap();
+        fs::write(harness.join("vm.c"), "one\n").unwrap();
+        fs::write(harness.join("build"), "#!/bin/sh\ncat \"$(dirname \"$0\")/vm.c\"\n").unwrap();
+
+        let read = sources(&harness).unwrap();
+        fs::write(harness.join("vm.c"), "two\n").unwrap();
+        let copy = home.join("copy");
+        write_all(&copy, &read).unwrap();
+
+        assert_eq!(tool::text(&mut Command::new(copy.join("build"))).unwrap(), "one\n");
+        let keys = [&read, &sources(&harness).unwrap()]
+            .map(|files| digest(files.iter().map(|(_, text)| text.as_slice())));
+        assert_ne!(keys[0], keys[1]);
+        fs::remove_dir_all(&home).unwrap();
+    }
 }
