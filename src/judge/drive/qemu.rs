@@ -18,7 +18,15 @@ const MAX_ANSWER: u64 = 1 << 20;
 
 pub(super) fn version(round: &Round) -> Result<String, Trouble> {
     let (program, package) = program_of(round.setup.arch);
-    version_of(round, program, "--version", &format!("apt-get install {package}"))
+    let version = version_of(round, program, "--version", &format!("apt-get install {package}"))?;
+    // A verdict about one says nothing of the other.
+    let accelerator = if has_kvm(round.setup.arch) { "KVM" } else { "TCG" };
+    Ok(format!("{version}, {accelerator}"))
+}
+
+/// Whether QEMU runs machines of this architecture by KVM here. It emulates them otherwise.
+fn has_kvm(arch: Arch) -> bool {
+    arch == Arch::HOST && File::options().read(true).write(true).open("/dev/kvm").is_ok()
 }
 
 /// The program that emulates an architecture, and the package of Debian that has it.
@@ -46,8 +54,7 @@ impl Qemu {
             Arch::X86_64 => ("pc", "host,-arch-capabilities"),
             Arch::Aarch64 => ("virt,gic-version=max", "host"),
         };
-        let kvm = || File::options().read(true).write(true).open("/dev/kvm").is_ok();
-        match setup.arch == Arch::HOST && kvm() {
+        match has_kvm(setup.arch) {
             true => command.args(["-accel", "kvm", "-cpu", host]),
             false => command.args(["-accel", "tcg", "-cpu", "max"]),
         };

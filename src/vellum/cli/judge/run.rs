@@ -232,7 +232,7 @@ fn judge(
     let (mut passes, more) =
         if scenario == Scenario::Boot { (3, "") } else { (PASSES, " rate=30000 verify=end late=2s") };
     let may_go_on = scenario != Scenario::Boot && drive::asked(&args.cmdline, "passes").is_none();
-    let mut worst: Option<(Status, String)> = None;
+    let (mut worst, mut last) = (None::<(Status, String)>, None::<String>);
     let mut done = 0;
     for round in 1..=args.times {
         let seed = seed(args, drawn, round);
@@ -282,7 +282,7 @@ fn judge(
                 found
             }
         };
-        done = round;
+        (done, last) = (round, Some(setup.cmdline));
         if let Some((status, why)) = found
             && worst.as_ref().is_none_or(|(known, _)| badness(status) < badness(*known))
         {
@@ -291,6 +291,11 @@ fn judge(
         if signal::last().is_some() {
             break;
         }
+    }
+    // A run with these options does the same again.
+    if let Some(options) = last {
+        let name = scenario.name();
+        report.note(format!("{name}: the image's options in round {done}: {}", options.trim()));
     }
     let case = match worst {
         None => Case::new(scenario.name(), Status::Pass),
