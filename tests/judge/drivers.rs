@@ -436,6 +436,7 @@ fn a_command_boots_the_image_and_its_standard_output_is_the_console() -> Result<
         ("sed /end/d $WHOLE", 1, "boot: the log ends without a verdict"),
         ("echo 'Bail out! too little memory'", 1, "boot: too little memory"),
         ("cat $WHOLE; sleep 1000 & wait", 1, "nothing for 2 s: the machine's end did not come"),
+        ("exec yes", 1, "its console has over 64 MiB"),
     ] {
         let env = TestEnv::new()?;
         let output =
@@ -457,6 +458,27 @@ fn too_little_memory_is_one_line() -> Result<(), Failed> {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let right = said.contains("boot: too little memory") && said.lines().count() == 1;
     ensure(output.status.code() == Some(1) && right, || format!("{output:?}"))
+}
+
+/// A VMM that listens and accepts nothing. The kernel keeps one connection waiting for it.
+#[test(python())]
+fn a_vmm_that_accepts_no_connection_hangs() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let vmms = env.path("vmms");
+    fs::create_dir(&vmms)?;
+    let text = "#!/usr/bin/env python3\nimport signal, socket, sys\n\
+        if '--version' in sys.argv: sys.exit(print('cloud-hypervisor v54.0.0'))\n\
+        listener = socket.socket(socket.AF_UNIX)\n\
+        listener.bind(sys.argv[sys.argv.index('--api-socket') + 1])\n\
+        listener.listen(0)\nsignal.pause()\n";
+    let program = vmms.join("cloud-hypervisor");
+    fs::write(&program, text)?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    let line = "judge run --vmm cloud-hypervisor --scenario boot --limit 1s";
+    let output = env.command(line).env("VELLUM_VMMS", vmms).output()?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let right = output.status.code() == Some(1) && said.lines().count() == 1 && said.contains("boot: ");
+    ensure(right, || format!("{output:?}"))
 }
 
 /// What a VMM has started ends with it, and with its driver.

@@ -31,7 +31,7 @@ struct CloudHypervisor {
 fn start(round: &Round, dir: &Path, arguments: &[&str]) -> Result<Process, Trouble> {
     let mut command = program(PROGRAM);
     command.current_dir(dir).args(["--api-socket", "api"]).args(arguments).args(&round.setup.arguments);
-    Process::start(&mut command, dir.join("error"))
+    Process::start(&mut command, dir.join("first.err"))
 }
 
 /// Refuses a version without postcopy.

@@ -2,7 +2,6 @@
 //! Firecracker have it.
 
 use std::io::{BufRead, BufReader, Read};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use serde_json::Value;
 use super::Trouble;
 use super::process::{Process, printable};
 use super::stream::Stream;
+use vellum_sys::socket;
 
 /// Bytes of a line of the answer's head, its lines, and bytes of its body.
 const MAX_LINE: u64 = 8 << 10;
@@ -31,9 +31,9 @@ pub(super) struct Asked {
 
 impl Api {
     /// The API of a process, when it listens.
-    pub(super) fn of(process: &mut Process, socket: &Path, limit: Duration) -> Result<Self, Trouble> {
-        process.until(limit, "its API socket", || Ok(UnixStream::connect(socket).ok()))?;
-        Ok(Self { socket: socket.into(), limit })
+    pub(super) fn of(process: &mut Process, path: &Path, limit: Duration) -> Result<Self, Trouble> {
+        process.until(limit, "its API socket", || Ok(socket::connect(path, limit).ok()))?;
+        Ok(Self { socket: path.into(), limit })
     }
 
     /// Sends a request. Each has a connection of its own.

@@ -1,6 +1,6 @@
 //! A process that does not outlive its driver.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use super::Trouble;
+use super::{MAX_CONSOLE, Trouble};
 use vellum_sys::signal::{end_with_parent, last};
 
 /// What is read of its messages.
@@ -24,7 +24,7 @@ pub(super) struct Process {
     child: Child,
     ended: Option<ExitStatus>,
     name: String,
-    /// The file with its standard error.
+    /// The file with its standard error. Its console is beside it (`NAME.log`), if it has one.
     error: PathBuf,
 }
 
@@ -71,8 +71,14 @@ impl Process {
         }
     }
 
-    /// Its status, if it has ended. Then what it has started is ended, too.
+    /// Its status, if it has ended. Then what it has started is ended, too. A console that fills the
+    /// disk is an error.
     fn status(&mut self) -> Result<Option<ExitStatus>, Trouble> {
+        let console = self.error.with_extension("log");
+        if fs::metadata(console).is_ok_and(|console| console.len() > MAX_CONSOLE) {
+            let mebibytes = MAX_CONSOLE >> 20;
+            return Err(Trouble::failed(format!("{}: its console has over {mebibytes} MiB", self.name)));
+        }
         // It stays unreaped, so that its ID and its group's are its own.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         let has_ended =

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use vellum_sys::signal::last;
+use vellum_sys::socket;
 
 /// How often it is looked whether a signal came.
 const POLL: Duration = Duration::from_millis(100);
@@ -20,9 +21,9 @@ pub(super) struct Stream {
 
 impl Stream {
     pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<Self> {
-        let socket = UnixStream::connect(path)?;
+        // A VMM that listens and accepts nothing hangs, too.
+        let socket = socket::connect(path, limit)?;
         socket.set_read_timeout(Some(POLL))?;
-        socket.set_write_timeout(Some(limit))?;
         Ok(Self { socket, begun: Instant::now(), limit })
     }
 
