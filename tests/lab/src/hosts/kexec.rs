@@ -27,7 +27,13 @@ pub const PROGRAM: &str = "bed-kexec";
 
 /// The kernel's command line: it hands memory over. The next kernel and its initramfs must fit into
 /// the scratch areas, as must what it allocates before it knows which memory is handed over.
-pub const HANDS_OVER: &str = " kho=on liveupdate=on kho_scratch=64M,512M,128M";
+///
+/// QEMU's TSC runs at a constant rate, which its AMD processors do not say. Without `constant_tsc`, KVM
+/// keeps the frequency that each kernel measured first, off by some tenths of a percent, and a guest's
+/// clock does not survive the difference. The watchdog compares clocks within 100 us, in which the
+/// emulator may lose its CPU.
+pub const HANDS_OVER: &str =
+    " kho=on liveupdate=on kho_scratch=64M,512M,128M setcpuid=constant_tsc tsc=nowatchdog";
 
 /// The disk's size in MiB. The file is sparse.
 const MIB: u32 = 8192;
