@@ -245,7 +245,7 @@ fn bare_vm(bytes: u64) -> Result<(), Failed> {
     let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(bytes) };
     let memory = Memory::map(vellum_kvm::arch::layout::RAM, config)?;
     let vm = Vm::new(&vellum_kvm::vm::open()?, memory)?;
-    let _vcpu = vm.fd.create_vcpu(0)?;
+    let _vcpu = vm.create_vcpu(0)?;
     std::io::stdout().write_all(b"V")?;
     std::io::stdout().flush()?;
     Ok(std::io::stdin().read_to_end(&mut Vec::new()).map(drop)?)
