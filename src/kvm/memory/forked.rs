@@ -556,7 +556,8 @@ mod tests {
             |page: u64| memory.mapping.words()[(page * PAGE_SIZE / 8) as usize].load(Ordering::Relaxed);
         assert_eq!([word(15), word(119), word(120), word(149), word(150)], [15, 0, 110, 139, 0]);
         let pagemap = Pagemap::open().unwrap();
-        let found = |of: &dyn Fn(&Slot, &mut dyn FnMut(Range<u64>))| {
+        type Runs<'a> = &'a mut dyn FnMut(Range<u64>);
+        let found = |of: &dyn Fn(&Slot, Runs<'_>)| {
             let mut pages = Vec::new();
             for slot in memory.slots() {
                 let first = slot.offset() / PAGE_SIZE;
