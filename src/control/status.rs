@@ -45,9 +45,6 @@ pub struct Status {
     /// The CR3 cache, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cr3_cache: Option<Cr3Cache>,
-    /// The CPUs that its vCPUs are pinned to, in turns. Empty without pins.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub pins: Vec<usize>,
     /// How dirty pages are collected, during a migration.
     #[serde(default)]
     pub tracker: Option<String>,

@@ -24,7 +24,7 @@ use vellum_kvm::memory::{Backing, Memory, MemoryConfig, Slot, short_size};
 use vellum_kvm::vm::counters::Snapshot;
 use vellum_kvm::vm::exits::Exits;
 use vellum_kvm::vm::lifecycle::Exit;
-use vellum_kvm::vm::vcpu::{Throttle, Vcpu, VcpusDebugHandle};
+use vellum_kvm::vm::vcpu::{Throttle, VcpusDebugHandle};
 use vellum_machine::handoff::HandoffFds;
 use vellum_machine::state::Processors;
 use vellum_machine::{
@@ -203,7 +203,6 @@ impl Machine for BuiltinMachine {
     fn info(&self) -> MachineInfo {
         MachineInfo {
             vcpus: self.guest.vcpus.len(),
-            pins: self.guest.vcpus.iter().filter_map(Vcpu::pin).collect(),
             memory: self.guest.vm.memory.config.size,
             backing: Some(self.guest.vm.memory.config.backing),
             forked: self.guest.vm.memory.is_forked(),

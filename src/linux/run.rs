@@ -120,7 +120,6 @@ impl Machine for LinuxMachine {
                 .vm
                 .cr3_cache
                 .map(|entries| Cr3Cache { entries, debugfs: counters::name(&self.vm.fd) }),
-            pins: self.vcpus.iter().filter_map(Vcpu::pin).collect(),
             vsock: self.virtio.find::<SocketPath>().map(|(path, _)| path.0.clone()),
             devices: self.virtio.devices.iter().map(|wired| wired.name.clone()).collect(),
             disks: self.virtio.all::<DiskImage>().map(|(name, _)| name.to_owned()).collect(),

@@ -73,8 +73,6 @@ pub struct MachineInfo {
     pub dirty_ring: Option<DirtyRings>,
     /// Its CR3 cache, if it has one.
     pub cr3_cache: Option<Cr3Cache>,
-    /// The CPUs that its vCPUs are pinned to, in turns. Empty without pins.
-    pub pins: Vec<usize>,
     /// The names of its virtio devices.
     pub devices: Vec<String>,
     /// The names of its disks.

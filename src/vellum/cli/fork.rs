@@ -505,13 +505,7 @@ pub(super) fn for_command(
     words.extend(["--vsock".into(), vsock.into(), "--sandbox".into(), sandbox.to_string().into()]);
     words.extend(has.dirty_ring.map(|rings| format!("--dirty-ring={}", rings.entries).into()));
     words.extend(has.cr3_cache.is_some().then(|| "--cr3-cache=auto".into()));
-    if !has.pins.is_empty() {
-        let list = has.pins.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-        words.push(format!("--pin={list}").into());
-    }
-    // Commands that run at a time take turns at the CPUs of the machine that waits.
-    let number = std::process::id() as usize;
-    let new = NewMachine { name: &name, number, devices, limit };
+    let new = NewMachine { name: &name, number: 0, devices, limit };
     let started = source.start(new, words, [Stdio::piped(), Stdio::inherit()], None)?;
     let mut started = ForCommand(started);
     // If it does not run, its process has said why, and the console ends.

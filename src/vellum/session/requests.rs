@@ -139,7 +139,6 @@ impl Session {
             vsock: outline.vsock.map(|path| path.display().to_string()),
             dirty_ring: outline.dirty_ring,
             cr3_cache: outline.cr3_cache,
-            pins: outline.pins,
             tracker: machine.tracker().map(str::to_owned),
             devices: outline.devices,
             disks: outline.disks,

@@ -243,7 +243,6 @@ impl Shared {
 /// A handle to a vCPU's thread. Dropping it stops the vCPU.
 pub struct Vcpu {
     shared: Arc<Shared>,
-    pin: Option<usize>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -336,7 +335,7 @@ impl Vcpu {
             .stack_size(256 << 10)
             .spawn(body)
             .map_err(|e| Error::Spawn(index, e))?;
-        Ok(Self { shared, pin, thread: Some(thread) })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     /// Gives the thread its vCPU: KVM's descriptor, a closure that sets the initial state, and the
@@ -379,11 +378,6 @@ impl Vcpu {
     /// The vCPU's number.
     pub fn index(&self) -> usize {
         self.shared.index
-    }
-
-    /// The CPU that its thread is pinned to.
-    pub fn pin(&self) -> Option<usize> {
-        self.pin
     }
 
     /// The current state.
