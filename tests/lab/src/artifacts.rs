@@ -62,6 +62,24 @@ pub enum Profile {
     Dev,
 }
 
+impl Profile {
+    /// The environment variable with which a run tells the laboratory's own tests.
+    pub const VARIABLE: &str = "VELLUM_LAB_PROFILE";
+
+    /// Cargo's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bed => "bed",
+            Self::Dev => "dev",
+        }
+    }
+
+    /// What [`Self::VARIABLE`] says.
+    pub fn from_env() -> Self {
+        if std::env::var_os(Self::VARIABLE).is_some_and(|name| name == "dev") { Self::Dev } else { Self::Bed }
+    }
+}
+
 /// The programs that the tests of this machine need, tests included.
 pub fn build_here() -> Result<Vec<Executable>> {
     build(&["test", "--workspace", "--no-run"])
@@ -80,12 +98,12 @@ pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
 
 /// The same for `architecture`.
 pub fn build_for(architecture: Architecture, arguments: &[&str]) -> Result<Vec<Executable>> {
-    build_with("bed", architecture, arguments)
+    build_with(Profile::Bed, architecture, arguments)
 }
 
-fn build_with(profile: &str, architecture: Architecture, arguments: &[&str]) -> Result<Vec<Executable>> {
+fn build_with(profile: Profile, architecture: Architecture, arguments: &[&str]) -> Result<Vec<Executable>> {
     let mut command = Command::new(cargo());
-    command.args(arguments).args(["--profile", profile, "--quiet", "--target", architecture.target()]);
+    command.args(arguments).args(["--profile", profile.name(), "--quiet", "--target", architecture.target()]);
     executables(&mut command)
 }
 
@@ -149,7 +167,7 @@ impl Programs {
         let built = match (profile, architecture) {
             (Profile::Bed, _) => build_for(architecture, &ALL)?,
             (Profile::Dev, Architecture::X86) => build_here()?,
-            (Profile::Dev, Architecture::Arm) => build_with("dev", architecture, &ALL)?,
+            (Profile::Dev, Architecture::Arm) => build_with(profile, architecture, &ALL)?,
         };
         let path = |name: &str| {
             let found = built.iter().find(|program| !program.test && program.name == name);
