@@ -77,7 +77,9 @@ where
     }
 
     fn pause(&mut self) -> Result<(), Error> {
-        if self.held.migration || self.held.unconfirmed {
+        // A snapshot or a fork resumes it soon, unless the user has paused it.
+        let resumes = matches!(self.operation.kind(), Some(Kind::Snapshot | Kind::Fork));
+        if self.held.unconfirmed || self.held.migration && !resumes {
             return Err(Error::HandedOver);
         }
         if !self.stands() {
