@@ -20,10 +20,14 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
 
 /// Has root do something as `uid` and `gid`, without supplementary groups. Programs that it starts
 /// stay this user. Call it before any thread is started: the change affects only the calling thread.
+/// A process that is not root does it as it is.
 ///
 /// # Errors
 /// The kernel refuses. The process may have another user than before then, and is to end.
 pub fn as_user<T>(uid: u32, gid: u32, act: impl FnOnce() -> T) -> io::Result<T> {
+    if effective().0 != 0 {
+        return Ok(act());
+    }
     let (groups, own) = (rustix::process::getgroups()?, rustix::process::getgid());
     let (user, group) = (Uid::from_raw(uid), Gid::from_raw(gid));
     thread::set_thread_groups(&[])?;

@@ -4,9 +4,10 @@
 //! machine is saved, its process ends, and a new one is started with the same memory. The tests on
 //! hosts that do replace their kernel are those of `cargo lab test live-update`.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, ExitCode, Output, Stdio};
 
@@ -407,9 +408,20 @@ fn tells(env: &TestEnv, line: &str, what: &str) -> Result<(), Failed> {
 
 /// Starts a keeper of the session `test`, as a save does that is cancelled after the machine's process
 /// has ended. The client that it would tell has ended too.
-fn keeper(env: &TestEnv, mut command: Command, name: &str, saved: &Saved) -> Result<Process, Failed> {
+fn keeper(env: &TestEnv, command: Command, name: &str, saved: &Saved) -> Result<Process, Failed> {
+    keeper_of(env, command, name, saved, HostSide::default())
+}
+
+/// The same of a machine that has more of its host.
+fn keeper_of(
+    env: &TestEnv,
+    mut command: Command,
+    name: &str,
+    saved: &Saved,
+    host: HostSide,
+) -> Result<Process, Failed> {
     let (memory, position) = live_update::marked(&saved.memory)?;
-    let host = HostSide { serial: "null".into(), sandbox: "on".into(), ..HostSide::default() };
+    let host = HostSide { serial: "null".into(), sandbox: "on".into(), ..host };
     let line = ["vellum", "run", "--append", "it's one word"].map(Into::into).into();
     let machine = live_update::Saved {
         name: name.into(),
@@ -487,6 +499,37 @@ fn a_machine_is_kept_until_it_has_run() -> Result<(), Failed> {
     let json = env.path("result.json");
     eventually(LIMIT, "it ends", || Ok(fs::read(&json).is_ok_and(|text| !text.is_empty()).then_some(())))?;
     ensure(every_page_is_right(&json)?, || "a page is wrong".into())
+}
+
+fn root() -> Need {
+    if vellum_sys::host::is_root() { Ok(()) } else { Err("needs root: sudo -E cargo test".into()) }
+}
+
+/// A machine that has dropped root has named its result's file and its devices. Root opens neither with
+/// more rights than the machine's user has; what root names itself, it opens.
+#[test(kvm().and(root()))]
+fn what_a_machine_that_has_dropped_root_names_is_opened_as_its_user() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let machine = env.run("here", &format!("run {WRITE}"))?;
+    env.has_written("here", 2000)?;
+    let saved = save(&env, "here")?;
+    ends_without_running(&env, "here", machine, &saved)?;
+    let private = env.path("private");
+    fs::create_dir(&private)?;
+    fs::set_permissions(&private, Permissions::from_mode(0o700))?;
+    let result = private.join("result.json");
+    let host = HostSide { user: Some((65534, 65533)), result: Some(result.clone()), ..HostSide::default() };
+    let keeper = keeper_of(&env, Command::new(VELLUM), "here", &saved, host)?;
+    drop(saved);
+    says(&env, "live-update restore --session test here", 2, "private/result.json: cannot write: Permission denied")?;
+    ensure(!result.exists(), || "root has made it".into())?;
+    let own = format!("live-update restore --session test here --json {}", result.display());
+    says(&env, &own, 0, "here runs, process ")?;
+    let output = keeper.output()?;
+    ensure(output.status.success(), || format!("{output:?}"))?;
+    env.ctl("here stop")?;
+    eventually(LIMIT, "it ends", || Ok(fs::read(&result).is_ok_and(|text| !text.is_empty()).then_some(())))?;
+    ensure(every_page_is_right(&result)?, || "a page is wrong".into())
 }
 
 /// The command line of the machine's process.

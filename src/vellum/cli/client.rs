@@ -59,16 +59,28 @@ pub(super) fn other_user(machine: &Client) -> Result<Option<User>, Failure> {
     if identity::effective().0 != 0 {
         return Ok(None);
     }
-    let pid = socket::peer_pid(machine.connection()).map_err(Failure::host)?;
-    let of = |error: &dyn std::fmt::Display| Failure::host(format!("the user of process {pid}: {error}"));
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).map_err(|error| of(&error))?;
     // Real, effective, saved and of the file system (proc_pid_status(5)).
-    let effective = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.split_whitespace().nth(1)?.parse().ok()
-    };
-    let (uid, gid) = effective("Uid").zip(effective("Gid")).ok_or_else(|| of(&"it is not told"))?;
+    let effective = |line: String| line.split_whitespace().nth(1)?.parse().ok();
+    let [uid, gid] = [process_status(machine, "Uid")?, process_status(machine, "Gid")?].map(effective);
+    let (uid, gid) = uid.zip(gid).ok_or_else(|| Failure::host("the machine's user is not told"))?;
     Ok((uid != 0).then_some(User { uid, gid }))
+}
+
+/// Whether a filter of system calls is in force in the machine's process.
+///
+/// # Errors
+/// It is not told.
+pub(super) fn is_confined(machine: &Client) -> Result<bool, Failure> {
+    Ok(process_status(machine, "Seccomp")? == "2")
+}
+
+/// A line of /proc/PID/status of the machine's process.
+fn process_status(machine: &Client, name: &str) -> Result<String, Failure> {
+    let pid = socket::peer_pid(machine.connection()).map_err(Failure::host)?;
+    let of = |error: &dyn std::fmt::Display| Failure::host(format!("{name} of process {pid}: {error}"));
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).map_err(|error| of(&error))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    Ok(line.ok_or_else(|| of(&"it is not told"))?.trim().to_owned())
 }
 
 /// Checks that the machine with this `status` can be saved and migrated.

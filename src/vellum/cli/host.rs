@@ -98,6 +98,10 @@ pub(super) struct Fork {
     pub limit: Option<Duration>,
     /// The user that root is dropped for, unless --user names one.
     pub user: Option<User>,
+    /// Whether root opens its devices as its user: a process of that user has named them.
+    pub devices_as_user: bool,
+    /// The same of its result.
+    pub result_as_user: bool,
     /// The overlays of its disks that have no name.
     pub unnamed: Vec<File>,
     /// Whether it goes on if the client ends before it runs.
@@ -130,6 +134,16 @@ impl HostArgs {
     /// The same for a machine that is forked.
     pub fn forked(self, fork: Fork) -> Self {
         Self { fork, ..self }
+    }
+
+    /// The same with this place for the result, unless it has one.
+    pub fn or_result(self, path: Option<PathBuf>) -> Self {
+        Self { result: self.result.or_at(path), ..self }
+    }
+
+    /// Whether it has a place for the result.
+    pub fn has_result(&self) -> bool {
+        self.result.path().is_some()
     }
 
     /// The names of the devices, as a machine with them has them.
@@ -204,6 +218,7 @@ impl HostArgs {
             user: self.user.or(self.fork.user),
             result: self.result.path(),
             waits: self.fork.waits,
+            opens_as_user: self.fork.devices_as_user,
             outlives_client: self.fork.outlives_client,
             forked_from: self.fork.from,
             log: self.fork.log,
@@ -223,7 +238,7 @@ impl HostArgs {
             ..machine::Config::default()
         };
         let lenience = Lenience { liveness, other_tsc: self.tsc_mismatch == TscMismatch::Allow };
-        let result = self.result.open()?;
+        let result = self.result.open_as(process.user.filter(|_| self.fork.result_as_user))?;
         match incoming::run(&process, listen, memory, config, lenience).map_err(failure) {
             // Another process delivered the result to the same place.
             Ok(Outcome::Succeeded(exit)) => Ok(exit),

@@ -11,6 +11,8 @@ use vellum_report::output::{Kind, Writer};
 use vellum_report::terminal::{Extent, Form as Look};
 use vellum_report::view::View;
 use vellum_report::{Report, json, terminal};
+use vellum_sandbox::user::User;
+use vellum_sys::identity;
 
 /// The arguments of every command that has a result.
 #[derive(Debug, Args)]
@@ -86,6 +88,11 @@ impl ResultArgs {
         Self { verbose: false, json: path, format: None, origin: None }
     }
 
+    /// The same with this file, unless it has one.
+    pub fn or_at(self, path: Option<PathBuf>) -> Self {
+        Self { json: self.json.or(path), ..self }
+    }
+
     /// Whether `--verbose` was given.
     pub fn is_verbose(&self) -> bool {
         self.verbose
@@ -95,6 +102,14 @@ impl ResultArgs {
     pub fn path(&self) -> Option<PathBuf> {
         let path = self.json.as_ref()?;
         Some(if path.as_os_str() == "-" { path.clone() } else { std::path::absolute(path).ok()? })
+    }
+
+    /// Opens the targets, as root on behalf of `user` if there is one.
+    pub fn open_as(&self, user: Option<User>) -> Result<Place, Failure> {
+        match user {
+            Some(User { uid, gid }) => identity::as_user(uid, gid, || self.open()).map_err(Failure::host)?,
+            None => self.open(),
+        }
     }
 
     /// Opens the targets.

@@ -98,6 +98,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
         lent: Some(session::Supervised { control: control.map(Arc::new), supervisor: Arc::new(supervisor) }),
         gdb: None,
         waits: None,
+        opens_as_user: true,
         outlives_client: false,
         tells_of_silence: false,
         // Its memory has nothing in common with another machine's any more. A machine that waits for
@@ -131,11 +132,7 @@ pub(super) fn run(file: RawFd, flags: Flags) -> Result<Exit, Failure> {
     // Closes the remaining descriptors: the standard ones, which this process has as its own.
     drop(lent);
     let lenience = Lenience { liveness: LIVENESS, other_tsc: true };
-    let open = || ResultArgs::at(list.result).open();
-    let result = match user {
-        Some(User { uid, gid }) => identity::as_user(uid, gid, open).map_err(Failure::host)??,
-        None => open()?,
-    };
+    let result = ResultArgs::at(list.result).open_as(user)?;
     let outcome = incoming::run(&process, Listen::Lent(link, serial), memory, config, lenience);
     match outcome.map_err(|error| Failure::of(&error, flags))? {
         Outcome::Succeeded(exit) => Ok(exit),

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::client::{failure, has_a_descriptor, heard, listen, loses, other_user, status};
+use super::client::{failure, has_a_descriptor, heard, is_confined, listen, loses, other_user, status};
 use super::failure::Failure;
 use super::output::{print, say};
 use super::take_over::Inherited;
@@ -22,6 +22,7 @@ use vellum_kvm::vm::lifecycle::Exit;
 use vellum_machine::handoff::List;
 use vellum_migration::commit_flag::CommitFlag;
 use vellum_migration::link::LIVENESS;
+use vellum_sandbox::Mode;
 use vellum_sandbox::user::User;
 use vellum_sys::mmap::memfd;
 use vellum_sys::program::detached_with;
@@ -42,11 +43,7 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     if !has.forked {
         has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
     }
-    let (mut list, descriptors) = borrow(&path)?;
-    if let Some(User { uid, gid }) = other_user(&client)? {
-        // Root gives the new process the user of the old one, whatever that says.
-        list.user = Some((uid, gid));
-    }
+    let (list, descriptors) = borrow(&mut client)?;
     let [link, other_link] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     let [supervisor, other_supervisor] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     // No descriptor has all of a forked memory, so it is copied.
@@ -95,17 +92,26 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     }
 }
 
-/// The list and descriptors of everything that the machine has open.
-pub(super) fn borrow(path: &Path) -> Result<(List, Vec<OwnedFd>), Failure> {
+/// The list and descriptors of everything that the machine has open, from the process at the other
+/// end of this connection. To root, it cannot say that it has another user than it has, nor that it
+/// is not confined.
+pub(super) fn borrow(client: &mut Client) -> Result<(List, Vec<OwnedFd>), Failure> {
     let mut all = Vec::new();
     loop {
-        let (answer, mut part) = Client::borrow(path, &Do::Lend { from: all.len() }).map_err(failure)?;
+        let (answer, mut part) = client.ask_for(&Do::Lend { from: all.len() }).map_err(failure)?;
         let Lending { list, descriptors } = serde_json::from_value(answer).map_err(Failure::host)?;
         let came = part.len();
         all.append(&mut part);
         if all.len() == descriptors {
             let bytes = serde_json::to_vec(&list).map_err(Failure::host)?;
-            return Ok((List::parse(&bytes, descriptors).map_err(Failure::host)?, all));
+            let mut list = List::parse(&bytes, descriptors).map_err(Failure::host)?;
+            if let Some(User { uid, gid }) = other_user(client)? {
+                list.user = Some((uid, gid));
+                if is_confined(client)? {
+                    list.sandbox = Mode::On.to_string();
+                }
+            }
+            return Ok((list, all));
         }
         if came == 0 || all.len() > descriptors {
             return Err(Failure::host(format!("{} descriptors came, of {descriptors}", all.len())));

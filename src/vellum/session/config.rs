@@ -31,6 +31,9 @@ pub struct Config {
     /// The socket to the client that waits until the machine runs. See
     /// [`supervisor::ClientSocket`].
     pub waits: Option<Arc<OwnedFd>>,
+    /// Whether root opens the devices and the serial port's target as `user`: a process of that user
+    /// has named them.
+    pub opens_as_user: bool,
     /// Whether the machine goes on if that client ends before it runs.
     pub outlives_client: bool,
     /// Whether the user is told of a guest that prints nothing.
@@ -74,6 +77,7 @@ impl Default for Config {
             lent: None,
             gdb: None,
             waits: None,
+            opens_as_user: false,
             outlives_client: false,
             tells_of_silence: false,
             log: None,

@@ -124,6 +124,15 @@ pub enum Outcome {
     Succeeded(Exit),
 }
 
+/// What `open` opens, as the machine's user if that one has named it.
+fn opened<T>(process: &Config, open: impl FnOnce() -> T) -> Result<T, Error> {
+    match process.user.filter(|_| process.opens_as_user) {
+        Some(User { uid, gid }) => identity::as_user(uid, gid, open)
+            .map_err(|error| Error::Host("opening devices as the machine's user", error)),
+        None => Ok(open()),
+    }
+}
+
 /// Waits for a machine and runs it. `memory` says what backs its memory. `config` says where its
 /// devices and its serial port lead. The source sends the rest.
 ///
@@ -141,16 +150,15 @@ pub fn run(
         _ => (None, None),
     };
     let kvm = vm::open()?;
-    let is_lent = matches!(listen, Listen::Lent(..));
     let (listen, serial) = match listen {
         Listen::Lent(socket, serial) => (Listen::Connected(socket), serial),
         listen => {
             // A machine that is forked goes on, and so does its output.
-            let serial = match &listen {
+            let open = || match &listen {
                 Listen::Fork(_) => config.serial.open(),
                 _ => config.serial.open_beside(),
             };
-            let serial = serial.map_err(machine::Error::from)?;
+            let serial = opened(process, open)?.map_err(machine::Error::from)?;
             if matches!(listen, Listen::Preserved(_)) {
                 // The output of the same machine continues.
                 serial.hand_over();
@@ -164,12 +172,7 @@ pub fn run(
     }
     let cr3_cache = config.cr3_cache.decided(&kvm).map_err(vm::Error::from)?;
     let open = || Opened::open(machine::Config { cr3_cache, incoming: true, ..config });
-    let devices = match process.user.filter(|_| is_lent) {
-        // The paths are those of a process that has dropped root.
-        Some(User { uid, gid }) => identity::as_user(uid, gid, open)
-            .map_err(|error| Error::Host("opening devices as the machine's user", error))??,
-        None => open()?,
-    };
+    let devices = opened(process, open)??;
     let path = match &listen {
         Listen::Unix(path) => Some(path.clone()),
         _ => None,

@@ -356,7 +356,6 @@ impl Keeper {
             line.extend(["--user".into(), format!("{user}:{group}")]);
         }
         line.extend(host.dirty_ring.map(|entries| format!("--dirty-ring={entries}")));
-        line.extend(host.result.as_ref().map(|path| format!("--json={}", path.display())));
         line.extend(host.pins.as_ref().map(|cpus| {
             let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
             format!("--pin={}", cpus.join(","))
@@ -373,6 +372,7 @@ impl Keeper {
                 waits,
                 log,
                 devices: host.devices.clone(),
+                result: host.result.clone(),
                 limit: host.limit_ms.map(Duration::from_millis),
                 lock: host.lock,
             };

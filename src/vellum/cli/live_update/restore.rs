@@ -131,6 +131,8 @@ pub(super) struct Inherited {
     pub log: Option<PathBuf>,
     /// The devices that it had.
     pub devices: Vec<ChildDevice>,
+    /// The file of its result.
+    pub result: Option<PathBuf>,
     /// The time after which the machine ends.
     pub limit: Option<Duration>,
     /// Whether its memory is locked.
@@ -149,7 +151,7 @@ pub fn run(args: RestoreArgs) -> Result<Exit, Failure> {
 /// Runs one of the machines.
 fn be(args: RestoreArgs, list: RawFd) -> Result<Exit, Failure> {
     log::start(tracing::Level::INFO, Beside::Console);
-    let Inherited { point, files, flag, waits, log, devices, limit, lock } = inherited(list)?;
+    let Inherited { point, files, flag, waits, log, devices, result, limit, lock } = inherited(list)?;
     let own = |fd: RawFd| taken(fd).ok_or_else(|| Failure::usage(format!("descriptor {fd} is not open")));
     let [ram, map, state, base] = files;
     let [ram, map, state, base] = [own(ram)?, own(map)?, own(state)?, own(base)?].map(File::from);
@@ -166,9 +168,19 @@ fn be(args: RestoreArgs, list: RawFd) -> Result<Exit, Failure> {
         disk_changed: args.disk_changed,
     });
     let waits = Some(Arc::new(own(waits)?));
-    let fork = host::Fork { waits, log, limit, outlives_client: true, ..host::Fork::default() };
-    let devices = if args.host.device_names().is_empty() { devices } else { Vec::new() };
-    let host = args.host.forked(fork).with_devices(devices, &[]).map_err(Failure::usage)?;
+    // What this command line does not name, the machine has named, which may have dropped root.
+    let has_devices = !args.host.device_names().is_empty();
+    let fork = host::Fork {
+        waits,
+        log,
+        limit,
+        devices_as_user: !has_devices,
+        result_as_user: !args.host.has_result(),
+        outlives_client: true,
+        ..host::Fork::default()
+    };
+    let devices = if has_devices { Vec::new() } else { devices };
+    let host = args.host.forked(fork).or_result(result).with_devices(devices, &[]).map_err(Failure::usage)?;
     host.run(listen, MemoryConfig { lock, ..MemoryConfig::new(0) }, LIVENESS, FLAGS)
 }
 

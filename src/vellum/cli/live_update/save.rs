@@ -253,7 +253,7 @@ impl Machine {
         let status = status(&mut client)?;
         may_leave(&status)?;
         check_memory(name, &status)?;
-        let (list, descriptors) = borrow(path)?;
+        let (list, descriptors) = borrow(&mut client)?;
         let name = match &list.control {
             Some(control) => {
                 control.path.file_stem().map_or(name.into(), |stem| stem.to_string_lossy().into_owned())
@@ -282,7 +282,7 @@ impl Machine {
         let descriptors: [BorrowedFd<'_>; 3] = [&ram, &map, &state].map(AsFd::as_fd);
         self.client.ask_with(&Do::LiveUpdate {}, &descriptors).map_err(failure)?;
         self.id = self.client.last_id();
-        let (_, memory) = Client::borrow(&self.path, &Do::LiveUpdateMemory {}).map_err(failure)?;
+        let (_, memory) = self.client.ask_for(&Do::LiveUpdateMemory {}).map_err(failure)?;
         let memory = memory.into_iter().next().ok_or_else(|| Failure::host("no memory came"))?;
         let (memory, position) = live_update::marked(&memory.into()).map_err(Failure::host)?;
         Ok((memory, position, Files { ram, map, state, clones: Vec::new() }))
