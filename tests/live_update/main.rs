@@ -521,7 +521,12 @@ fn what_a_machine_that_has_dropped_root_names_is_opened_as_its_user() -> Result<
     let host = HostSide { user: Some((65534, 65533)), result: Some(result.clone()), ..HostSide::default() };
     let keeper = keeper_of(&env, Command::new(VELLUM), "here", &saved, host)?;
     drop(saved);
-    says(&env, "live-update restore --session test here", 2, "private/result.json: cannot write: Permission denied")?;
+    says(
+        &env,
+        "live-update restore --session test here",
+        2,
+        "private/result.json: cannot write: Permission denied",
+    )?;
     ensure(!result.exists(), || "root has made it".into())?;
     let own = format!("live-update restore --session test here --json {}", result.display());
     says(&env, &own, 0, "here runs, process ")?;
