@@ -237,7 +237,6 @@ fn record() -> Result<File, Failure> {
 /// A machine that is being saved.
 struct Machine {
     name: String,
-    path: PathBuf,
     client: Client,
     status: Status,
     line: Vec<String>,
@@ -263,7 +262,7 @@ impl Machine {
         check_disks(&list, &descriptors)?;
         let line = std::fs::read(format!("/proc/{}/cmdline", status.pid)).unwrap_or_default();
         let host = host_side(list, &descriptors, status.pid);
-        Ok(Self { name, path: path.to_owned(), client, status, line: started_as(&line), host, id: 0 })
+        Ok(Self { name, client, status, line: started_as(&line), host, id: 0 })
     }
 
     /// Begins the operation. Returns the machine's memory, which gives back no page from now on, its
