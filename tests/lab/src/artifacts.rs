@@ -53,38 +53,6 @@ impl Executable {
     }
 }
 
-/// How programs for emulated hosts are built.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Profile {
-    /// Optimized: for what measures, and for what takes long.
-    Bed,
-    /// As the tests of this machine, for which most of them are built anyway.
-    Dev,
-}
-
-impl Profile {
-    /// The environment variable with which a run tells the laboratory's own tests.
-    pub const VARIABLE: &str = "VELLUM_LAB_PROFILE";
-
-    /// Cargo's name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bed => "bed",
-            Self::Dev => "dev",
-        }
-    }
-
-    /// What [`Self::VARIABLE`] says.
-    pub fn from_env() -> Self {
-        if std::env::var_os(Self::VARIABLE).is_some_and(|name| name == "dev") { Self::Dev } else { Self::Bed }
-    }
-}
-
-/// The programs that the tests of this machine need, tests included.
-pub fn build_here() -> Result<Vec<Executable>> {
-    build(&["test", "--workspace", "--no-run"])
-}
-
 /// Runs cargo with `arguments`, as a user would. Returns the executables.
 pub fn build(arguments: &[&str]) -> Result<Vec<Executable>> {
     executables(Command::new(cargo()).args(arguments))
@@ -98,12 +66,8 @@ pub fn build_static(arguments: &[&str]) -> Result<Vec<Executable>> {
 
 /// The same for `architecture`.
 pub fn build_for(architecture: Architecture, arguments: &[&str]) -> Result<Vec<Executable>> {
-    build_with(Profile::Bed, architecture, arguments)
-}
-
-fn build_with(profile: Profile, architecture: Architecture, arguments: &[&str]) -> Result<Vec<Executable>> {
     let mut command = Command::new(cargo());
-    command.args(arguments).args(["--profile", profile.name(), "--quiet", "--target", architecture.target()]);
+    command.args(arguments).args(["--profile", "bed", "--quiet", "--target", architecture.target()]);
     executables(&mut command)
 }
 
@@ -158,20 +122,9 @@ impl Programs {
 
     /// Builds them for hosts of `architecture`.
     pub fn build_for(architecture: Architecture) -> Result<Self> {
-        Self::build_as(Profile::Bed, architecture)
-    }
-
-    /// The same, built by `profile`.
-    pub fn build_as(profile: Profile, architecture: Architecture) -> Result<Self> {
-        const ALL: [&str; 6] = ["build", "--package", "vellum", "--package", "lab", "--bins"];
-        let built = match (profile, architecture) {
-            (Profile::Bed, _) => build_for(architecture, &ALL)?,
-            (Profile::Dev, Architecture::X86) => build_here()?,
-            (Profile::Dev, Architecture::Arm) => build_with(profile, architecture, &ALL)?,
-        };
+        let built = build_for(architecture, &["build", "--package", "vellum", "--package", "lab", "--bins"])?;
         let path = |name: &str| {
-            let found = built.iter().find(|program| !program.test && program.name == name);
-            let found = found.map(|program| program.path.clone());
+            let found = built.iter().find(|program| program.name == name).map(|program| program.path.clone());
             found.ok_or_else(|| Error::Usage(format!("cargo built no program called {name}")))
         };
         Ok(Self {

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use lab::Error;
-use lab::artifacts::{Kernel, Profile, Programs};
+use lab::artifacts::{Kernel, Programs};
 use lab::cache::Cache;
 use lab::hosts::{self, Emulated, HOSTS, HostKernel, Outcome, Request};
 use support::{Failed, Need, Tests, ensure, test};
@@ -43,7 +43,7 @@ fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Erro
     let mut request = Request { host, ..Request::new(kernel) };
     request.commands.push(["sh", "-c", script].map(str::to_owned).to_vec());
     change(&mut request);
-    hosts::run(&cache, &Programs::build_as(Profile::from_env(), host.architecture())?, &request, |_| ())
+    hosts::run(&cache, &Programs::build_for(host.architecture())?, &request, |_| ())
 }
 
 /// The output has bytes that a console would change, and the kernel prints to the console

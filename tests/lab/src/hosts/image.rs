@@ -9,7 +9,7 @@ use super::{HostKernel, Pace, Request, guest};
 use crate::architecture::Architecture;
 use crate::artifacts::{self, Programs};
 use crate::cache::Cache;
-use crate::hosts::initramfs::{Initramfs, copy, program};
+use crate::hosts::initramfs::{Initramfs, copy};
 use crate::hosts::kexec::{self, Replaced};
 use crate::hosts::wire::{JOB_PATH, Job};
 use crate::{Error, Result, tool};
@@ -44,8 +44,8 @@ pub fn pack(
     shell: bool,
 ) -> Result<PathBuf> {
     let mut image = Initramfs::new();
-    program(&mut image, &programs.init, "/init")?;
-    program(&mut image, &programs.vellum, "/bin/vellum")?;
+    copy(&mut image, &programs.init, "/init")?;
+    copy(&mut image, &programs.vellum, "/bin/vellum")?;
     let busybox = busybox()?;
     match request.host.architecture() {
         Architecture::X86 => copy(&mut image, &busybox, "/bin/busybox")?,
@@ -68,9 +68,6 @@ pub fn pack(
     }
     for (from, to) in &request.files {
         copy(&mut image, from, to)?;
-    }
-    for (from, to) in &request.programs {
-        program(&mut image, from, to)?;
     }
     let mut job = job(request, shell);
     let on_disk: &[&str] = if request.root.is_some() { &ON_DISK } else { &[] };
@@ -121,7 +118,7 @@ fn shown(request: &Request) -> Vec<(String, String)> {
         false => &[("/bin/vellum", "/usr/local/bin/vellum")],
     };
     let mut shown: Vec<_> = always.iter().map(|(from, to)| ((*from).to_owned(), (*to).to_owned())).collect();
-    let files = request.files.iter().chain(&request.programs).map(|(_, to)| to);
+    let files = request.files.iter().map(|(_, to)| to);
     for path in request.directories.iter().chain(files) {
         let (from, to) = match path.strip_prefix("/bin/") {
             Some(name) => (path.clone(), format!("/usr/local/bin/{name}")),

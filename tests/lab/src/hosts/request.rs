@@ -102,8 +102,6 @@ pub struct Request {
     pub next: Vec<(String, PathBuf)>,
     /// Files of this machine and their paths in the host.
     pub files: Vec<(PathBuf, String)>,
-    /// This workspace's programs and their paths in the host, without symbols there.
-    pub programs: Vec<(PathBuf, String)>,
     /// Directories to create in the host.
     pub directories: Vec<String>,
     /// Environment for the commands.
@@ -137,7 +135,6 @@ impl Request {
             disks: Vec::new(),
             next: Vec::new(),
             files: Vec::new(),
-            programs: Vec::new(),
             directories: Vec::new(),
             env: Vec::new(),
             commands: Vec::new(),

@@ -14,7 +14,7 @@ use super::load::Load;
 use super::programs::{self, Place};
 use super::tally::{LOCAL, Tally};
 use super::{Options, hosts, readers, setup, slurm};
-use crate::artifacts::{self, Executable, Profile};
+use crate::artifacts::{self, Executable};
 use crate::hosts::Emulated;
 use crate::hosts::doctor;
 use crate::{Error, Result, tool};
@@ -151,7 +151,6 @@ pub fn promises(host: Emulated, options: &Options, tally: &mut Tally) -> Result<
     for program in programs {
         let mut command = command(&program);
         command.args(&options.arguments).env("VELLUM_LAB_BOOTS", host.name());
-        command.env(Profile::VARIABLE, options.profile().name());
         keep_record(&mut command, host.name(), &program.name, tally)?;
         tally.lap(host.name(), &program.name);
     }

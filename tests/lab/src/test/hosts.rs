@@ -19,7 +19,7 @@ use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{HUGEPAGES, Options, TestHost, debuggers, here, setup};
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Executable, Kernel, Profile, Programs, files_below};
+use crate::artifacts::{self, Executable, Kernel, Programs, files_below};
 use crate::cache::Cache;
 use crate::hosts::guest::{self, Guest};
 use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, arm64, cloud, disk, doctor, svm};
@@ -43,14 +43,13 @@ pub fn build_ahead(options: &Options) {
         |bed: Emulated| doctor::missing(bed.programs()).is_empty() || options.setup && setup::is_root();
     // SAFETY: setpriority takes no pointers. On Linux it is about one thread and what it starts.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
-    let profile = options.profile();
-    if can_boot(svm::HOST) && profile == Profile::Bed {
+    if can_boot(svm::HOST) {
         let _ = Programs::build();
-        let _ = programs::built_on(Architecture::X86, profile);
-        let _ = programs::built_as(profile, Place::Linux);
+        let _ = programs::built_on(Architecture::X86);
+        let _ = programs::built_for(Place::Linux);
     }
     if can_boot(arm64::HOST) {
-        let _ = Programs::build_as(profile, Architecture::Arm);
+        let _ = Programs::build_for(Architecture::Arm);
     }
 }
 
@@ -84,7 +83,7 @@ pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<V
         }
         request
     };
-    let tests = programs::built_on(architecture, options.profile())?;
+    let tests = programs::built_on(architecture)?;
     tally.lap(bed.name(), "building the test programs");
     let mut jobs = Vec::new();
     // The arguments may name a single test. After this machine's own KVM, little is left.
@@ -307,7 +306,7 @@ pub fn linux(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
     }
     let guests = guests(&cache, Architecture::X86, whole)?;
     tally.lap("linux", "making guests and disks");
-    let programs = programs::built_as(options.profile(), Place::Linux)?;
+    let programs = programs::built_for(Place::Linux)?;
     tally.lap("linux", "building the test programs");
     if options.is_short() {
         for npt in modes(options) {
@@ -423,7 +422,7 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
             let work = Work::Tests { programs, guests, arguments: vec!["between_hosts".to_owned()] };
             jobs.push(Job { name: format!("pair {name}"), request, work });
         }
-        let outcome = pool::run(&cache, options.profile(), &jobs, tally);
+        let outcome = pool::run(&cache, &jobs, tally);
         // Only two sockets are left.
         let _ = fs::remove_dir_all(&dir);
         outcome?;

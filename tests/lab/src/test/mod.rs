@@ -35,10 +35,9 @@ use clap::builder::PossibleValue;
 use support::record::Record;
 
 use crate::architecture::Architecture;
-use crate::artifacts::Profile;
 use crate::cache::Cache;
 use crate::form::Output;
-use crate::hosts::{Emulated, HOSTS, arm64, doctor, svm};
+use crate::hosts::{Emulated, HOSTS, arm64, svm};
 use crate::{Error, Result, kernel};
 pub use green::last_full;
 use tally::Tally;
@@ -168,14 +167,6 @@ impl Options {
     /// Whether this run leaves out slow tests.
     fn is_short(&self) -> bool {
         self.bed.is_none() && !self.full
-    }
-
-    /// How what runs on emulated hosts is built. After this machine's own KVM has run the programs that
-    /// take long, it is not worth the time to build them once more. A variable of cargo's may have
-    /// this machine's tests built for another target.
-    fn profile(&self) -> Profile {
-        let is_usable = doctor::kvm().is_ok() && std::env::var_os("CARGO_BUILD_TARGET").is_none();
-        if self.is_short() && is_usable { Profile::Dev } else { Profile::Bed }
     }
 
     /// Checks that the options are compatible.
@@ -326,7 +317,7 @@ fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
         jobs.push(hosts::short(arm64::HOST)?);
     }
     if !jobs.is_empty() {
-        pool::run(&Cache::open()?, options.profile(), &jobs, tally)?;
+        pool::run(&Cache::open()?, &jobs, tally)?;
     }
     if options.is_short() {
         tally.skip("kernels", "each series of kernel-patches", hosts::LEFT_TO_FULL);
@@ -371,7 +362,7 @@ fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
                 form: None,
             };
             let jobs = hosts::linux(&under_load, tally)?;
-            pool::run(&Cache::open()?, under_load.profile(), &jobs, tally)?;
+            pool::run(&Cache::open()?, &jobs, tally)?;
         }
         hosts::pair(options, tally)?;
     }

@@ -13,7 +13,7 @@ use support::watchdog::{OUTSIDE, OVERALL};
 
 use super::tally::Tally;
 use crate::architecture::Architecture;
-use crate::artifacts::{Executable, Profile, Programs};
+use crate::artifacts::{Executable, Programs};
 use crate::cache::Cache;
 use crate::hosts::guest::Guest;
 use crate::hosts::wire::{Frame, OUT_DIR};
@@ -44,14 +44,14 @@ pub enum Work {
     Commands(Vec<(String, String)>),
 }
 
-/// Runs `jobs`, as many in parallel as there are CPUs, with programs that are built by `profile`.
-pub fn run(cache: &Cache, profile: Profile, jobs: &[Job], tally: &mut Tally) -> Result<()> {
+/// Runs `jobs`, as many in parallel as there are CPUs.
+pub fn run(cache: &Cache, jobs: &[Job], tally: &mut Tally) -> Result<()> {
     if jobs.is_empty() {
         return Ok(());
     }
     let built = |architecture| {
         let wanted = jobs.iter().any(|job| job.request.host.architecture() == architecture);
-        wanted.then(|| Programs::build_as(profile, architecture)).transpose()
+        wanted.then(|| Programs::build_for(architecture)).transpose()
     };
     let (x86, arm) = (built(Architecture::X86)?, built(Architecture::Arm)?);
     tally.lap("hosts", "building what each has");
@@ -210,7 +210,7 @@ fn with_tests(
     guests: &[Made],
     arguments: &[String],
 ) -> Request {
-    request.programs.push((programs.lab.clone(), "/bin/lab".into()));
+    request.files.push((programs.lab.clone(), "/bin/lab".into()));
     let mut request = with_files(request, programs, tests, guests);
     let line = ["lab", "test", "metal", "--prebuilt", "/tests", "--"].map(str::to_owned);
     request.commands.push([&line[..], arguments].concat());
@@ -226,13 +226,13 @@ fn with_files(mut request: Request, programs: &Programs, tests: &[Executable], g
         request.env.push((OUTSIDE.into(), "yes".into()));
     }
     // The tests find vellum at the path at which cargo built it.
-    request.programs.push((programs.vellum.clone(), absolute(&programs.vellum)));
+    request.files.push((programs.vellum.clone(), absolute(&programs.vellum)));
     for test in tests {
         // CARGO_TARGET_TMPDIR of the tests' build: target/TRIPLE/tmp, for tests in
         // target/TRIPLE/PROFILE/deps/TEST.
         let target = test.path.ancestors().nth(3).unwrap_or(Path::new("/"));
         request.directories.push(target.join("tmp").to_string_lossy().into_owned());
-        request.programs.push((test.path.clone(), format!("/tests/{}", test.name)));
+        request.files.push((test.path.clone(), format!("/tests/{}", test.name)));
     }
     if !guests.is_empty() {
         request.env.push(("VELLUM_GUESTS".into(), "/guests".into()));

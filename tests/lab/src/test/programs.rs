@@ -11,7 +11,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Executable, Profile};
+use crate::artifacts::{self, Executable};
 use crate::{Error, Result};
 
 /// Where a program that keeps a record can run. Each also runs on this machine, and reports there
@@ -115,22 +115,11 @@ pub fn built_for(place: Place) -> Result<Vec<Executable>> {
     built_at(place, "vellum", "Cargo.toml", artifacts::build_static)
 }
 
-/// vellum's programs for `place`, built by `profile`.
-pub fn built_as(profile: Profile, place: Place) -> Result<Vec<Executable>> {
-    match profile {
-        Profile::Bed => built_for(place),
-        Profile::Dev => {
-            let all = built_here()?.into_iter();
-            Ok(all.filter(|(_, at)| *at == Some(place)).map(|(program, _)| program).collect())
-        }
-    }
-}
-
 /// The programs that run on any KVM of this architecture, built static for it. Programs with guest
 /// code of their own are for x86-64.
-pub fn built_on(architecture: Architecture, profile: Profile) -> Result<Vec<Executable>> {
+pub fn built_on(architecture: Architecture) -> Result<Vec<Executable>> {
     match architecture {
-        Architecture::X86 => built_as(profile, Place::Kvm),
+        Architecture::X86 => built_for(Place::Kvm),
         Architecture::Arm => named_for(architecture, &ON_ARM),
     }
 }
@@ -176,7 +165,7 @@ fn built_at(
 
 /// Every test program of the workspace, and where it runs if it keeps a record.
 pub fn built_here() -> Result<Vec<(Executable, Option<Place>)>> {
-    let mut programs = artifacts::build_here()?;
+    let mut programs: Vec<Executable> = artifacts::build(&["test", "--workspace", "--no-run"])?;
     programs.retain(|program| program.test);
     programs.sort_by(|a, b| (&a.manifest, &a.kind, &a.name).cmp(&(&b.manifest, &b.kind, &b.name)));
     let place = |program: &Executable| -> Result<Option<Place>> {
