@@ -508,7 +508,8 @@ const FREEZE_TRIES: u32 = 25;
 const FROZEN: SealFlags =
     SealFlags::WRITE.union(SealFlags::SHRINK).union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Seals `file` against writes and against another length, forever. Does nothing if it is sealed so already.
+/// Seals `file` against writes and against another length, forever. Does nothing if it is sealed so
+/// already.
 ///
 /// The kernel also refuses as long as anything holds a page of the file, because that could be a
 /// write. On a busy host its own reclaim or migration of pages may do so for a moment.
