@@ -16,7 +16,12 @@ use support::env::{Machine, TestEnv};
 use support::hosts::{huge_pages, kvm, real};
 use support::{Completion, Failed, LIMIT, Random, Tests, ensure, eventually, is_caught, test};
 
+use vellum_migration::message::Message;
+use vellum_migration::wire::{Decoder, Frame, HEADER};
+use vellum_sys::mmap::PAGE_SIZE;
+
 use crate::VELLUM;
+use crate::relay::next_frame;
 use crate::{ends_with, every_page_is_right, moved, numbered, succeeds, with};
 
 /// Starts a guest with this memory, and waits until it has written all of it.
@@ -295,6 +300,42 @@ fn shared_memory_survives_cuts() -> Result<(), Failed> {
 #[test(real(), huge_pages(2 << 20, 8))]
 fn huge_pages_survive_cuts() -> Result<(), Failed> {
     survives_cuts("hugetlb-2m", 3)
+}
+
+/// A target with all of its memory closes the connection for faulting pages, and the source may see
+/// that before COMPLETE, which comes on the first one. It waits for COMPLETE.
+#[test(kvm())]
+fn a_connection_for_faulting_pages_may_end_before_the_confirmation_arrives() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let here = writes(&env, "8m")?;
+    let there = receives(&env, "there", "anonymous")?;
+    let (listener, to) = (UnixListener::bind(env.path("relay.in"))?, env.path("there.in"));
+    std::thread::spawn(move || -> std::io::Result<()> {
+        let copies = |from: &UnixStream, to: &UnixStream| -> std::io::Result<_> {
+            let (mut from, mut to) = (from.try_clone()?, to.try_clone()?);
+            Ok(std::thread::spawn(move || drop(std::io::copy(&mut from, &mut to))))
+        };
+        let (mut source, mut target) = (listener.accept()?.0, UnixStream::connect(&to)?);
+        let (faults, of_target) = (listener.accept()?.0, UnixStream::connect(&to)?);
+        let _ = (copies(&source, &target)?, copies(&of_target, &faults)?);
+        let mut asks = Some(copies(&faults, &of_target)?);
+        let mut decoder = Decoder::new(None, PAGE_SIZE as u32);
+        loop {
+            let (header, raw) = next_frame(&mut target, &mut decoder)?;
+            let frame = decoder.payload(&header, &raw[HEADER..]).map_err(std::io::Error::other)?;
+            if matches!(frame, Frame::Message(Message::Complete { .. }))
+                && let Some(asks) = asks.take()
+            {
+                faults.shutdown(Shutdown::Write)?;
+                // The source closes its side when it has seen that.
+                asks.join().map_err(|_| std::io::Error::other("a copy has panicked"))?;
+            }
+            source.write_all(&raw)?;
+        }
+    });
+    succeeds(&env.migrate("here", "relay", "--mode postcopy")?)?;
+    ends_with(here, 15)?;
+    stops(&env, "there", there)
 }
 
 /// A guest that runs on the target and is cut off from the rest of its memory.

@@ -94,8 +94,10 @@ pub(crate) struct Sending {
     paused: Option<Instant>,
     /// Since when an answer of the target is awaited.
     waits: Option<Instant>,
-    /// Why the link broke, for the report of a cut.
+    /// Why the link broke, for the report of a cut. `unserved` says why the connection for faulting
+    /// pages ended, if it ended first.
     broken: Option<String>,
+    unserved: Option<String>,
     pending: Vec<Event>,
     told_at: Instant,
 }
@@ -177,6 +179,7 @@ impl Sending {
             paused: None,
             waits: Some(now),
             broken: None,
+            unserved: None,
             pending: Vec::new(),
             told_at: now,
             options,
@@ -360,7 +363,7 @@ impl Sending {
         }
         self.lanes.cut();
         self.serving.iter_mut().for_each(Serving::cut);
-        (self.broken, self.waits) = (Some(why), None);
+        (self.broken, self.waits) = (Some(self.unserved.take().unwrap_or(why)), None);
         Event::Cut
     }
 

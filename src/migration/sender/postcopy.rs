@@ -31,12 +31,22 @@ impl Sending {
         matches!(self.source.state, State::Copying | State::Finishing | State::Committing | State::Serving)
     }
 
-    /// The event of a lost connection for faulting pages.
+    /// The event of a lost connection for faulting pages. Once the guest may run on the target, its
+    /// end is none: a target that has all pages closes this connection, and its COMPLETE on the
+    /// first one may arrive later, because two connections have no order. The first one then decides
+    /// whether the target is lost, and the thread that sends the remaining pages goes on.
     pub(super) fn served(&mut self) -> Option<Event> {
         if !self.hears_serving() {
             return None;
         }
-        let why = self.serving.as_mut()?.has_joined().err()?;
+        let serving = self.serving.as_mut()?;
+        let why = serving.has_joined().err()?;
+        if matches!(self.source.state, State::Committing | State::Serving) {
+            // A target that has not closed it learns of its end.
+            serving.cut();
+            self.unserved = Some(why);
+            return None;
+        }
         Some(self.cut(why))
     }
 
@@ -93,6 +103,7 @@ impl Sending {
             return None;
         }
         self.lacking.clear();
+        self.unserved = None;
         // The further connections were cut with the first and are not replaced. The new connection
         // carries all pages with the whole bandwidth.
         self.share = Share::new(0, 1);
