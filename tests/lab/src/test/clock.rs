@@ -59,6 +59,17 @@ impl Clock {
         self.parts.push(Part { what: what.to_owned(), passed, used, within });
     }
 
+    /// Adds the times of `other`, whose parts ran in parallel within the current part. What their
+    /// processes used is in this clock's parts already.
+    pub fn add(&mut self, other: Self) {
+        for part in other.parts.into_iter().filter(|part| part.passed >= SHORT) {
+            self.within.push((part.what, part.passed));
+            self.within.extend(part.within);
+        }
+        self.within.extend(other.within);
+        self.tests.extend(other.tests);
+    }
+
     /// The table.
     pub fn table(&self) -> String {
         let mut text = format!("{:60} {:>8} {:>8}\n", "Time", "passed", "of CPUs");
@@ -132,6 +143,20 @@ mod tests {
         ends(&rows[4], &["each", "1", "s", "0", "s"]);
         ends(&rows[5], &["whole", "171", "s", "320", "s"]);
         assert_eq!(rows.len(), 6);
+    }
+
+    #[test]
+    fn what_another_clock_has_measured_runs_within_a_part() {
+        let (mut clock, mut other) = (Clock::start(), Clock::start());
+        let host = vec![("npt=1: boot".into(), Duration::from_secs(30))];
+        other.parts = vec![part("hosts", 100_000, 190_000, host), part("short", 10, 0, Vec::new())];
+        other.test("npt=1: boot::runs", Duration::from_secs(2));
+        clock.add(other);
+        clock.lap("local");
+        let names: Vec<&str> = clock.parts[0].within.iter().map(|(what, _)| what.as_str()).collect();
+        assert_eq!(names, ["hosts", "npt=1: boot"]);
+        assert!(clock.parts[0].used < Duration::from_secs(190));
+        assert_eq!(clock.tests.len(), 1);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use support::record;
 use super::load::Load;
 use super::programs::{self, Place};
 use super::tally::{LOCAL, Tally};
-use super::{Options, hosts, readers, setup, slurm};
+use super::{Options, readers, setup, slurm};
 use crate::artifacts::{self, Executable};
 use crate::hosts::Emulated;
 use crate::hosts::doctor;
@@ -45,23 +45,15 @@ pub fn local(options: &Options, tally: &mut Tally) -> Result<()> {
         Err(error) => return Err(error),
     };
     tally.lap(LOCAL, "building");
-    thread::scope(|scope| {
-        if options.bed.is_none() {
-            // Tests wait for each other and for guests. That time is enough for most of it.
-            scope.spawn(|| hosts::build_ahead(options));
+    for (program, place) in programs {
+        match place {
+            Some(_) => recorded(&program, options, LOCAL, tally)?,
+            None => by_libtest(&program, options, LOCAL, tally)?,
         }
-        for (program, place) in programs {
-            match place {
-                Some(_) => recorded(&program, options, LOCAL, tally)?,
-                None => by_libtest(&program, options, LOCAL, tally)?,
-            }
-            tally.lap(LOCAL, &format!("{} {}", program.kind, program.name));
-        }
-        documentation(options, tally)?;
-        tally.lap(LOCAL, "examples in the documentation");
-        Ok::<(), Error>(())
-    })?;
-    tally.lap(LOCAL, "building for emulated hosts, what was left of it");
+        tally.lap(LOCAL, &format!("{} {}", program.kind, program.name));
+    }
+    documentation(options, tally)?;
+    tally.lap(LOCAL, "examples in the documentation");
     Ok(())
 }
 
@@ -145,12 +137,12 @@ pub fn fleet(options: &Options, tally: &mut Tally) -> Result<()> {
 }
 
 /// The laboratory's promises about emulated hosts like `host`.
-pub fn promises(host: Emulated, options: &Options, tally: &mut Tally) -> Result<()> {
+pub fn promises(host: Emulated, arguments: &[String], tally: &mut Tally) -> Result<()> {
     let programs = programs::promises()?;
     tally.lap(host.name(), "building the laboratory's promises");
     for program in programs {
         let mut command = command(&program);
-        command.args(&options.arguments).env("VELLUM_LAB_BOOTS", host.name());
+        command.args(arguments).env("VELLUM_LAB_BOOTS", host.name());
         keep_record(&mut command, host.name(), &program.name, tally)?;
         tally.lap(host.name(), &program.name);
     }

@@ -19,15 +19,14 @@ use super::programs::{self, Place};
 use super::tally::Tally;
 use super::{HUGEPAGES, Options, TestHost, debuggers, here, setup};
 use crate::architecture::Architecture;
-use crate::artifacts::{self, Executable, Kernel, Programs, files_below};
+use crate::artifacts::{self, Executable, Kernel, files_below};
 use crate::cache::Cache;
 use crate::hosts::guest::{self, Guest};
-use crate::hosts::{Emulated, HostKernel, Pace, Request, Wire, arm64, cloud, disk, doctor, svm};
+use crate::hosts::{Emulated, HOSTS, HostKernel, Pace, Request, Wire, arm64, cloud, disk, doctor, svm};
 use crate::kernel::{self, build, variants};
 use crate::{Error, Result};
 
-/// The programs that take longest on an emulated host. They have a host of their own, so that no
-/// CPU idles while another works on one long list.
+/// The programs that take longest on an emulated host.
 const LONGEST: [&str; 2] = ["bench", "migrate"];
 
 /// These programs test what KVM does, so they run on each kind of KVM.
@@ -36,100 +35,141 @@ const OF_KVM: [&str; 7] = ["boot", "cr3_cache", "dirty_log", "interrupts", "run"
 /// A run without a bed also runs these programs without nested paging.
 const OF_MEMORY: [&str; 3] = ["cr3_cache", "dirty_log", "workload"];
 
-/// Builds the programs of a run without a bed that its emulated hosts have, with the lowest priority.
-/// Whoever needs one builds it again, and reports why it cannot be built.
-pub fn build_ahead(options: &Options) {
-    let can_boot =
-        |bed: Emulated| doctor::missing(bed.programs()).is_empty() || options.setup && setup::is_root();
-    // SAFETY: setpriority takes no pointers. On Linux it is about one thread and what it starts.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
-    if can_boot(svm::HOST) {
-        let _ = Programs::build();
-        let _ = programs::built_on(Architecture::X86);
-        let _ = programs::built_for(Place::Linux);
-    }
-    if can_boot(arm64::HOST) {
-        let _ = Programs::build_for(Architecture::Arm);
-    }
+/// A kind of emulated host, and what its test programs need.
+struct Bed {
+    kind: Emulated,
+    kernel: Kernel,
+    debuggers: Vec<debuggers::Placed>,
+    /// The programs that run on any KVM.
+    programs: Vec<Executable>,
 }
 
-/// The tests on emulated hosts.
-pub fn emulated(bed: Emulated, options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
-    // The laboratory's own promises come first, because the other tests rely on them.
-    here::promises(bed, options, tally)?;
-    let cache = Cache::open()?;
-    let architecture = bed.architecture();
-    let kernel = Kernel::debian_for(&cache, architecture, "6.1")?;
-    let debuggers = match architecture {
-        Architecture::X86 => brought(bed.name(), debuggers::programs(&cache), tally),
-        Architecture::Arm => Vec::new(),
-    };
-    tally.lap(bed.name(), "fetching kernels and debuggers");
-    let passed = if options.is_short() { passed_here(tally) } else { String::new() };
-    let host = |npt| {
-        let mut request = Request::new(HostKernel::Debian(kernel.clone()));
-        request.files.extend(debuggers.iter().cloned());
-        (request.host, request.second_stage) = (bed, npt);
+impl Bed {
+    fn new(kind: Emulated, cache: &Cache, tally: &mut Tally) -> Result<Self> {
+        let architecture = kind.architecture();
+        let kernel = Kernel::debian_for(cache, architecture, "6.1")?;
+        let debuggers = match architecture {
+            Architecture::X86 => brought(kind.name(), debuggers::programs(cache), tally),
+            Architecture::Arm => Vec::new(),
+        };
+        tally.lap(kind.name(), "fetching kernels and debuggers");
+        let programs = programs::built_on(architecture)?;
+        tally.lap(kind.name(), "building the test programs");
+        Ok(Self { kind, kernel, debuggers, programs })
+    }
+
+    /// A host that runs these of its programs, with variables for them.
+    fn job(
+        &self,
+        npt: bool,
+        programs: Vec<Executable>,
+        env: &[(String, String)],
+        arguments: &[String],
+    ) -> Job {
+        let mut request = Request::new(HostKernel::Debian(self.kernel.clone()));
+        request.files.extend(self.debuggers.iter().cloned());
+        (request.host, request.second_stage) = (self.kind, npt);
         // With a clock that counts instructions, the tests' own time limits do not depend on this
         // machine's load.
         request.memory_mib = 4096;
         request.hugepages = HUGEPAGES;
         request.time_limit = Duration::from_secs(30 * 60);
-        if !options.is_short() {
-            request.env.push((EMULATED.into(), "all".into()));
-        }
-        if !passed.is_empty() {
-            request.env.push((record::PASSED.into(), passed.clone()));
-        }
-        request
-    };
-    let tests = programs::built_on(architecture)?;
-    tally.lap(bed.name(), "building the test programs");
-    let mut jobs = Vec::new();
-    // The arguments may name a single test. After this machine's own KVM, little is left.
-    let is_whole = options.arguments.is_empty() && passed.is_empty();
-    for npt in modes(options) {
-        let mut programs = tests.clone();
-        if options.is_short() && !npt {
-            let (kept, left): (Vec<_>, Vec<_>) =
-                programs.into_iter().partition(|test| OF_MEMORY.contains(&test.name.as_str()));
-            left.iter().for_each(|test| {
-                tally.skip(&format!("{} {}", bed.name(), bed.mode(npt)), &test.name, LEFT_TO_FULL);
-            });
-            programs = kept;
-        }
-        let (longest, others): (Vec<_>, Vec<_>) =
-            programs.into_iter().partition(|test| is_whole && LONGEST.contains(&test.name.as_str()));
-        for programs in [longest, others].into_iter().filter(|programs| !programs.is_empty()) {
-            jobs.push(Job {
-                name: format!("{} {}", bed.name(), bed.mode(npt)),
-                request: host(npt),
-                work: Work::Tests { programs, guests: Vec::new(), arguments: options.arguments.clone() },
-            });
+        request.env.extend_from_slice(env);
+        let name = format!("{} {}", self.kind.name(), self.kind.mode(npt));
+        Job {
+            name,
+            request,
+            work: Work::Tests { programs, guests: Vec::new(), arguments: arguments.to_vec() },
         }
     }
-    // Linux guests on x86 have a bed of their own.
-    if architecture == Architecture::Arm {
-        let disk = match setup::packages(&cloud::PROGRAMS, options.setup, bed.name(), tally)? {
-            true => Some(cloud::image_for_arm(&cache)?),
-            false => None,
-        };
-        jobs.extend(linux_on_arm(&cache, bed, &kernel, disk, options)?);
-        // Arguments name tests, which these kernels do not have.
-        let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
-        if options.arguments.is_empty() && setup::packages(&needs, options.setup, bed.name(), tally)? {
-            jobs.extend(larger_pages(&cache, bed, options, tally));
-        }
+
+    /// Its programs `longest` have a host of their own, so that no CPU idles while another works on
+    /// one long list.
+    fn jobs(&self, npt: bool, longest: &[&str], env: &[(String, String)], arguments: &[String]) -> Vec<Job> {
+        let (longest, others): (Vec<_>, Vec<_>) =
+            self.programs.iter().cloned().partition(|test| longest.contains(&test.name.as_str()));
+        let shares = [longest, others].into_iter().filter(|programs| !programs.is_empty());
+        shares.map(|programs| self.job(npt, programs, env, arguments)).collect()
+    }
+}
+
+/// The hosts of a run without a bed that need no result of this machine: with each test, or in a
+/// short run with those of KVM.
+pub fn ahead(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
+    let mut jobs = Vec::new();
+    // One kind of host alone, because each takes long.
+    let host = HOSTS[0];
+    // A Linux guest takes longest, so it comes first.
+    let needs = [svm::HOST.programs(), &["lz4", "zstd"]].concat();
+    if setup::packages(&needs, options.setup, "linux", tally)? {
+        jobs.extend(linux(options, tally)?);
+    }
+    if setup::packages(host.programs(), options.setup, host.name(), tally)? {
+        jobs.extend(if options.full { emulated(host, options, tally)? } else { of_kvm(host, tally)? });
+    }
+    // What a run without a bed has for the other architecture.
+    if setup::packages(arm64::HOST.programs(), options.setup, "arm64", tally)? {
+        jobs.push(short(arm64::HOST)?);
     }
     Ok(jobs)
 }
 
-/// The tests that passed on this machine, but for those of [`OF_KVM`], in the form of
-/// [`record::PASSED`].
-fn passed_here(tally: &Tally) -> String {
-    let is_of_kvm = |test: &str| test.split_once("::").is_some_and(|(program, _)| OF_KVM.contains(&program));
-    let passed = tally.passed_here().iter().filter(|test| !is_of_kvm(test));
-    passed.map(String::as_str).collect::<Vec<_>>().join(" ")
+/// The programs that test what KVM does, and without nested paging those about memory.
+fn of_kvm(kind: Emulated, tally: &mut Tally) -> Result<Vec<Job>> {
+    here::promises(kind, &[], tally)?;
+    let bed = Bed::new(kind, &Cache::open()?, tally)?;
+    let chosen = |names: &[&str]| -> Vec<Executable> {
+        bed.programs.iter().filter(|test| names.contains(&test.name.as_str())).cloned().collect()
+    };
+    for left in bed.programs.iter().filter(|test| !OF_MEMORY.contains(&test.name.as_str())) {
+        tally.skip(&format!("{} {}", kind.name(), kind.mode(false)), &left.name, LEFT_TO_FULL);
+    }
+    Ok(vec![bed.job(true, chosen(&OF_KVM), &[], &[]), bed.job(false, chosen(&OF_MEMORY), &[], &[])])
+}
+
+/// The tests of a short run that are more about Vellum than about KVM, and that have not passed on
+/// this machine's own KVM: on one kind of host, with nested paging.
+pub fn left(options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
+    let kind = HOSTS[0];
+    if options.full || !doctor::missing(kind.programs()).is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut bed = Bed::new(kind, &Cache::open()?, tally)?;
+    bed.programs.retain(|test| !OF_KVM.contains(&test.name.as_str()));
+    let programs: Vec<&str> = bed.programs.iter().map(|test| test.name.as_str()).collect();
+    let is_theirs = |test: &str| test.split_once("::").is_some_and(|(name, _)| programs.contains(&name));
+    let passed = tally.passed_here().iter().filter(|test| is_theirs(test));
+    let passed = passed.map(String::as_str).collect::<Vec<_>>().join(" ");
+    // After this machine's own KVM, little is left.
+    let longest = if doctor::kvm().is_ok() { &[] } else { &LONGEST[..] };
+    Ok(bed.jobs(true, longest, &[(record::PASSED.to_owned(), passed)], &[]))
+}
+
+/// The tests on emulated hosts.
+pub fn emulated(kind: Emulated, options: &Options, tally: &mut Tally) -> Result<Vec<Job>> {
+    // The laboratory's own promises come first, because the other tests rely on them.
+    here::promises(kind, &options.arguments, tally)?;
+    let cache = Cache::open()?;
+    let bed = Bed::new(kind, &cache, tally)?;
+    // The arguments may name a single test.
+    let longest = if options.arguments.is_empty() { &LONGEST[..] } else { &[] };
+    let all = [(EMULATED.to_owned(), "all".to_owned())];
+    let mut jobs: Vec<Job> =
+        modes(options).into_iter().flat_map(|npt| bed.jobs(npt, longest, &all, &options.arguments)).collect();
+    // Linux guests on x86 have a bed of their own.
+    if kind.architecture() == Architecture::Arm {
+        let disk = match setup::packages(&cloud::PROGRAMS, options.setup, kind.name(), tally)? {
+            true => Some(cloud::image_for_arm(&cache)?),
+            false => None,
+        };
+        jobs.extend(linux_on_arm(&cache, kind, &bed.kernel, disk, options)?);
+        // Arguments name tests, which these kernels do not have.
+        let needs = [kernel::PROGRAMS, kernel::CROSS_PROGRAMS].concat();
+        if options.arguments.is_empty() && setup::packages(&needs, options.setup, kind.name(), tally)? {
+            jobs.extend(larger_pages(&cache, kind, options, tally));
+        }
+    }
+    Ok(jobs)
 }
 
 /// Linux guests on hosts with either interrupt controller. A guest has its host's kind. `disk` is
@@ -170,7 +210,7 @@ const SHORT: [(&str, &str); 3] = [
 ];
 
 /// [`SHORT`] on one host of `bed`.
-pub fn short(host: Emulated) -> Result<Job> {
+fn short(host: Emulated) -> Result<Job> {
     let cache = Cache::open()?;
     let kernel = Kernel::debian_for(&cache, host.architecture(), "6.1")?;
     let request = Request { host, memory_mib: 1024, ..Request::new(HostKernel::Debian(kernel)) };
@@ -422,7 +462,7 @@ pub fn pair(options: &Options, tally: &mut Tally) -> Result<()> {
             let work = Work::Tests { programs, guests, arguments: vec!["between_hosts".to_owned()] };
             jobs.push(Job { name: format!("pair {name}"), request, work });
         }
-        let outcome = pool::run(&cache, &jobs, tally);
+        let outcome = pool::run(jobs, tally);
         // Only two sockets are left.
         let _ = fs::remove_dir_all(&dir);
         outcome?;

@@ -3,7 +3,8 @@
 //! [`programs`] finds the test programs and where each can run. All run on this machine ([`here`]),
 //! each libtest test in a process of its own. Programs that need KVM also run on emulated hosts
 //! ([`hosts`]): they are built static and copied there, and `lab test metal` runs them as on any
-//! machine. The hosts of a run boot in parallel ([`pool`]). Results are counted from records
+//! machine. The hosts of a run boot in parallel ([`pool`]), in a run without a bed beside the tests of
+//! this machine. Results are counted from records
 //! ([`tally`]), never from output, and times by [`clock`]. A missing bed is listed as skipped. Slow
 //! tests are left to `--full`, and [`green`] records when it last passed.
 //!
@@ -27,7 +28,8 @@ mod slurm;
 pub(crate) mod tally;
 
 use std::path::PathBuf;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -35,9 +37,8 @@ use clap::builder::PossibleValue;
 use support::record::Record;
 
 use crate::architecture::Architecture;
-use crate::cache::Cache;
 use crate::form::Output;
-use crate::hosts::{Emulated, HOSTS, arm64, svm};
+use crate::hosts::{Emulated, HOSTS, svm};
 use crate::{Error, Result, kernel};
 pub use green::last_full;
 use tally::Tally;
@@ -135,6 +136,7 @@ impl ValueEnum for TestHost {
 }
 
 /// The options of [`run`].
+#[derive(Default)]
 pub struct Options {
     /// One bed, or all.
     pub bed: Option<TestHost>,
@@ -283,41 +285,33 @@ fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
         return here::loaded(options, times, tally);
     }
-    let on_host = wants(TestHost::Local) || options.bed == Some(TestHost::Metal);
-    if on_host {
+    if options.bed.is_none() {
+        beside(options, tally)?;
+    }
+    if let Some(TestHost::Local | TestHost::Metal) = options.bed {
         let _signals = setup::Signals::catch();
         let _pages = options.setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
         match options.bed {
             Some(TestHost::Metal) => here::metal(options, tally)?,
-            // This includes metal's tests, on the same KVM.
             _ => here::local(options, tally)?,
         }
     }
-    let mut jobs = Vec::new();
-    // A run without a bed uses one kind of host, because each takes long.
-    if let TestHost::Emulated(host) = options.bed.unwrap_or(TestHost::Emulated(HOSTS[0]))
+    if let Some(TestHost::Emulated(host)) = options.bed
         && setup::packages(host.programs(), options.setup, host.name(), tally)?
     {
-        jobs.extend(hosts::emulated(host, options, tally)?);
+        pool::run(hosts::emulated(host, options, tally)?, tally)?;
     }
-    if wants(TestHost::Linux) {
+    if options.bed == Some(TestHost::Linux) {
         let needs = [options.hosts.unwrap_or(svm::HOST).programs(), &["lz4", "zstd"]].concat();
         if setup::packages(&needs, options.setup, "linux", tally)? {
-            jobs.extend(hosts::linux(options, tally)?);
+            pool::run(hosts::linux(options, tally)?, tally)?;
         }
     }
     if options.bed == Some(TestHost::LiveUpdate) {
         let needs = [svm::HOST.programs(), kernel::PROGRAMS, &["mke2fs", "lz4", "zstd"]].concat();
         if setup::packages(&needs, options.setup, "live-update", tally)? {
-            jobs.extend(hosts::live_update(options, tally)?);
+            pool::run(hosts::live_update(options, tally)?, tally)?;
         }
-    }
-    // A run without a bed builds for the other architecture and tests it briefly.
-    if options.bed.is_none() && setup::packages(arm64::HOST.programs(), options.setup, "arm64", tally)? {
-        jobs.push(hosts::short(arm64::HOST)?);
-    }
-    if !jobs.is_empty() {
-        pool::run(&Cache::open()?, &jobs, tally)?;
     }
     if options.is_short() {
         tally.skip("kernels", "each series of kernel-patches", hosts::LEFT_TO_FULL);
@@ -351,21 +345,57 @@ fn run_hosts(options: &Options, tally: &mut Tally) -> Result<()> {
             let under_load = Options {
                 bed: Some(TestHost::Linux),
                 setup: options.setup,
-                prebuilt: None,
                 npt: options.npt,
-                hosts: None,
-                base: None,
-                full: false,
-                loaded: None,
-                time: None,
                 arguments: vec!["moves_under_load".into()],
-                form: None,
+                ..Options::default()
             };
-            let jobs = hosts::linux(&under_load, tally)?;
-            pool::run(&Cache::open()?, &jobs, tally)?;
+            pool::run(hosts::linux(&under_load, tally)?, tally)?;
         }
         hosts::pair(options, tally)?;
     }
+    Ok(())
+}
+
+/// The tests of this machine, and with the lowest priority the emulated hosts beside them. Tests wait
+/// for each other and for guests, and that time is enough for most of the hosts. What is left of
+/// these when this machine's tests have ended is done on all CPUs.
+fn beside(options: &Options, tally: &mut Tally) -> Result<()> {
+    let (setup, full) = (options.setup, options.full);
+    let mut count = tally.beside();
+    let (give, take) = mpsc::channel();
+    // A thread of its own and not of a scope: after a signal the laboratory ends at once, and an
+    // emulator ends with the thread that has started it.
+    let low = thread::spawn(move || {
+        // SAFETY: setpriority takes no pointers. On Linux it is about one thread and what it starts.
+        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+        let jobs = hosts::ahead(&Options { setup, full, ..Options::default() }, &mut count);
+        let jobs = jobs.unwrap_or_else(|error| {
+            count.stage("lab", "the emulated hosts", Err(error));
+            Vec::new()
+        });
+        let hosts = pool::Hosts::new(jobs, count).map(Arc::new);
+        let beside = hosts.as_ref().ok().cloned();
+        if give.send(hosts).is_ok()
+            && let Some(hosts) = beside
+        {
+            hosts.work();
+        }
+    });
+    {
+        let _signals = setup::Signals::catch();
+        let _pages = setup.then(|| setup::huge_pages(HUGEPAGES, tally)).flatten();
+        here::local(options, tally)?;
+    }
+    let hosts = take.recv().expect("the thread sends something")?;
+    tally.lap("hosts", "building for them, what was left of it");
+    hosts.add(hosts::left(options, tally)?);
+    // The thread has one of the CPUs.
+    let others = thread::available_parallelism().map_or(1, usize::from).saturating_sub(1).max(1);
+    thread::scope(|scope| (0..others).for_each(|_| drop(scope.spawn(|| hosts.work()))));
+    low.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let hosts = Arc::into_inner(hosts).expect("the thread has ended");
+    tally.add(hosts.into_tally());
+    tally.lap("hosts", "what was left of them");
     Ok(())
 }
 

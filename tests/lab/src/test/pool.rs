@@ -3,9 +3,11 @@
 //! [`super::hosts`] decides what each does. Everything that they need is built before the first one
 //! boots.
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use support::record::{self, Line};
@@ -18,7 +20,6 @@ use crate::cache::Cache;
 use crate::hosts::guest::Guest;
 use crate::hosts::wire::{Frame, OUT_DIR};
 use crate::hosts::{self, HostKernel, Pace, Request};
-use crate::lanes::side_by_side;
 use crate::{Error, Result};
 
 /// A guest for tests: its kernel's version, the guest, and its kernel's ELF image.
@@ -44,38 +45,83 @@ pub enum Work {
     Commands(Vec<(String, String)>),
 }
 
+/// The hosts of a run. Each thread that has a CPU to spare takes the next.
+pub struct Hosts {
+    cache: Cache,
+    x86: Option<Programs>,
+    arm: Option<Programs>,
+    left: Mutex<VecDeque<Job>>,
+    tally: Mutex<Tally>,
+}
+
+impl Hosts {
+    /// Builds what the hosts of `jobs` have. Their results are counted in `tally`.
+    pub fn new(jobs: Vec<Job>, mut tally: Tally) -> Result<Self> {
+        let built = |architecture| {
+            let mut own =
+                jobs.iter().filter(|job| job.request.host.architecture() == architecture).peekable();
+            own.peek()?;
+            // A few commands do not earn an optimized build.
+            let tries = own.all(|job| matches!(job.work, Work::Commands(_)));
+            Some(if tries { Programs::build_to_try(architecture) } else { Programs::build_for(architecture) })
+        };
+        let built = |architecture| built(architecture).transpose();
+        let (x86, arm) = (built(Architecture::X86)?, built(Architecture::Arm)?);
+        tally.lap("hosts", "building what each has");
+        Ok(Self { cache: Cache::open()?, x86, arm, left: Mutex::new(jobs.into()), tally: Mutex::new(tally) })
+    }
+
+    /// Adds hosts of an architecture that the first ones had.
+    pub fn add(&self, jobs: Vec<Job>) {
+        locked(&self.left).extend(jobs);
+    }
+
+    /// Boots one host after the other until none is left. One host keeps one CPU busy.
+    pub fn work(&self) {
+        loop {
+            let Some(job) = locked(&self.left).pop_front() else { return };
+            self.boot(&job);
+        }
+    }
+
+    fn boot(&self, job: &Job) {
+        let programs = match job.request.host.architecture() {
+            Architecture::X86 => self.x86.as_ref(),
+            Architecture::Arm => self.arm.as_ref(),
+        };
+        let programs = programs.expect("built at first");
+        match &job.work {
+            Work::Tests { programs: tests, guests, arguments } => {
+                by_record(&self.cache, programs, job, (tests, guests, arguments), &self.tally);
+            }
+            Work::Test { program, test, guests } => {
+                in_next_kernels(&self.cache, programs, job, (program, test, guests), &self.tally);
+            }
+            Work::Commands(commands) => in_turn(&self.cache, programs, job, commands, &self.tally),
+        }
+    }
+
+    /// The count.
+    pub fn into_tally(self) -> Tally {
+        self.tally.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Runs `jobs`, as many in parallel as there are CPUs.
-pub fn run(cache: &Cache, jobs: &[Job], tally: &mut Tally) -> Result<()> {
+pub fn run(jobs: Vec<Job>, tally: &mut Tally) -> Result<()> {
     if jobs.is_empty() {
         return Ok(());
     }
-    let built = |architecture| {
-        let wanted = jobs.iter().any(|job| job.request.host.architecture() == architecture);
-        wanted.then(|| Programs::build_for(architecture)).transpose()
-    };
-    let (x86, arm) = (built(Architecture::X86)?, built(Architecture::Arm)?);
-    tally.lap("hosts", "building what each has");
-    let tally = Mutex::new(tally);
-    // One host keeps one CPU busy.
-    let done = side_by_side(jobs, |job| {
-        let programs = match job.request.host.architecture() {
-            Architecture::X86 => x86.as_ref(),
-            Architecture::Arm => arm.as_ref(),
-        };
-        let programs = programs.expect("built above");
-        match &job.work {
-            Work::Tests { programs: tests, guests, arguments } => {
-                by_record(cache, programs, job, (tests, guests, arguments), &tally);
-            }
-            Work::Test { program, test, guests } => {
-                in_next_kernels(cache, programs, job, (program, test, guests), &tally);
-            }
-            Work::Commands(commands) => in_turn(cache, programs, job, commands, &tally),
+    let lanes = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+    let hosts = Hosts::new(jobs, tally.beside())?;
+    thread::scope(|scope| {
+        for _ in 0..lanes {
+            scope.spawn(|| hosts.work());
         }
-        Ok(())
     });
-    locked(&tally).lap("hosts", "side by side");
-    done.map(drop)
+    tally.add(hosts.into_tally());
+    tally.lap("hosts", "side by side");
+    Ok(())
 }
 
 /// Runs a host's commands in turn.
@@ -84,7 +130,7 @@ fn in_turn(
     programs: &Programs,
     job: &Job,
     commands: &[(String, String)],
-    tally: &Mutex<&mut Tally>,
+    tally: &Mutex<Tally>,
 ) {
     let Job { name, request, .. } = job;
     eprintln!("lab: {name}: {} commands on {}", commands.len(), request.kernel.image().display());
@@ -123,7 +169,7 @@ fn by_record(
     programs: &Programs,
     job: &Job,
     (tests, guests, arguments): (&[Executable], &[Made], &[String]),
-    tally: &Mutex<&mut Tally>,
+    tally: &Mutex<Tally>,
 ) {
     let name = &job.name;
     if let HostKernel::Debian(kernel) = &job.request.kernel {
@@ -172,7 +218,7 @@ fn in_next_kernels(
     programs: &Programs,
     job: &Job,
     (program, test, guests): (&Executable, &str, &[Made]),
-    tally: &Mutex<&mut Tally>,
+    tally: &Mutex<Tally>,
 ) {
     let name = &job.name;
     let mut request = with_files(job.request.clone(), programs, std::slice::from_ref(program), guests);

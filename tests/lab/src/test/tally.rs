@@ -1,6 +1,7 @@
 //! Counts results over all test hosts, from the test programs' records.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use support::record::{self, Line, Outcome, Record};
@@ -16,7 +17,7 @@ pub const LOCAL: &str = "local";
 /// The results of all test hosts.
 pub struct Tally {
     /// Kept for a laboratory outside that runs this one.
-    record: Record,
+    record: Arc<Record>,
     passed: u64,
     /// The tests that passed on this machine.
     passed_here: Vec<String>,
@@ -60,7 +61,7 @@ impl Tally {
     /// An empty count, which is also written to `record`.
     pub fn new(record: Record) -> Self {
         Self {
-            record,
+            record: Arc::new(record),
             passed: 0,
             passed_here: Vec::new(),
             failures: Vec::new(),
@@ -74,6 +75,27 @@ impl Tally {
     /// The same, also kept as cases of a report with this name.
     pub fn kept(record: Record, name: &str) -> Self {
         Self { report: Some(form::report(name)), ..Self::new(record) }
+    }
+
+    /// An empty count of the same kind, for what runs beside. [`Tally::add`] adds it.
+    pub fn beside(&self) -> Self {
+        let report = self.report.as_ref().map(|report| form::report(&report.name));
+        let (record, held_to_setup) = (self.record.clone(), self.held_to_setup);
+        Self { report, record, held_to_setup, ..Self::new(Record::new(None)) }
+    }
+
+    /// Adds what was counted beside. Its lines are printed and recorded.
+    pub fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.passed_here.extend(other.passed_here);
+        self.failures.extend(other.failures);
+        for (key, tests) in other.skipped {
+            self.skipped.entry(key).or_default().extend(tests);
+        }
+        if let (Some(report), Some(other)) = (&mut self.report, other.report) {
+            other.cases.into_iter().for_each(|case| form::add(report, case));
+        }
+        self.clock.add(other.clock);
     }
 
     /// From now on, a missing tool that `--setup` could have installed is a failure.
@@ -342,6 +364,25 @@ mod tests {
         assert_eq!(failed(&tally), ["svm npt=1: boot::bad"]);
         let key = ("svm npt=1".to_owned(), "needs KVM".to_owned());
         assert_eq!(tally.skipped[&key], ["boot::left"]);
+    }
+
+    #[test]
+    fn what_is_counted_beside_is_added() {
+        let file = std::env::temp_dir().join(format!("lab-record-beside-{}", std::process::id()));
+        let mut tally = Tally::kept(Record::new(Some(file.clone())), "lab test");
+        tally.hold_to_setup();
+        let mut beside = tally.beside();
+        beside.program("svm npt=1", "boot", &lines(&sample()), false);
+        beside.lack("linux", "a disk", "mmdebstrap failed");
+        tally.pass(LOCAL, "ctl::good");
+        tally.add(beside);
+        tally.close();
+        assert_eq!(tally.closing_line(), "2 passed, 2 failed, 1 skipped");
+        assert_eq!(failed(&tally), ["svm npt=1: boot::bad", "linux: a disk"]);
+        let record = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_file(file).unwrap();
+        assert_eq!(record::parse(&record).0.last(), Some(&Line::End(5)), "{record}");
+        assert_eq!(tally.into_report().unwrap().cases.len(), 5);
     }
 
     #[test]
