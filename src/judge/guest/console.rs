@@ -226,6 +226,21 @@ pub(crate) fn line(items: &[Item]) {
     while LOCK.swap(1, Ordering::Acquire) != 0 {
         core::hint::spin_loop();
     }
+    print(items);
+    LOCK.store(0, Ordering::Release);
+}
+
+/// Prints the last line of a run, which may end in the middle of another: the processor that has the
+/// lock may be the one that prints this. After a bounded wait it begins on a line of its own.
+pub(crate) fn last_line(items: &[Item]) {
+    if !(0..10_000_000).any(|_| LOCK.swap(1, Ordering::Acquire) == 0) {
+        print(&[]);
+    }
+    print(items);
+    LOCK.store(0, Ordering::Release);
+}
+
+fn print(items: &[Item]) {
     for item in items {
         match item {
             Item::Text(text) | Item::Name(text) => text.bytes().for_each(put),
@@ -235,7 +250,6 @@ pub(crate) fn line(items: &[Item]) {
     }
     put(b'\r');
     put(b'\n');
-    LOCK.store(0, Ordering::Release);
 }
 
 fn decimal(number: u64) {

@@ -32,7 +32,7 @@ mod words;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use console::{Item, line};
+use console::{Item, last_line, line};
 use options::Options;
 use report::Checked;
 use schedule::{Division, MAX_FOUND, MAX_SEGMENTS, MAX_VCPUS, PAGE, Range, Schedule, Segment, Unfit};
@@ -214,7 +214,7 @@ impl Patience {
 
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo) -> ! {
-    line(&[Item::Text(words::REFUSED), Item::Text("the image panicked")]);
+    last_line(&[Item::Text(words::REFUSED), Item::Text("the image panicked")]);
     arch::power_off()
 }
 

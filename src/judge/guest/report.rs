@@ -4,7 +4,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Outcome;
 use crate::arch;
-use crate::console::{Item, line};
+use crate::console::{Item, last_line, line};
 use crate::schedule::{PHASE, POISON};
 use crate::words;
 
@@ -149,7 +149,7 @@ pub(crate) fn end<'a>(checked: Checked, outcomes: impl Iterator<Item = &'a Outco
 
 /// Prints an exception. The run ends with it.
 pub(crate) fn exception(vector: u64, error: u64, address: u64, cr2: u64) {
-    line(&[
+    last_line(&[
         Item::Text(words::REFUSED),
         Item::Name("exception "),
         Item::Number(vector),

@@ -8,15 +8,15 @@ use super::read;
 pub(crate) struct Power {
     /// The ports of the PM1 control registers, with the values to write. Port 0: none.
     pub(crate) ports: [(u16, u16); 2],
-    /// The port of the sleep control register. 0: none.
-    pub(crate) sleep: u16,
+    /// The port of the sleep control register, with the value to write. Port 0: none.
+    pub(crate) sleep: (u16, u8),
 }
 
 const MAX_TABLE: u64 = 1 << 20;
 
 /// Calls `found` with each table.
 fn tables(rsdp: u64, mut found: impl FnMut(u64)) -> Option<()> {
-    let rsdp = if rsdp != 0 && rsdp < 1 << 32 { rsdp } else { scan(0xe_0000, 0x10_0000, b"RSD PTR ")? };
+    let rsdp = if rsdp != 0 && rsdp < 1 << 32 { rsdp } else { scan_bios(0xe_0000, b"RSD PTR ")? };
     if &read::<[u8; 8]>(rsdp) != b"RSD PTR " {
         return None;
     }
@@ -34,7 +34,7 @@ fn tables(rsdp: u64, mut found: impl FnMut(u64)) -> Option<()> {
 /// Calls `found` with the APIC ID of each processor, and returns how to power off. Returns `None`
 /// without ACPI.
 pub(crate) fn processors(rsdp: u64, mut found: impl FnMut(u32)) -> Option<Power> {
-    let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
+    let mut power = Power { ports: [(0, 0); 2], sleep: (0, 0) };
     tables(rsdp, |table| match &read::<[u8; 4]>(table) {
         b"APIC" => madt(table, &mut found),
         b"FACP" => power = fadt(table),
@@ -117,20 +117,32 @@ fn madt(table: u64, found: &mut impl FnMut(u32)) {
 
 fn fadt(table: u64) -> Power {
     let size = length(table);
-    let mut power = Power { ports: [(0, 0); 2], sleep: 0 };
+    let mut power = Power { ports: [(0, 0); 2], sleep: (0, 0) };
+    let sleep = s5(dsdt(table));
     // HW_REDUCED_ACPI: a sleep control register replaces PM1. Only I/O ports are supported.
     if size >= 256 && read::<u32>(table + 112) >> 20 & 1 == 1 {
-        if read::<u8>(table + 244) == 1 {
-            power.sleep = read::<u64>(table + 248) as u16;
+        if let Some(port) = port(table + 244) {
+            // Without `_S5_`, the type that most have.
+            let [kind, _] = sleep.unwrap_or([5, 5]);
+            power.sleep = (port, (kind & 7) << 2 | 1 << 5);
         }
         return power;
     }
-    let Some(sleep) = s5(dsdt(table)) else { return power };
-    for (at, which) in [(64, 0), (68, 1)] {
-        let port = read::<u32>(table + at) as u16;
-        power.ports[which] = (port, u16::from(sleep[which]) << 10 | 1 << 13);
+    let Some(sleep) = sleep else { return power };
+    // PM1a_CNT_BLK and PM1b_CNT_BLK, and their extended forms, which count where these are 0.
+    for (at, extended, which) in [(64, 172, 0), (68, 184, 1)] {
+        let short = read::<u32>(table + at) as u16;
+        let long = if size >= extended + 12 { port(table + extended) } else { None };
+        let port = if short != 0 { short } else { long.unwrap_or(0) };
+        power.ports[which] = (port, u16::from(sleep[which] & 7) << 10 | 1 << 13);
     }
     power
+}
+
+/// The I/O port of a Generic Address Structure.
+fn port(at: u64) -> Option<u16> {
+    let address = read::<u64>(at + 4);
+    (read::<u8>(at) == 1 && address < 1 << 16).then_some(address as u16)
 }
 
 /// SLP_TYPa and SLP_TYPb of `_S5_`. It is a package of small constants, so no AML interpreter is
@@ -157,13 +169,19 @@ fn s5(dsdt: u64) -> Option<[u8; 2]> {
     Some(types)
 }
 
+/// Looks for `signature` where firmware leaves tables: in the extended BIOS data area, in the last
+/// KiB of base memory, and in the BIOS from `bios` on.
+fn scan_bios(bios: u64, signature: &[u8]) -> Option<u64> {
+    let ebda = u64::from(read::<u16>(0x40e)) << 4;
+    let areas = [(ebda, ebda + 1024), (0x9_fc00, 0xa_0000), (bios, 0x10_0000)];
+    let areas = areas.into_iter().filter(|(from, to)| *from >= 0x8_0000 && *to <= 0x10_0000);
+    areas.filter_map(|(from, to)| scan(from, to, signature)).next()
+}
+
 /// Calls `found` with the APIC ID of each processor in the MP table (MultiProcessor Specification
 /// 1.4), if there is one.
 pub(crate) fn mp_processors(mut found: impl FnMut(u32)) {
-    let ebda = u64::from(read::<u16>(0x40e)) << 4;
-    let areas = [(ebda, ebda + 1024), (0x9_fc00, 0xa_0000), (0xf_0000, 0x10_0000)];
-    let areas = areas.into_iter().filter(|(from, to)| *from >= 0x8_0000 && *to <= 0x10_0000);
-    let Some(pointer) = areas.filter_map(|(from, to)| scan(from, to, b"_MP_")).next() else { return };
+    let Some(pointer) = scan_bios(0xf_0000, b"_MP_") else { return };
     let table = u64::from(read::<u32>(pointer + 4));
     if table == 0 || &read::<[u8; 4]>(table) != b"PCMP" {
         return;

@@ -105,7 +105,7 @@ const SERIAL: u16 = 0x3f8;
 const TRAMPOLINE: u64 = 0x8000;
 
 #[unsafe(link_section = ".bss.sealed")]
-static POWER: Shared<acpi::Power> = Shared::new(acpi::Power { ports: [(0, 0); 2], sleep: 0 });
+static POWER: Shared<acpi::Power> = Shared::new(acpi::Power { ports: [(0, 0); 2], sleep: (0, 0) });
 
 /// Calls `service` in boot.s, which runs in ring 0. Returns RAX.
 fn service(what: Service, target: u32, value: u64) -> u64 {
@@ -325,9 +325,9 @@ pub(crate) fn power_off() -> ! {
             out16(port, value);
         }
     }
-    if power.sleep != 0 {
-        // SLP_TYP 5 and SLP_EN.
-        out(power.sleep, 5 << 2 | 1 << 5);
+    let (port, value) = power.sleep;
+    if port != 0 {
+        out(port, value);
     }
     out(0xf4, 0);
     for _ in 0..100_000 {

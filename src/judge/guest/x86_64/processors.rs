@@ -4,6 +4,7 @@ use core::sync::atomic::{AtomicU32, Ordering};
 
 use super::boot::boot_of;
 use super::{POWER, TRAMPOLINE, acpi, address, now, read, read_msr, write, write_msr};
+use crate::refuse;
 use crate::report::{Kind, fault};
 use crate::schedule::MAX_VCPUS;
 
@@ -49,12 +50,14 @@ pub(crate) fn start(started: &AtomicU32) -> Started {
     }
     let given = ids.count;
     let own = own_id();
-    let others = ids.ids[..given].iter().filter(|id| **id != own);
+    // Without x2APIC, an interrupt command has eight bits for the ID. With more, it would reach
+    // another processor.
+    let reaches = |id: u32| is_x2apic() || id < 0xff;
+    let others = ids.ids[..given].iter().filter(|id| **id != own && reaches(**id));
     let mut running = 1;
     for id in others.take(MAX_VCPUS - 1) {
         if running == 1 && !boot.has_trampoline() {
-            fault(Kind::Processors, 0, TRAMPOLINE, 1, 0);
-            break;
+            refuse("there is no RAM at 0x8000, where other processors start");
         }
         let [from, to] = [address!(trampoline), address!(trampoline_end)];
         for at in 0..to - from {
@@ -70,19 +73,25 @@ pub(crate) fn start(started: &AtomicU32) -> Started {
     Started { running, given: given.max(1) as u64 }
 }
 
+fn is_x2apic() -> bool {
+    read_msr(APIC_BASE) >> 10 & 1 == 1
+}
+
+/// The page of the local APIC's registers.
+fn registers() -> u64 {
+    read_msr(APIC_BASE) & 0xf_ffff_f000
+}
+
 /// The ID of this processor's local APIC.
 fn own_id() -> u32 {
-    let base = read_msr(APIC_BASE);
-    match base >> 10 & 1 == 1 {
+    match is_x2apic() {
         true => read_msr(X2APIC_ID) as u32,
-        false => read::<u32>((base & 0xf_ffff_f000) + 0x20) >> 24,
+        false => read::<u32>(registers() + 0x20) >> 24,
     }
 }
 
 fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
-    let base = read_msr(APIC_BASE);
-    let page = base & 0xf_ffff_f000;
-    let is_x2apic = base >> 10 & 1 == 1;
+    let (page, is_x2apic) = (registers(), is_x2apic());
     // A disabled local APIC need not deliver interrupts.
     if is_x2apic {
         write_msr(X2APIC_SVR, SVR_ENABLED.into());
@@ -110,11 +119,18 @@ fn start_one(id: u32, started: &AtomicU32, count: u32) -> bool {
     false
 }
 
+/// A step of the clock counts for at most so many ticks, some milliseconds. So the time in which this
+/// processor did not run does not count as waiting.
+const MAX_STEP: u64 = 20_000_000;
+
 /// Waits until `done` or for `ticks`. Returns whether it is done.
 fn wait(ticks: u64, done: impl Fn() -> bool) -> bool {
-    let begun = now();
+    let (mut last, mut spent) = (now(), 0);
     while !done() {
-        if now() - begun > ticks {
+        let time = now();
+        spent += time.saturating_sub(last).min(MAX_STEP);
+        last = time;
+        if spent > ticks {
             return false;
         }
         core::hint::spin_loop();
