@@ -436,11 +436,16 @@ static void print_program(const char *indent)
 	}
 }
 
+/* Whether the first failure ends the program, without its trace */
+static bool first_alone;
+
 static void report_failure(const char *which, double until)
 {
 	uint32_t depth = schedule.depth;
 
 	printf("    # %s fails: %s\n", which, result->why);
+	if (first_alone)
+		return;
 	adopt_changes();
 	if (run_once(false)) {
 		shrink(until);
@@ -688,12 +693,13 @@ int main(int argc, char **argv)
 	bool timed = false, counted = false;
 
 	self_path = argv[0];
-	while ((option = getopt(argc, argv, "s:n:t:o:")) != -1)
+	while ((option = getopt(argc, argv, "s:n:t:o:f")) != -1)
 		switch (option) {
 		case 's': seed = strtoull(optarg, NULL, 10); break;
 		case 'n': most = strtoull(optarg, NULL, 10); counted = true; break;
 		case 't': time = strtod(optarg, NULL); timed = true; break;
 		case 'o': only = optarg; break;
+		case 'f': first_alone = true; break;
 		default: return 2;
 		}
 	if (timed && !counted)
@@ -729,6 +735,8 @@ int main(int argc, char **argv)
 				printf(" # SKIP KVM of this base has no %s", lacking);
 			putchar('\n');
 			failures += !passed;
+			if (failures && first_alone)
+				return 1;
 		}
 	}
 	return failures ? 1 : 0;

@@ -1,14 +1,17 @@
 //! The architectures whose hosts are emulated: what cargo and Debian call them.
 
 use clap::ValueEnum;
+use serde::Deserialize;
 
 /// An architecture. The command line and files call it as the kernel does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum, Deserialize)]
 pub enum Architecture {
     /// x86-64.
+    #[serde(rename = "x86")]
     X86,
     /// Arm, 64 bits.
     #[value(name = "arm64")]
+    #[serde(rename = "arm64")]
     Arm,
 }
 

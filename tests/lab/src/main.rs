@@ -42,6 +42,15 @@ struct Cli {
     command: LabCommand,
 }
 
+/// What a table of `cargo lab explore` is of.
+#[derive(Clone, Copy, ValueEnum)]
+enum Table {
+    /// The faults that series fix
+    Faults,
+    /// Their planted mistakes
+    Planted,
+}
+
 #[derive(Subcommand)]
 enum LabCommand {
     /// List this machine's beds, and how to get the missing ones
@@ -208,6 +217,11 @@ enum LabCommand {
         /// Only this setup, by its name in the output
         #[arg(long, value_name = "NAME")]
         setup: Option<String>,
+        /// Print a table instead: for each fault that a series of the base fixes, the runs that find it
+        /// and those that pass with the series; or for each planted mistake, those that find it
+        #[arg(long, value_name = "WHAT", num_args = 0..=1, default_missing_value = "faults",
+              conflicts_with_all = ["with", "planted", "arch", "time", "runs", "seed", "setup"])]
+        table: Option<Table>,
     },
     /// Write a series as mails for `git send-email`: addressed by get_maintainer, with a cover
     /// letter and, given a clone, the base-commit. checkpatch must find nothing
@@ -437,7 +451,11 @@ fn perform(what: LabCommand) -> Result<u8> {
             HOSTS[0].ready()?;
             done(check::selftests_of(&Cache::open()?, Base::named(&base)?, Architecture::X86))
         }
-        LabCommand::Explore { base, with, planted, arch, time, runs, seed, setup } => {
+        LabCommand::Explore { base, table: Some(table), .. } => {
+            explore::table(&Cache::open()?, Base::named(&base)?, matches!(table, Table::Planted))
+                .map(|holds| u8::from(!holds))
+        }
+        LabCommand::Explore { base, with, planted, arch, time, runs, seed, setup, table: None } => {
             let base = Base::named(&base)?;
             let series = with_planted(series::of_base(base, &with)?, planted.as_deref())?;
             let options = explore::Options { architecture: arch, time, runs, seed, setup };

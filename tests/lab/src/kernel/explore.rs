@@ -68,49 +68,130 @@ pub fn check(cache: &Cache, series: &Series) -> Result<()> {
         report(&series.name, "has nothing that explore runs");
     }
     for explored in &series.about.explore {
-        let mut names = explored.with.clone();
-        names.push(series.name.clone());
-        let mut stack = series::of_base(series.base, &names)?;
-        let own = stack.iter().position(|one| one.name == series.name).expect("it is one of its base's");
-        let found = match &explored.planted {
+        let (found, then) = match &explored.planted {
             Some(planted) => {
-                stack[own] = series.with_planted(planted)?;
-                found(cache, series, explored, &stack)?
+                (found(cache, series, explored, &stack(series, explored, Some(planted))?)?, String::new())
             }
             None => {
-                let without = series::of_base(series.base, &explored.with)?;
-                let found = found(cache, series, explored, &without)?;
-                if let Some(failure) = failure(cache, series, explored, &stack)? {
-                    return Err(Error::Series(format!("{}: {}: {failure}", series.name, explored.setup)));
-                }
-                found
+                let (found, passed) = found_and_fixed(cache, series, explored)?;
+                (found, format!("; with it {passed} runs pass"))
             }
         };
         let what = explored.planted.as_deref().unwrap_or("without the series");
-        let then = match &explored.planted {
-            Some(_) => String::new(),
-            None => format!("; with it {} runs pass", explored.runs),
-        };
         report(&series.name, &format!("{}, {what}: {found}{then}", explored.setup));
     }
     Ok(())
+}
+
+/// Explores what all series of `base` say of their faults, and prints a row of a table for each.
+/// With `planted`, the rows are of their planted mistakes instead. Returns whether all is as they
+/// say.
+pub fn table(cache: &Cache, base: &Base, planted: bool) -> Result<bool> {
+    let mut holds = true;
+    if planted {
+        println!("| series | mistake | setup | runs | seconds |\n|---|---|---|---|---|");
+    } else {
+        println!("| fault | series | setup | runs | seconds | with the series |\n|---|---|---|---|---|---|");
+    }
+    for series in series::of_base(base, &["all".to_owned()])? {
+        let said = series.about.explore.iter().filter(|explored| explored.planted.is_some() == planted);
+        for explored in said {
+            let row = match &explored.planted {
+                Some(mistake) => stack(&series, explored, Some(mistake))
+                    .and_then(|stack| found(cache, &series, explored, &stack))
+                    .map(|found| {
+                        format!("{} | {mistake} | {} | {}", series.name, setup(explored), cost(&found))
+                    }),
+                None => found_and_fixed(cache, &series, explored).map(|(found, passed)| {
+                    let fault = explored.fault.as_ref().unwrap_or(&series.about.claim);
+                    format!("{fault} | {} | {} | {} | {passed}", series.name, setup(explored), cost(&found))
+                }),
+            };
+            match row {
+                Ok(row) => println!("| {row} |"),
+                Err(error) => {
+                    holds = false;
+                    eprintln!("lab: {error}");
+                }
+            }
+        }
+    }
+    Ok(holds)
+}
+
+/// The setup of `explored`, and the other series that it has.
+fn setup(explored: &Explored) -> String {
+    match explored.with.as_slice() {
+        [] => explored.setup.clone(),
+        with => format!("{}, `--with {}`", explored.setup, with.join(" ")),
+    }
+}
+
+/// The cells for runs and seconds of the failure `found`.
+fn cost(found: &str) -> String {
+    match after(found) {
+        Some((runs, seconds)) => format!("{runs} | {seconds}"),
+        None => "all orders | ".to_owned(),
+    }
+}
+
+/// After how many random runs and seconds `found` failed. The driver with all orders of a few
+/// programs has no such number.
+fn after(found: &str) -> Option<(u64, &str)> {
+    let (_, rest) = found.split_once(", after ")?;
+    let (runs, rest) = rest.split_once(" runs and ")?;
+    Some((runs.parse().ok()?, rest.split_once(" s,")?.0))
+}
+
+/// How `explored` fails without `series`, and the number of random runs that pass with it: ten
+/// times as many as the fault took.
+fn found_and_fixed(cache: &Cache, series: &Series, explored: &Explored) -> Result<(String, u64)> {
+    let found = found(cache, series, explored, &series::of_base(series.base, &explored.with)?)?;
+    let runs = after(&found).map_or(0, |(runs, _)| 10 * runs).max(explored.runs);
+    match failure(cache, series, explored, &stack(series, explored, None)?, runs)? {
+        Some(failure) => Err(Error::Series(format!("{}: {}: {failure}", series.name, explored.setup))),
+        None => Ok((found, runs)),
+    }
+}
+
+/// The other series of `explored` with `series`, which has the mistake `planted`.
+fn stack(series: &Series, explored: &Explored, planted: Option<&str>) -> Result<Vec<Series>> {
+    let mut names = explored.with.clone();
+    names.push(series.name.clone());
+    let mut stack = series::of_base(series.base, &names)?;
+    if let Some(planted) = planted {
+        let own = stack.iter().position(|one| one.name == series.name).expect("it is one of its base's");
+        stack[own] = series.with_planted(planted)?;
+    }
+    Ok(stack)
 }
 
 /// The run of `explored` that fails with `stack`, which must say what it should.
 fn found(cache: &Cache, series: &Series, explored: &Explored, stack: &[Series]) -> Result<String> {
     let what = explored.planted.as_deref().unwrap_or("without the series");
     let wrong = |why: String| Error::Series(format!("{}: {}, {what}: {why}", series.name, explored.setup));
-    match failure(cache, series, explored, stack)? {
+    match failure(cache, series, explored, stack, explored.runs)? {
         Some(failure) if failure.contains(&explored.says) => Ok(failure),
         Some(failure) => Err(wrong(format!("fails, but does not say {:?}: {failure}", explored.says))),
         None => Err(wrong(format!("{} runs pass, and one must not", explored.runs))),
     }
 }
 
-/// How the runs of `explored` fail with `stack`, if they do.
-fn failure(cache: &Cache, series: &Series, explored: &Explored, stack: &[Series]) -> Result<Option<String>> {
-    let mut command = Command::new(program(cache, series.architecture()?, series.base, stack)?);
-    command.args(["-o", &explored.setup, "-n", &explored.runs.to_string()]);
+/// How `runs` random runs of `explored`, or all orders of its programs, fail with `stack`, if they
+/// do.
+fn failure(
+    cache: &Cache,
+    series: &Series,
+    explored: &Explored,
+    stack: &[Series],
+    runs: u64,
+) -> Result<Option<String>> {
+    let architecture = match explored.arch {
+        Some(architecture) => architecture,
+        None => series.architecture()?,
+    };
+    let mut command = Command::new(program(cache, architecture, series.base, stack)?);
+    command.args(["-f", "-o", &explored.setup, "-n", &runs.to_string()]);
     let ended = tool::bound(&mut command, libc::SIGTERM).output();
     let ended = ended.map_err(Error::file("run", Path::new(command.get_program())))?;
     let said = String::from_utf8_lossy(&ended.stdout);
@@ -197,6 +278,12 @@ fn write_all(directory: &Path, files: &[(OsString, Vec<u8>)]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failure_says_how_many_runs_it_took() {
+        assert_eq!(after("the run of seed 49, after 50 runs and 0.1 s, fails: x"), Some((50, "0.1")));
+        assert_eq!(after("program 3, begun by vCPU 0, with 2 changes of task, fails: x"), None);
+    }
 
     #[test]
     fn a_file_that_is_edited_meanwhile_is_built_as_the_key_has_it() {

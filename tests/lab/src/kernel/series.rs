@@ -66,7 +66,12 @@ pub struct About {
 pub struct Explored {
     /// The harness's setup.
     pub setup: String,
-    /// The number of random runs. Without the series one of them fails, with it none.
+    /// Whose code to run, if it is not that of the series' architecture.
+    pub arch: Option<Architecture>,
+    /// The fault, as the table of `cargo lab explore BASE --table` names it.
+    pub fault: Option<String>,
+    /// The number of random runs. Without the series one of them fails. With it none fails, nor does
+    /// any of ten times as many as the fault took.
     pub runs: u64,
     /// Other series of the base that the kernels have, because a fault hides this one.
     #[serde(default)]
