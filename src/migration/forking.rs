@@ -17,10 +17,13 @@
 //! the pages that differ. Then memory is mapped anew, part by part: for each part the machine is
 //! paused, what it has written since the last one is copied, and it runs again. Pages that it writes
 //! in parts that show the new base differ from that. Memory without a file is copied into the first
-//! base in the same way. If a snapshot needs the log, all is done in one pause.
+//! base in the same way. If a snapshot needs the log, all is done in one pause. A fork that is
+//! cancelled meanwhile ends when all of memory shows the new base: the next one would have to copy
+//! memory that shows two.
 //!
 //! Parted memory stays parted, even if the fork fails. The guest does not notice.
 
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -62,6 +65,10 @@ pub(crate) struct Forking {
     /// Whether nobody else needs the log of dirty pages.
     may_log: bool,
     disks: Vec<machine::Disk>,
+    /// Whether memory shows two bases.
+    is_between: Cell<bool>,
+    /// Why the fork was cancelled meanwhile.
+    cancelled: RefCell<Option<String>>,
 }
 
 /// A new base is made if more than one page in this many differs from the base. Each fork copies
@@ -118,6 +125,8 @@ impl Forking {
             available,
             may_log,
             disks,
+            is_between: Cell::new(false),
+            cancelled: RefCell::default(),
         })
     }
 
@@ -137,7 +146,7 @@ impl Forking {
         // The guest still runs, so that the pause is short.
         disk::flush(&self.disks).map_err(End::Failed)?;
         while self.ram.part().map_err(|error| End::Failed(self.why_whole(&error)))? {
-            self.machine.is_wanted()?;
+            self.hear()?;
         }
         let first = self.ram.is_without_file();
         if !first {
@@ -153,7 +162,7 @@ impl Forking {
                 Ok(next) => next,
                 Err(error) if first => return Err(failed("a base")(error)),
                 Err(error) => {
-                    self.machine.is_wanted()?;
+                    self.hear()?;
                     // The pages that differ are copied instead.
                     tracing::warn!("no new base: {error}");
                     None
@@ -166,13 +175,12 @@ impl Forking {
             true => Some(self.copy_ahead(first, next.as_mut(), &mut writer)?),
             false => None,
         };
-        self.machine.is_wanted()?;
-        if let (Some(log), Some(mut new)) = (&log, next.take_if(|_| log.is_some())) {
-            self.show(log, &mut new, &mut writer)?;
-            self.ram.shows(new).map_err(failed("a new base"))?;
+        self.hear()?;
+        if let (Some(log), Some(new)) = (&log, next.take_if(|_| log.is_some())) {
+            self.show(log, new, &mut writer)?;
             self.copy_until_few(log, None, &mut writer)?;
         }
-        self.machine.is_wanted()?;
+        self.hear()?;
         let sections = self.machine.save()?;
         let taken = clocks::now();
         let disks = disk::forked(&self.disks, &self.files.clones).map_err(End::Failed)?;
@@ -205,10 +213,10 @@ impl Forking {
     /// Waits until no page of RAM is missing. The mapping that parts from the file is not the one
     /// that pages are fetched into.
     fn wait_until_complete(&self) -> Result<(), End> {
-        self.ram.fetch_missing(|| self.machine.is_wanted().map(|()| true))?;
+        self.ram.fetch_missing(|| self.hear().map(|()| true))?;
         // The thread that fetches pages notices soon.
         while !self.ram.mapping.is_complete() {
-            self.machine.is_wanted()?;
+            self.hear()?;
             let mut poll = Poll::default();
             poll.readable(&**self.machine.descriptor());
             poll.wait(Some(LOOK)).map_err(failed("poll"))?;
@@ -216,9 +224,38 @@ impl Forking {
         Ok(())
     }
 
+    /// Ends the fork if it was cancelled, unless memory shows two bases.
+    fn hear(&self) -> Result<(), End> {
+        match self.machine.is_wanted() {
+            Err(End::Failed(why)) => self.cancel(why),
+            other => other,
+        }
+    }
+
+    fn cancel(&self, why: String) -> Result<(), End> {
+        if !self.is_between.get() {
+            return Err(End::Failed(why));
+        }
+        self.cancelled.borrow_mut().get_or_insert(why);
+        Ok(())
+    }
+
+    /// Has the event loop's thread do something that the cancelled fork still needs.
+    fn demand(&self, what: Demand) -> Result<(), End> {
+        self.machine.say(Said::Demand(what))?;
+        loop {
+            match self.machine.wait()? {
+                SenderCommand::Cancel(why) => self.cancel(why)?,
+                SenderCommand::Done(Done::Failed(why)) => return Err(End::Failed(why)),
+                SenderCommand::Done(_) => return Ok(()),
+                _ => {}
+            }
+        }
+    }
+
     /// Whether the fork is wanted, for what is done piece by piece.
     fn is_wanted(&self) -> io::Result<()> {
-        self.machine.is_wanted().map_err(|end| match end {
+        self.hear().map_err(|end| match end {
             End::Failed(why) => io::Error::other(why),
             End::Orphaned => io::Error::other("its machine is gone"),
         })
@@ -267,6 +304,13 @@ impl Forking {
         if !first {
             self.owe_parted(&log)?;
         }
+        let (takes, available) = (log.owed.count() * PAGE_SIZE, self.available.unwrap_or(u64::MAX));
+        if first && takes > available {
+            let [takes, available] = [takes, available].map(|bytes| bytes >> 20);
+            return Err(End::Failed(format!(
+                "its memory is copied, {takes} MiB, and {available} MiB are available"
+            )));
+        }
         self.copy_until_few(&log, next, writer)?;
         Ok(log)
     }
@@ -291,17 +335,33 @@ impl Forking {
     }
 
     /// Maps memory anew, so that it shows `new`. The guest stands still for each part, and runs in
-    /// between. `log` owes what has been written and not copied.
-    fn show(&self, log: &Since, new: &mut NewBase, writer: &mut Writer) -> Result<(), End> {
+    /// between. `log` owes what has been written and not copied. A fork that is cancelled meanwhile
+    /// ends afterwards.
+    fn show(&self, log: &Since, mut new: NewBase, writer: &mut Writer) -> Result<(), End> {
         while new.shown() < self.ram.config.size {
-            self.copy_owed(log, Some(&mut *new), writer)?;
-            self.machine.demand(Demand::Pause)?;
+            if plant::is(Mistake::HeldHalfway) && new.shown() >= self.ram.config.size / 2 {
+                self.wait_until_cancelled()?;
+            }
+            self.copy_owed(log, Some(&mut new), writer)?;
+            self.demand(Demand::Pause)?;
+            self.is_between.set(true);
             log.owed.collect(&self.ram, Some(&self.pagemap))?;
-            self.copy_owed(log, Some(&mut *new), writer)?;
-            self.ram.show(new, SHOWN_AT_ONCE).map_err(failed("a new base"))?;
-            self.machine.demand(Demand::Resume)?;
+            self.copy_owed(log, Some(&mut new), writer)?;
+            self.ram.show(&mut new, SHOWN_AT_ONCE).map_err(failed("a new base"))?;
+            self.demand(Demand::Resume)?;
         }
-        Ok(())
+        self.ram.shows(new).map_err(failed("a new base"))?;
+        self.is_between.set(false);
+        self.cancelled.take().map_or(Ok(()), |why| Err(End::Failed(why)))
+    }
+
+    /// Waits until the event loop's thread says something, which can only be that.
+    fn wait_until_cancelled(&self) -> Result<(), End> {
+        self.hear()?;
+        let mut poll = Poll::default();
+        poll.readable(&**self.machine.descriptor());
+        let is_told = self.cancelled.borrow().is_some() || poll.wait(None).map_err(failed("poll"))?;
+        if is_told { Ok(()) } else { self.wait_until_cancelled() }
     }
 
     /// Owes the pages that differ from the base, and no others. A page that differs from now on was
@@ -322,7 +382,7 @@ impl Forking {
     fn copy_owed(&self, log: &Since, mut next: Option<&mut NewBase>, writer: &mut Writer) -> Result<(), End> {
         let (all, mut at) = (Share::new(0, 1), At::default());
         while let Some((outgoing, run)) = log.owed.next(&mut at, &all)? {
-            self.machine.is_wanted()?;
+            self.hear()?;
             // Settled before they are read: a later write makes them owed again.
             log.owed.settle(outgoing, run.clone());
             let slot = outgoing.slot();

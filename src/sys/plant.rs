@@ -104,11 +104,13 @@ pub enum Mistake {
     TimerLost,
     /// A page is written after a machine was saved for a live update.
     PageAfterSave,
+    /// A fork goes on from the middle of a new base only when it is cancelled.
+    HeldHalfway,
 }
 
 impl Mistake {
     /// The mistakes by the names that `VARIABLE` takes.
-    pub const NAMES: [(&str, Self); 40] = [
+    pub const NAMES: [(&str, Self); 41] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -149,6 +151,7 @@ impl Mistake {
         ("clock-set-back", Self::ClockSetBack),
         ("timer-lost", Self::TimerLost),
         ("page-after-save", Self::PageAfterSave),
+        ("held-halfway", Self::HeldHalfway),
     ];
 }
 

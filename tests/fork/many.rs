@@ -202,7 +202,7 @@ fn processes(env: &TestEnv) -> Result<Vec<u32>, Failed> {
 }
 
 /// A field of `/proc/PID/status`, in KiB.
-fn kib(pid: u32, field: &str) -> Result<u64, Failed> {
+pub(crate) fn kib(pid: u32, field: &str) -> Result<u64, Failed> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
     let value = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok());

@@ -2,18 +2,20 @@
 
 use std::fs;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use serde_json::Value;
-use support::env::TestEnv;
+use support::env::{Process, TestEnv};
 use support::hosts::{huge_files, huge_pages, kvm, real};
 use support::results::every_page_is_right;
-use support::{Failed, Need, ensure, test};
+use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_control::Do;
 use vellum_control::client::Client;
 use vellum_sys::mmap::{freezable_memfd, memfd};
 use vellum_sys::plant;
 
+use crate::many::kib;
 use crate::{VELLUM, WRITE, fork_into, fork_one, says, stops_right, writes_throughout};
 
 fn planting() -> Need {
@@ -284,6 +286,91 @@ fn the_host_refuses_half_of_the_mappings() -> Result<(), Failed> {
         stops_right(&env, "here", here).map_err(|error| format!("{backing}: {error:?}"))?;
     }
     Ok(())
+}
+
+/// A fork is cancelled, or the host refuses the rest, while memory shows half of a new base. Neither a
+/// snapshot nor the next fork then takes memory for pages that were never written.
+#[test(kvm(), planting())]
+fn half_of_a_new_base_takes_no_memory_for_untouched_pages() -> Result<(), Failed> {
+    const MOST: u64 = 64 << 20;
+    for fault in ["held-halfway", "second-half-refused"] {
+        let env = TestEnv::planted(Some(fault))?;
+        let write = "--workload write,order=random,rate=500";
+        let here = env.run("here", &format!("run --memory 256m,slots=3 --passes 0 {write}"))?;
+        let pid = here.child.id();
+        env.has_written("here", 1000)?;
+        let is_cancelled = fault == "held-halfway";
+        if is_cancelled {
+            let mut client = Process::spawn(&mut env.command("fork here --name new"))?;
+            eventually(LIMIT, "memory shows half of a new base", || {
+                Ok((shown(pid)? >= 128 << 20).then_some(()))
+            })?;
+            client.kill()?;
+            eventually(LIMIT, "the fork is over", || {
+                Ok((env.standing("here").as_deref() == Some("running")).then_some(()))
+            })?;
+        } else {
+            says(&env.vellum("fork here --name new")?, 1, "a new base: ")?;
+        }
+        ensure(env.standing("new").is_none(), || "a machine is there".into())?;
+        // A fork that is cancelled there goes on until memory has one base.
+        let has_base = Client::borrow(&env.socket("here"), &Do::ForkBase {}).is_ok();
+        ensure(has_base == is_cancelled, || format!("{fault}: a base: {has_base}"))?;
+        let dir = env.path("snap");
+        let output = env.vellum(&format!("snapshot here {} --downtime 1s --timeout 3s", dir.display()))?;
+        ensure(output.status.success(), || format!("{output:?}"))?;
+        let resident = (kib(pid, "RssAnon")? + kib(pid, "RssShmem")?) << 10;
+        ensure(resident < MOST, || format!("{fault}: {} MiB are resident", resident >> 20))?;
+        let there = fork_one(&env, "here", "there")?;
+        let (_, base) = Client::borrow(&env.socket("here"), &Do::ForkBase {})?;
+        let base = fs::File::from(base.into_iter().next().ok_or("no base")?).metadata()?.blocks() * 512;
+        ensure(base < MOST, || format!("{fault}: the base has {} MiB", base >> 20))?;
+        for name in ["here", "there"] {
+            env.has_written(name, env.done(name)? + 500)?;
+        }
+        there.ends_right()?;
+        stops_right(&env, "here", here)?;
+        are_right(&env, &dir, 1)?;
+    }
+    Ok(())
+}
+
+/// The bytes of guest memory that a process maps privately.
+fn shown(pid: u32) -> Result<u64, Failed> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let length = |line: &str| {
+        let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+        Some(u64::from_str_radix(end, 16).ok()? - u64::from_str_radix(start, 16).ok()?)
+    };
+    let is_private = |line: &&str| line.contains(" rw-p ") && line.contains("memfd:vellum-guest");
+    Ok(maps.lines().filter(is_private).filter_map(length).sum())
+}
+
+/// The first fork of memory without a file is refused if the host has too little for a copy.
+#[test(kvm())]
+fn memory_that_is_copied_must_be_available() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let write = "--workload write,order=random,rate=1000";
+    let here = env.run("here", &format!("run --memory 64m,slots=3 --passes 0 {write}"))?;
+    env.has_written("here", 1000)?;
+    env.ctl("here pause")?;
+    let mut client = env.listen("here")?;
+    let empty = || memfd(c"vellum-test", 0, None);
+    let mut fork = |available| -> Result<Value, Failed> {
+        let files = [empty()?, empty()?, empty()?, freezable_memfd(c"vellum-test", 64 << 20, None)?];
+        fork_into(&mut client, available, &files)
+    };
+    let refused = fork(Some(1 << 20))?;
+    let why = refused["why"].as_str().unwrap_or_default();
+    let is_right =
+        why.starts_with("its memory is copied, ") && why.ends_with(" MiB, and 1 MiB are available");
+    ensure(is_right, || format!("{refused}"))?;
+    // It is not the size of memory that counts.
+    let made = fork(Some(63 << 20))?;
+    ensure(made["event"] == "forked" && made["base"] == 0, || format!("{made}"))?;
+    env.ctl("here resume")?;
+    fork_one(&env, "here", "there")?.ends_right()?;
+    stops_right(&env, "here", here)
 }
 
 /// Memory below and above the gap.

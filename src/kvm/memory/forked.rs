@@ -20,8 +20,8 @@
 //!
 //! If many pages differ from the base, a new base is made ([`Memory::new_base`],
 //! [`Memory::copy_parted`]). Later machines then share these pages too. Memory shows it part by part
-//! ([`Memory::show`]), each in a pause of its own. If that ends early, memory shows two files, and
-//! the next fork copies all of it, as if it had no file.
+//! ([`Memory::show`]), each in a pause of its own. If the host refuses a part, memory shows two files,
+//! and the next fork copies what was ever written to, as if it had no file.
 
 use std::fs::File;
 use std::io;
@@ -47,11 +47,35 @@ pub(super) struct Shared {
 /// A file and its number, which change together.
 #[derive(Clone, Debug, Default)]
 struct Base {
+    /// The file, if all of the mapping shows it.
     file: Option<Arc<File>>,
     /// How many bases came before it.
     number: u64,
     /// The ranges of the mapping that map another file than the base, in ascending order.
     layers: Arc<Vec<Range<u64>>>,
+    /// The files that ranges of the mapping show if there is no `file`, in ascending order.
+    parts: Vec<(Range<u64>, Arc<File>)>,
+}
+
+impl Base {
+    /// The files that ranges of a mapping of `size` bytes show, in ascending order.
+    fn files(&self, size: u64) -> Vec<(Range<u64>, Arc<File>)> {
+        match &self.file {
+            Some(file) => vec![(0..size, file.clone())],
+            None => self.parts.clone(),
+        }
+    }
+
+    /// The first `shown` bytes of a mapping of `size` bytes show `new`. The rest is as before.
+    fn show(&mut self, new: &Arc<File>, shown: u64, size: u64) {
+        let rest = |range: &Range<u64>| range.start.max(shown)..range.end.max(shown);
+        let mut parts = vec![(0..shown, new.clone())];
+        parts.extend(self.files(size).into_iter().map(|(range, file)| (rest(&range), file)));
+        parts.retain(|(range, _)| !range.is_empty());
+        let layers = self.layers.iter().map(rest).filter(|range| !range.is_empty()).collect();
+        let number = self.number + u64::from(self.file.is_some());
+        *self = Self { file: None, number, layers: Arc::new(layers), parts };
+    }
 }
 
 impl Shared {
@@ -70,7 +94,7 @@ impl Shared {
 /// A future base. It starts as a copy of the old base, if there is one.
 #[derive(Debug)]
 pub struct NewBase {
-    file: File,
+    file: Arc<File>,
     buffer: Vec<u8>,
     /// A mapping by which huge pages are put into the file.
     huge: Option<Mapping>,
@@ -101,21 +125,44 @@ impl NewBase {
         while at < end {
             wanted()?;
             let piece = at / PIECE * PIECE;
-            if let Some(huge) = self.huge.as_ref().filter(|_| self.piece != Some(piece)) {
-                // One page fault brings a huge page where the host has them for files in memory.
-                huge.populate(piece, host_page())?;
-                self.piece = Some(piece);
+            let len = (end.min(piece + PIECE) - at) as usize;
+            mapping.copy_to(at, &mut self.buffer[..len]);
+            self.write(at, len)?;
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    /// Writes the first `len` bytes of the buffer, which are of one piece, to `at`. Pages of zeroes
+    /// that the file does not have are left out: they would take memory.
+    fn write(&mut self, at: u64, len: usize) -> io::Result<()> {
+        const PAGE: usize = PAGE_SIZE as usize;
+        let is_zero = |page: &[u8; PAGE]| *page == [0; PAGE];
+        let piece = at / PIECE * PIECE;
+        let mut at = at;
+        for pages in self.buffer[..len].as_chunks().0.chunk_by(|one, two| is_zero(one) == is_zero(two)) {
+            if is_zero(&pages[0]) {
+                let mut there = Vec::new();
+                pagemap::data(&self.file, at, pages.len() as u64, |run| there.push(run))?;
+                for run in there {
+                    let zeroes = &pages.as_flattened()[..(run.end - run.start) as usize * PAGE];
+                    self.file.write_all_at(zeroes, at + run.start * PAGE_SIZE)?;
+                }
+            } else {
+                if let Some(huge) = self.huge.as_ref().filter(|_| self.piece != Some(piece)) {
+                    // One page fault brings a huge page where the host has them for files in memory.
+                    huge.populate(piece, host_page())?;
+                    self.piece = Some(piece);
+                }
+                self.file.write_all_at(pages.as_flattened(), at)?;
             }
-            let bytes = &mut self.buffer[..(end.min(piece + PIECE) - at) as usize];
-            mapping.copy_to(at, bytes);
-            self.file.write_all_at(bytes, at)?;
-            at += bytes.len() as u64;
+            at += pages.as_flattened().len() as u64;
         }
         Ok(())
     }
 
     /// The file, to which nothing is written any more.
-    fn freeze(self) -> io::Result<File> {
+    fn freeze(self) -> io::Result<Arc<File>> {
         let Self { file, huge, .. } = self;
         drop(huge);
         mmap::freeze(&file)?;
@@ -174,6 +221,12 @@ impl Memory {
         self.shared.lock().file.clone()
     }
 
+    /// The files that ranges of the mapping show, in ascending order. After a new base was shown in
+    /// part, these are several.
+    pub(super) fn files(&self) -> Vec<(Range<u64>, Arc<File>)> {
+        self.shared.lock().files(self.config.size)
+    }
+
     /// Whether it has begun to part from its file, or was made from another machine's base.
     pub fn is_forked(&self) -> bool {
         self.parted_bytes() > 0
@@ -205,7 +258,7 @@ impl Memory {
     pub fn can_be_forked(&self) -> Result<(), String> {
         let backing = self.config.backing;
         let Some(file) = self.file() else {
-            // Of memory that shows two bases, all is copied.
+            // Memory that shows two bases is copied.
             if !self.is_forked() && !backing.is_copied() {
                 return Err(format!("its memory is {backing}, which cannot be forked: {}", Backing::FORKED));
             }
@@ -323,6 +376,7 @@ impl Memory {
             }
             _ => None,
         };
+        let file = Arc::new(file);
         let mut new = NewBase { file, buffer: vec![0; PIECE as usize], huge, piece: None, shown: 0 };
         if self.is_without_file() {
             return Ok(Some(new));
@@ -387,13 +441,9 @@ impl Memory {
         while new.shown < end {
             let len = PIECE.min(end - new.shown);
             self.map_piece(new.shown, len, &new.file, pages)?;
-            if new.shown == 0 {
-                // From now on it shows two files, or a file and anonymous memory.
-                let mut base = self.shared.lock();
-                let number = base.number + u64::from(base.file.is_some());
-                *base = Base { number, ..Base::default() };
-            }
             new.shown += len;
+            // From the first piece on it shows two files, or a file and anonymous memory.
+            self.shared.lock().show(&new.file, new.shown, size);
             self.shared.parted.store(new.shown, Ordering::Release);
         }
         Ok(())
@@ -407,7 +457,9 @@ impl Memory {
         if new.shown < self.config.size {
             return Err(io::Error::other("memory does not show all of it"));
         }
-        self.shared.lock().file = Some(Arc::new(new.freeze()?));
+        let file = Some(new.freeze()?);
+        let mut base = self.shared.lock();
+        *base = Base { file, number: base.number, ..Base::default() };
         Ok(())
     }
 

@@ -44,17 +44,22 @@ impl Memory {
         }
         let mut found = |run: Range<u64>| found(first + run.start..first + run.end);
         match (self.config.backing, pagemap, self.file()) {
-            // A page with content is in the file, or it was written after the fork, or both.
-            (Backing::Memfd | Backing::Anonymous | Backing::Thp, Some(pagemap), Some(file))
-                if self.is_forked() =>
-            {
+            // A page with content is in a file, or it was written after the fork, or both.
+            (Backing::Memfd | Backing::Anonymous | Backing::Thp, Some(pagemap), _) if self.is_forked() => {
                 for layer in self.layers(slot) {
                     let run = layer.start.max(pages.start)..layer.end.min(pages.end);
                     if !run.is_empty() {
                         found(run.start - first..run.end - first);
                     }
                 }
-                pagemap::data(&file, offset, count, &mut found)?;
+                for (range, file) in self.files() {
+                    let (start, end) = (range.start.max(offset), range.end.min(offset + count * PAGE_SIZE));
+                    if start < end {
+                        let first = (start - offset) / PAGE_SIZE;
+                        let found = |run: Range<u64>| found(first + run.start..first + run.end);
+                        pagemap::data(&file, start, (end - start) / PAGE_SIZE, found)?;
+                    }
+                }
                 pagemap.there(slot.mapping(), offset, count, found)?;
             }
             _ if self.is_forked() => return Ok(false),

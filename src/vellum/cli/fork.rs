@@ -20,7 +20,6 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::client::{failure, heard, listen, may_fork, other_user, status};
-use super::control::Resident;
 use super::devices;
 use super::failure::Failure;
 use super::flags::Flags;
@@ -369,18 +368,6 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
                 "its own memory takes {own} huge pages of {page} again, and it may have {free}"
             ));
         }
-    }
-    let available = topology::memory_of(status.pid).available;
-    // The first fork copies memory that has no file. The old pages are free only afterwards.
-    let is_copied = !status.forked && matches!(status.backing.as_deref(), Some("anonymous" | "thp"));
-    let copied = match Resident::of(status.pid.into()) {
-        _ if !is_copied => 0,
-        Some(Resident { private, .. }) => private.min(status.memory),
-        None => status.memory,
-    };
-    if available > 0 && copied > available {
-        let [copied, available] = [copied, available].map(|bytes| bytes >> 20);
-        return lacks(format!("its memory is copied, {copied} MiB, and {available} MiB are available"));
     }
     let served = [fs::KIND.key, fs::ROOT.key, net::KIND.key];
     let is_served = |name: &&String| served.iter().any(|key| name.starts_with(key));
