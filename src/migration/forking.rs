@@ -169,6 +169,9 @@ impl Forking {
                 }
             };
         }
+        if next.is_none() {
+            self.check_available("the pages that differ from what it shares are", differ)?;
+        }
         let ram = self.files.ram.try_clone().map_err(failed("another descriptor of a file"))?;
         let mut writer = Writer::new(ram, &self.memory).map_err(failed("the file for pages"))?;
         let log = match first || self.may_log && (next.is_some() || many) {
@@ -281,6 +284,18 @@ impl Forking {
         Ok(!lacks)
     }
 
+    /// Checks that there is memory for a copy of so many pages. This machine is charged for it as long
+    /// as any machine has the file: also for pages that every new machine reads and none maps, because
+    /// the last one to start still reads them, and the file is sealed before the first.
+    fn check_available(&self, what: &str, pages: u64) -> Result<(), End> {
+        let (takes, available) = (pages * PAGE_SIZE, self.available.unwrap_or(u64::MAX));
+        if takes <= available {
+            return Ok(());
+        }
+        let [takes, available] = [takes.div_ceil(1 << 20), available >> 20];
+        Err(End::Failed(format!("{what} copied, {takes} MiB, and {available} MiB are available")))
+    }
+
     /// The number of pages that differ from the base now.
     fn differ(&self) -> Result<u64, End> {
         let mut all = 0;
@@ -304,12 +319,8 @@ impl Forking {
         if !first {
             self.owe_parted(&log)?;
         }
-        let (takes, available) = (log.owed.count() * PAGE_SIZE, self.available.unwrap_or(u64::MAX));
-        if first && takes > available {
-            let [takes, available] = [takes, available].map(|bytes| bytes >> 20);
-            return Err(End::Failed(format!(
-                "its memory is copied, {takes} MiB, and {available} MiB are available"
-            )));
+        if first {
+            self.check_available("its memory is", log.owed.count())?;
         }
         self.copy_until_few(&log, next, writer)?;
         Ok(log)

@@ -230,7 +230,8 @@ fn memory_that_is_still_being_fetched_is_forked() -> Result<(), Failed> {
     Ok(())
 }
 
-/// If the host lacks the memory for a new base, the pages that differ are copied.
+/// If the host lacks the memory for a new base, the pages that differ are copied. If it lacks that for
+/// the copies too, the fork is refused.
 #[test(kvm())]
 fn without_memory_for_a_new_base_pages_are_copied() -> Result<(), Failed> {
     let env = TestEnv::new()?;
@@ -245,7 +246,12 @@ fn without_memory_for_a_new_base_pages_are_copied() -> Result<(), Failed> {
         let files = [empty()?, empty()?, empty()?, freezable_memfd(c"vellum-test", 16 << 20, None)?];
         fork_into(&mut client, available, &files)
     };
-    let copied = fork(Some(1 << 20))?;
+    let refused = fork(Some(1 << 20))?;
+    let why = refused["why"].as_str().unwrap_or_default();
+    let is_right = why.starts_with("the pages that differ from what it shares are copied, ");
+    ensure(is_right && why.ends_with(" MiB, and 1 MiB are available"), || format!("{refused}"))?;
+    // A new base takes the old one's size too.
+    let copied = fork(Some(20 << 20))?;
     ensure(copied["base"] == 0, || format!("{copied}"))?;
     let made = fork(Some(1 << 30))?;
     ensure(made["base"] == 1, || format!("{made}"))?;
