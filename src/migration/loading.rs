@@ -327,6 +327,31 @@ impl Loading {
     }
 }
 
+/// The number of pages that each new machine of a fork has copies of, unless its memory is huge pages
+/// of the pool. It maps the others that differ from the base. Its memory begins with RAM, of `ram`
+/// pages. A memslot that ends in the middle of a long run may add a few.
+///
+/// # Errors
+/// The map of `files` is not that of `point`.
+pub fn copied(point: &Point, files: [&File; 2], ram: u64) -> Result<u64, Error> {
+    let [pages, map] = files;
+    let pages = pages.try_clone().map_err(Error::io("the pages", "another descriptor of them"))?;
+    let layer = Layers(vec![Reader::new(pages, map, &point.label(), point.pages, point.map_crc)?]);
+    let (mut copied, mut long, mut at) = (0, Vec::new(), 0);
+    for end in [ram.min(point.pages), point.pages] {
+        while let Some((run, from)) = layer.next_of(at..end, u64::MAX) {
+            at = run.end;
+            copied += run.end - run.start;
+            if from.is_some() && run.end <= ram && run.end - run.start >= MAPPED_PAGES {
+                long.push(run.end - run.start);
+            }
+        }
+        at = end;
+    }
+    long.sort_unstable_by_key(|pages| Reverse(*pages));
+    Ok(copied - long.iter().take(MAX_MAPPED_RUNS).sum::<u64>())
+}
+
 /// Maps the long runs of pages that differ from the base. Returns the machine's pages that are
 /// mapped.
 fn map_layer(place: &Place, layers: &Layers) -> Result<Vec<Range<u64>>, End> {

@@ -15,7 +15,7 @@ use vellum_control::client::Client;
 use vellum_sys::mmap::{freezable_memfd, memfd};
 use vellum_sys::plant;
 
-use crate::many::kib;
+use crate::many::{kib, mapped};
 use crate::{VELLUM, WRITE, fork_into, fork_one, says, stops_right, writes_throughout};
 
 fn planting() -> Need {
@@ -165,9 +165,7 @@ fn long_runs_of_pages_are_mapped_and_not_copied() -> Result<(), Failed> {
     let own = env.done("here")?;
     env.has_written("here", own + 500)?;
     env.ctl("here pause")?;
-    let mapped = |pid: u32| -> Result<bool, Failed> {
-        Ok(fs::read_to_string(format!("/proc/{pid}/maps"))?.contains("vellum-fork-pages"))
-    };
+    let mapped = |pid: u32| Ok::<_, Failed>(mapped(pid, "vellum-fork-pages")? > 0);
     let (one, two) = (fork_one(&env, "here", "one")?, fork_one(&env, "here", "two")?);
     ensure(mapped(one.pid)? && mapped(two.pid)?, || "no run is mapped".into())?;
     env.ctl("one resume")?;
@@ -309,7 +307,7 @@ fn half_of_a_new_base_takes_no_memory_for_untouched_pages() -> Result<(), Failed
         if is_cancelled {
             let mut client = Process::spawn(&mut env.command("fork here --name new"))?;
             eventually(LIMIT, "memory shows half of a new base", || {
-                Ok((shown(pid)? >= 128 << 20).then_some(()))
+                Ok((mapped(pid, "memfd:vellum-guest")? >= 128 << 20).then_some(()))
             })?;
             client.kill()?;
             eventually(LIMIT, "the fork is over", || {
@@ -339,17 +337,6 @@ fn half_of_a_new_base_takes_no_memory_for_untouched_pages() -> Result<(), Failed
         are_right(&env, &dir, 1)?;
     }
     Ok(())
-}
-
-/// The bytes of guest memory that a process maps privately.
-fn shown(pid: u32) -> Result<u64, Failed> {
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
-    let length = |line: &str| {
-        let (start, end) = line.split_once(' ')?.0.split_once('-')?;
-        Some(u64::from_str_radix(end, 16).ok()? - u64::from_str_radix(start, 16).ok()?)
-    };
-    let is_private = |line: &&str| line.contains(" rw-p ") && line.contains("memfd:vellum-guest");
-    Ok(maps.lines().filter(is_private).filter_map(length).sum())
 }
 
 /// The first fork of memory without a file is refused if the host has too little for a copy.

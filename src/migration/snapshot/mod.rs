@@ -97,7 +97,7 @@ impl Diagnose for Error {
 }
 
 impl Error {
-    fn io(file: &str, what: &'static str) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(file: &str, what: &'static str) -> impl FnOnce(io::Error) -> Self {
         let file = file.to_owned();
         move |source| Self::Io { file, what, source }
     }

@@ -37,7 +37,7 @@ use vellum_host::{hugepages, topology};
 use vellum_kvm::memory::{Backing, MemoryConfig, short_size};
 use vellum_kvm::vm::lifecycle::{self, Exit};
 use vellum_migration::link::LIVENESS;
-use vellum_migration::loading::Forked;
+use vellum_migration::loading::{self, Forked};
 use vellum_migration::snapshot::Files;
 use vellum_migration::snapshot::manifest::Point;
 use vellum_sandbox::Mode;
@@ -192,7 +192,6 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
         return Err(Failure::usage(devices::lacks_overlay(lacks)));
     }
     let (source, us) = Source::of(&args.machine, machine, &has, false)?;
-    let differs = source.point.present + source.point.zero;
     check_copies(names.len() as u64, &source, &has)?;
     // A machine that is forked while it is paused is paused in the fork too.
     let stands = args.paused || has.state == MachineState::Paused;
@@ -202,7 +201,7 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
         // Blocks have 512 bytes (stat(2)).
         let shared_bytes = base.metadata().map_err(Failure::host)?.blocks() * 512;
         let machine = args.machine.clone();
-        let copied_bytes = differs * PAGE_SIZE;
+        let copied_bytes = source.copied_bytes(&has)?;
         line(&Line::Fork { machine, pause_us: us, base: source.number, shared_bytes, copied_bytes })?;
     }
     let mut running = 0;
@@ -243,9 +242,10 @@ fn fork(args: &ForkArgs) -> Result<Exit, Failure> {
         return Ok(Exit::PowerOff);
     }
     print(format_args!(
-        "{} stood still for {:.1} ms; {differs} pages differ from what they share\n",
+        "{} stood still for {:.1} ms; {} pages differ from what they share\n",
         args.machine,
-        us as f64 / 1000.0
+        us as f64 / 1000.0,
+        source.differ()
     ))?;
     Ok(Exit::PowerOff)
 }
@@ -263,7 +263,7 @@ enum Line {
         base: u64,
         /// The size of the base.
         shared_bytes: u64,
-        /// What each new machine has copied, because it differs from the base.
+        /// What each new machine has copied, because it differs from the base and is not mapped.
         copied_bytes: u64,
     },
     Machine {
@@ -385,18 +385,25 @@ fn check_room(count: u64, status: &Status) -> Result<(), Failure> {
 /// Fails if this host lacks memory for the pages that each of `count` machines like the one with this
 /// `status` copies.
 fn check_copies(count: u64, source: &Source, status: &Status) -> Result<(), Failure> {
-    let differs = source.point.present + source.point.zero;
     let available = topology::memory().available;
-    let copies = differs.saturating_mul(PAGE_SIZE).saturating_mul(count);
+    let is_enough = |each: u64| available == 0 || each.saturating_mul(count) <= available;
     // Huge pages of the pool are reserved already.
-    let is_reserved = status.backing.as_deref().is_some_and(|backing| backing.starts_with("shared-"));
-    if is_reserved || available == 0 || copies <= available {
+    if is_of_pool(status) || is_enough(source.differ().saturating_mul(PAGE_SIZE)) {
         return Ok(());
     }
-    let [each, all, available] = [differs * PAGE_SIZE, copies, available].map(|bytes| bytes >> 20);
+    let each = source.copied_bytes(status)?;
+    if is_enough(each) {
+        return Ok(());
+    }
+    let [each, all, available] = [each, each.saturating_mul(count), available].map(|bytes| bytes >> 20);
     Err(Failure::host(format!(
         "{count} machines copy {each} MiB each, which differ from what they share: {all} MiB, and {available} MiB are available"
     )))
+}
+
+/// Whether its memory is huge pages of the pool.
+fn is_of_pool(status: &Status) -> bool {
+    status.backing.as_deref().is_some_and(|backing| backing.starts_with("shared-"))
 }
 
 /// Waits until the machine is forked. Returns the contents of the files, the downtime in
@@ -541,6 +548,23 @@ fn status_of(ended: ExitStatus) -> u8 {
 }
 
 impl Source {
+    /// The number of pages that differ from the base.
+    fn differ(&self) -> u64 {
+        // Another process says it.
+        self.point.present.saturating_add(self.point.zero)
+    }
+
+    /// The bytes that each new machine of the machine with this `status` copies.
+    fn copied_bytes(&self, status: &Status) -> Result<u64, Failure> {
+        let [pages, map, _] = &self.files;
+        let copied = match is_of_pool(status) {
+            true => self.differ(),
+            false => loading::copied(&self.point, [pages, map], status.memory / PAGE_SIZE)
+                .map_err(|error| Failure::host(format!("what it is forked from: {error}")))?,
+        };
+        Ok(copied.saturating_mul(PAGE_SIZE))
+    }
+
     /// Has the machine `name`, of this status, forked. Also returns how long it stood still, in
     /// microseconds. If it `waits`, it lets operations of others end first.
     fn of(name: &str, mut machine: Client, has: &Status, waits: bool) -> Result<(Self, u64), Failure> {

@@ -70,6 +70,12 @@ impl Group {
         command
     }
 
+    /// Limits the memory of its processes to so many bytes.
+    pub fn limit(&self, bytes: u64) -> Result<(), Failed> {
+        let name = if self.own_file { "memory.limit_in_bytes" } else { "memory.max" };
+        Ok(fs::write(self.directory.join(name), bytes.to_string())?)
+    }
+
     /// The bytes of the kernel's own memory that its processes take.
     pub fn kernel(&self) -> Result<u64, Failed> {
         let number = |text: &str| text.trim().parse().ok();
