@@ -361,8 +361,17 @@ fn a_guest_is_forked_and_measured() -> Result<(), Failed> {
     // they are too few for a new base.
     let (first, later) = (rounds(&report, "pages_copied")?, rounds(&report, "later_pages_copied")?);
     ensure(later.iter().all(|pages| *pages >= 100.0), || format!("{first:?}, {later:?} pages"))?;
+    // The file becomes the base, and memory shows it without a pause.
+    ensure(rounds(&report, "parts")? == [0.0, 0.0], || "pauses for parts of memory".into())?;
     let further = rounds(&report, "further_machine")?;
     ensure(further.len() == 2 && further.iter().all(|bytes| *bytes > 0.0), || format!("{further:?}"))?;
+    // The first fork of anonymous memory copies it. It shows the base 16 MiB at a time.
+    let (_, report) =
+        bench("fork -b 64m -s anonymous --dirty-rate 1m --around 100ms --changed 100 --repeat 1")?;
+    let parts = ["parts", "later_parts"].map(|name| rounds(&report, name));
+    let [first, later] = parts;
+    ensure(first? == [4.0] && later? == [0.0], || "other pauses for parts of memory".into())?;
+    ensure(rounds(&report, "parts_pause")?[0] > 0.0, || "they took no time".into())?;
     let refused = bench_refused("fork -s shmem")?;
     ensure(refused.contains("shmem memory cannot be forked: memfd"), || refused.clone())
 }

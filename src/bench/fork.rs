@@ -7,19 +7,21 @@
 //! machine, whose share of the host's memory is measured. At the end every page of every machine is
 //! checked.
 //!
-//! The machine itself reports the pause. Two figures are shown beside it:
+//! The machine itself reports the pause. A fork that makes a new base also pauses it once for each
+//! part of memory: the number of these pauses and their sum are shown beside the pause. So are two
+//! other figures:
 //! - The longest time in which the guest wrote nothing, by its own clock. For this, another machine
 //!   is forked once. The figure covers its life from its first write on, and everything else that
 //!   kept the guest from its CPU.
 //! - The time to map the same amount of memory privately at once. The pause would include it if
 //!   memory did not part while the guest runs.
 //!
-//! What the fork costs afterwards is measured with a third machine, which writes as fast as it can.
-//! Its rate is that of the second before the fork, and of the second after the machine has reported
-//! the fork. The guest's first write to each page is the time from that report until it has written
-//! as many pages as it has, divided by their number: it writes them in their order, and each write
-//! copies a page. Beside it, the same guest runs in this process, and all of its memory is mapped
-//! privately at once. Its figures begin when that has happened.
+//! What the fork costs afterwards is measured with a third machine, which writes as fast as it can. It
+//! is paused, forked, and resumed, so that it has no page of its own then. Its rate is that of the
+//! second before the pause, and of the second after it. The guest's first write to each page is the
+//! time from then on until it has written as many pages as it has, divided by their number: it writes
+//! them in their order, and each write copies a page. Beside it, the same guest runs in this process,
+//! and all of its memory is mapped privately at once. Its figures begin when that has happened.
 
 use std::fs;
 use std::io;
@@ -104,6 +106,8 @@ impl Config {
 struct Forked {
     /// How long the machine was paused.
     pause: f64,
+    /// How often it was paused before, for a part of memory, and the sum of these times.
+    parts: [f64; 2],
     /// From the start of the command to its end, when the new machine runs.
     command: f64,
     /// Pages that were copied.
@@ -171,6 +175,10 @@ fn add(report: &mut Report, rounds: &[Round]) {
     };
     samples("pause", "s", &|round| Some(round.first.pause));
     samples("later_pause", "s", &|round| Some(round.later.pause));
+    samples("parts", "pauses", &|round| Some(round.first.parts[0]));
+    samples("parts_pause", "s", &|round| Some(round.first.parts[1]));
+    samples("later_parts", "pauses", &|round| Some(round.later.parts[0]));
+    samples("later_parts_pause", "s", &|round| Some(round.later.parts[1]));
     samples("longest_gap", "s", &|round| round.gap);
     samples("remap_at_once", "s", &|round| Some(round.remap));
     samples("command", "s", &|round| Some(round.first.command));
@@ -194,7 +202,10 @@ fn add(report: &mut Report, rounds: &[Round]) {
 fn answer(report: &Report) -> Answer {
     let told = |name: &str| report.told(name).unwrap_or_else(|| "unknown".into());
     let limit = report.find("remap_at_once").map(|remap| humanised("s", remap.value()));
+    let of_parts = |name: &str| report.find(name).is_some_and(|parts| parts.max() > 0.0);
+    let parts = of_parts("parts").then(|| format!("{}, {} in all", told("parts"), told("parts_pause")));
     Answer::of_measurement(format!("The guest stood still for {}", told("pause")))
+        .fact_if("before that, for parts of memory", parts)
         .fact("another machine ran after", told("command"))
         .fact("forked again", format!("{}, {} copied", told("later_pause"), told("later_pages_copied")))
         .fact_if("all memory mapped privately at once", limit)
@@ -295,10 +306,13 @@ fn busy_forked(report: &mut Report, config: &Config, part: &str) -> Result<Busy,
         Ok(status["done"].as_u64().unwrap_or(0))
     };
     let before = rate_of(&mut done)?;
+    let mut control = Client::connect(&running.directory.socket("source")).map_err(unheard)?;
+    control.ask(&Do::Pause {}).map_err(unheard)?;
     let mut forking = running.begin(&config, "busy", true)?;
     running.forked(&mut forking)?;
-    let (after, first_write) = after(pages, &mut done)?;
     let child = running.child(forking)?;
+    control.ask(&Do::Resume { force: false }).map_err(unheard)?;
+    let (after, first_write) = after(pages, &mut done)?;
     judge(report, part, &child.end()?);
     judge(report, part, &running.end()?);
     Ok(Busy { before, after, first_write })
@@ -508,8 +522,8 @@ impl Running {
             return Err(forking.command.failed());
         }
         let command = start.elapsed().as_secs_f64();
-        let (pause, copied) = self.forked(&mut forking)?;
-        Ok((Forked { pause, command, copied }, self.child(forking)?))
+        let forked = self.forked(&mut forking)?;
+        Ok((Forked { command, ..forked }, self.child(forking)?))
     }
 
     /// Starts the command that forks it.
@@ -520,12 +534,14 @@ impl Running {
         Ok(Forking { command, name: name.to_owned(), result })
     }
 
-    /// Waits until it has reported the fork. Returns the seconds of the pause and the pages copied.
-    fn forked(&mut self, forking: &mut Forking) -> Result<(f64, f64), Error> {
+    /// Waits until it has reported the fork. Returns what it has reported.
+    fn forked(&mut self, forking: &mut Forking) -> Result<Forked, Error> {
         loop {
             match self.event()? {
-                Some(Event::Forked { us, written, .. }) => {
-                    return Ok((us as f64 / 1e6, (written.present + written.zero) as f64));
+                Some(Event::Forked { us, parts, parts_us, written, .. }) => {
+                    let (pause, parts) = (us as f64 / 1e6, [parts as f64, parts_us as f64 / 1e6]);
+                    let copied = written.present as f64 + written.zero as f64;
+                    return Ok(Forked { pause, parts, copied, ..Forked::default() });
                 }
                 Some(Event::NotForked { .. }) => return Err(forking.command.failed()),
                 _ => {}

@@ -231,6 +231,12 @@ pub enum Event {
     Forked {
         /// The downtime in microseconds.
         us: u64,
+        /// How often it was paused before that, each time for a part of memory to show a new base.
+        #[serde(default)]
+        parts: u64,
+        /// The sum of these pauses in microseconds.
+        #[serde(default)]
+        parts_us: u64,
         /// The number of its base, from 0.
         base: u64,
         /// What was written. Its pages with content, or of zeroes, are those that differ from the

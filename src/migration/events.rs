@@ -113,6 +113,8 @@ pub enum SenderEvent {
     Preserved(Written),
     /// The machine was forked; the number of its base, and what differs from that.
     Forked {
+        /// The pauses in which memory came to show a new base, and the sum of their times.
+        parts: (u64, Duration),
         /// From 0.
         base: u64,
         /// What is in the files.

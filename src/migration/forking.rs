@@ -179,8 +179,9 @@ impl Forking {
             false => None,
         };
         self.hear()?;
+        let mut parts = (0, Duration::ZERO);
         if let (Some(log), Some(new)) = (&log, next.take_if(|_| log.is_some())) {
-            self.show(log, new, &mut writer)?;
+            parts = self.show(log, new, &mut writer)?;
             self.copy_until_few(log, None, &mut writer)?;
         }
         self.hear()?;
@@ -210,7 +211,7 @@ impl Forking {
             write_down(&self.files, &self.describe, &sections, writer)?;
         let written = Written { full: false, taken, passes: 1, layer, state_bytes, state_crc, disks };
         let (_, base) = self.ram.base().map_err(failed("its base"))?;
-        Ok(SenderEvent::Forked { base, written })
+        Ok(SenderEvent::Forked { parts, base, written })
     }
 
     /// Waits until no page of RAM is missing. The mapping that parts from the file is not the one
@@ -346,24 +347,28 @@ impl Forking {
     }
 
     /// Maps memory anew, so that it shows `new`. The guest stands still for each part, and runs in
-    /// between. `log` owes what has been written and not copied. A fork that is cancelled meanwhile
-    /// ends afterwards.
-    fn show(&self, log: &Since, mut new: NewBase, writer: &mut Writer) -> Result<(), End> {
+    /// between. `log` owes what has been written and not copied. Returns the number of pauses and the
+    /// sum of their times. A fork that is cancelled meanwhile ends afterwards.
+    fn show(&self, log: &Since, mut new: NewBase, writer: &mut Writer) -> Result<(u64, Duration), End> {
+        let (mut pauses, mut time) = (0, Duration::ZERO);
         while new.shown() < self.ram.config.size {
             if plant::is(Mistake::HeldHalfway) && new.shown() >= self.ram.config.size / 2 {
                 self.wait_until_cancelled()?;
             }
             self.copy_owed(log, Some(&mut new), writer)?;
+            let since = Instant::now();
             self.demand(Demand::Pause)?;
             self.is_between.set(true);
             log.owed.collect(&self.ram, Some(&self.pagemap))?;
             self.copy_owed(log, Some(&mut new), writer)?;
             self.ram.show(&mut new, SHOWN_AT_ONCE).map_err(failed("a new base"))?;
             self.demand(Demand::Resume)?;
+            pauses += 1;
+            time += since.elapsed();
         }
         self.ram.shows(new).map_err(failed("a new base"))?;
         self.is_between.set(false);
-        self.cancelled.take().map_or(Ok(()), |why| Err(End::Failed(why)))
+        self.cancelled.take().map_or(Ok((pauses, time)), |why| Err(End::Failed(why)))
     }
 
     /// Waits until the event loop's thread says something, which can only be that.

@@ -3,12 +3,13 @@
 //!
 //! Starting: the time from exec of the command to the first byte on the serial port, which is the new
 //! machine's first exit to Vellum. `vellum run` starts a kernel of a few bytes. `vellum fork` forks a
-//! machine of the same size that has touched 256 MiB and writes to its serial port forever. Both
-//! machines have a memfd, of 1 GiB and of 8 GiB. The creation of KVM's memslot is a part of both
+//! machine of the same size that has touched 256 MiB and then writes to no memory. Its guest waits for
+//! another VM generation ID, which tells the new machine to write to its serial port. Both machines
+//! have a memfd, of 1 GiB and of 8 GiB. The creation of KVM's memslot is a part of both
 //! times, and is also measured apart: KVM_SET_USER_MEMORY_REGION for memory that nobody has touched,
-//! in this process. A first fork creates the base. Before the later fork the first machine
-//! writes to 1,000 more pages. The time to copy so many pages into a memfd and back is measured
-//! apart.
+//! in this process. A first fork creates the base. Before the later fork a byte on its serial port
+//! tells the first machine to write to 1,000 pages, every second one, which are copied and not mapped.
+//! The time to copy so many pages into a memfd and back is measured apart.
 //!
 //! The kernel's memory: what the memory control group of the new machine's processes is charged for
 //! before the guest has run, and that of a process that makes a VM of this size with a vCPU, and
@@ -18,17 +19,18 @@
 //! in each round.
 
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{ChildStderr, Command, Stdio};
 use std::time::Instant;
 
 use support::cgroup::Group;
-use support::env::TestEnv;
+use support::env::{Machine, TestEnv};
 use support::guests::Code;
 use support::perf::floor::{installed, median, quartiles};
 use support::{Failed, LIMIT, ensure, eventually};
+use vellum_kvm::arch::layout;
 use vellum_kvm::memory::{Backing, Memory, MemoryConfig};
 use vellum_kvm::vm::Vm;
 use vellum_sys::mmap::{Mapping, PAGE_SIZE, Source, memfd};
@@ -56,22 +58,61 @@ fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
-/// Writes to all memory from 8 MiB to 264 MiB. Then, forever, it writes to the first 1,000 of these
-/// pages and a byte to the serial port.
+/// Writes to all memory from 8 MiB to 264 MiB, and then `V` to the serial port. For each byte that comes
+/// there it writes to every second one of 2,000 pages, and then `W` to the port. In a machine with
+/// another VM generation ID, it writes `V` to the port forever.
 fn touches() -> Vec<u8> {
+    // mov edi, VMGENID; mov rsi, [rdi]
+    let mut code = vec![0xbf];
+    code.extend((layout::VMGENID as u32).to_le_bytes());
+    code.extend([0x48, 0x8b, 0x37]);
     // mov ebx, 8 MiB; fill: mov [rbx], ebx; add ebx, 4096; cmp ebx, 264 MiB; jb fill
-    let mut code = vec![0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0];
+    code.extend([0xbb, 0, 0, 0x80, 0, 0x89, 0x1b, 0x81, 0xc3, 0, 0x10, 0, 0]);
     code.extend([0x81, 0xfb, 0, 0, 0x80, 0x10, 0x72, 0xf0]);
-    // mov ecx, 2
-    code.extend([0xb9, 2, 0, 0, 0]);
-    // round: mov ebx, 8 MiB; again: mov [rbx], ecx; add ebx, 4096; cmp ebx, 8 MiB + 1000 * 4096
-    // (0xbe8000); jb again
-    code.extend([0xbb, 0, 0, 0x80, 0, 0x89, 0x0b, 0x81, 0xc3, 0, 0x10, 0, 0, 0x81, 0xfb, 0, 0x80, 0xbe, 0]);
-    code.extend([0x72, 0xf0]);
-    // mov dx, 0x3f8; mov al, 'V'; on: out dx, al; mov ecx, 65536; wait: dec ecx; jnz wait; jmp round
-    code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'V', 0xee, 0xb9, 0, 0, 1, 0, 0xff, 0xc9, 0x75, 0xfc]);
-    code.extend([0xeb, 0xd9]);
+    // mov dx, 0x3f8; mov al, 'V'; out dx, al
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'V', 0xee]);
+    // wait: mov ecx, 256; again: cmp rsi, [rdi]; jne forked; dec ecx; jnz again
+    code.extend([0xb9, 0, 1, 0, 0, 0x48, 0x3b, 0x37, 0x75, 0x2c, 0xff, 0xc9, 0x75, 0xf7]);
+    // mov dx, 0x3fd; in al, dx; test al, 1; jz wait; mov dx, 0x3f8; in al, dx
+    code.extend([0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 1, 0x74, 0xe9, 0x66, 0xba, 0xf8, 0x03, 0xec]);
+    // mov ebx, 8 MiB; write: inc dword [rbx]; add ebx, 8192; cmp ebx, 8 MiB + 1000 * 8192; jb write
+    code.extend([0xbb, 0, 0, 0x80, 0, 0xff, 0x03, 0x81, 0xc3, 0, 0x20, 0, 0]);
+    code.extend([0x81, 0xfb, 0, 0, 0xfd, 0, 0x72, 0xf0]);
+    // mov al, 'W'; out dx, al; jmp wait
+    code.extend([0xb0, b'W', 0xee, 0xeb, 0xca]);
+    // forked: mov dx, 0x3f8; mov al, 'V'; on: out dx, al; jmp on
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'V', 0xee, 0xeb, 0xfd]);
     Code::default().bytes(&code).elf64()
+}
+
+/// The serial port of a machine, a pseudo-terminal.
+struct Port {
+    port: File,
+    /// Kept open for what the machine has to say later.
+    _says: BufReader<ChildStderr>,
+}
+
+impl Port {
+    fn of(machine: &mut Machine) -> Result<Self, Failed> {
+        let (mut says, mut line) =
+            (BufReader::new(machine.child.stderr.take().ok_or("no pipe")?), String::new());
+        says.read_line(&mut line)?;
+        let name = line.trim().strip_prefix("vellum: the serial port is ").ok_or_else(|| line.clone())?;
+        let port = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(name)?;
+        Ok(Self { port, _says: says })
+    }
+
+    /// Waits for a byte, which must be this one.
+    fn says(&self, expected: u8) -> Result<(), Failed> {
+        let mut byte = [0];
+        eventually(LIMIT, "the guest writes to its serial port", || {
+            let mut poll = vellum_sys::poll::Poll::default();
+            poll.readable(&self.port);
+            let is_there = poll.wait(Some(std::time::Duration::from_millis(200)))?;
+            Ok((is_there && (&self.port).read(&mut byte)? == 1).then_some(()))
+        })?;
+        ensure(byte[0] == expected, || format!("{byte:?}"))
+    }
 }
 
 /// Milliseconds until the first byte comes through the pipe `serial` of the machine that `command`
@@ -102,7 +143,7 @@ fn first_byte(command: &mut Command, serial: &Path, ends: bool) -> Result<f64, F
 /// Milliseconds that KVM takes to create a memslot of `bytes`.
 fn memslot(bytes: u64) -> Result<f64, Failed> {
     let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(bytes) };
-    let memory = Memory::map(vellum_kvm::arch::layout::RAM, config)?;
+    let memory = Memory::map(layout::RAM, config)?;
     let vm = vellum_host::kvm::create_vm(&vellum_kvm::vm::open()?)?;
     let start = Instant::now();
     let vm = Vm::over(vm, memory, None)?;
@@ -139,17 +180,10 @@ fn starting(env: &TestEnv, vellum: &Path, memory: &str, bytes: u64) -> Result<()
     ensure(Command::new("mkfifo").arg(&serial).status()?.success(), || "mkfifo".into())?;
     let mut all = [const { Vec::new() }; 5];
     for round in 0..STARTS {
-        let out = env.path("out");
-        let line = format!(
-            "run -k {} -m {memory},backing=memfd --serial file={}",
-            touches_all.display(),
-            out.display()
-        );
-        let here = env.start("here", &mut env.command(&line))?;
-        let has_written = |bytes: u64| {
-            eventually(LIMIT, "it has written", || Ok((fs::metadata(&out)?.len() > bytes).then_some(())))
-        };
-        has_written(0)?;
+        let line = format!("run -k {} -m {memory},backing=memfd --serial pty", touches_all.display());
+        let mut here = env.start("here", &mut env.command(&line))?;
+        let port = Port::of(&mut here)?;
+        port.says(b'V')?;
         let fork = |name: &str| {
             let mut command = Command::new(vellum);
             command.env("XDG_RUNTIME_DIR", env.dir()).args(["fork", "here", "--name", name, "--serial"]);
@@ -167,15 +201,14 @@ fn starting(env: &TestEnv, vellum: &Path, memory: &str, bytes: u64) -> Result<()
             env.ctl(&format!("{name} stop"))?;
             let socket = env.socket(name);
             eventually(LIMIT, "it has ended", || Ok((!socket.exists()).then_some(())))?;
-            // It writes to 1,000 pages between two bytes.
-            has_written(fs::metadata(&out)?.len() + 2)?;
+            (&port.port).write_all(b"x")?;
+            port.says(b'W')?;
         }
         if round % 2 == 1 {
             all[0].push(first_byte(&mut run, &serial, false)?);
         }
         env.ctl("here stop")?;
         here.end()?;
-        fs::remove_file(out)?;
         all[3].push(memslot(bytes)?);
         all[4].push(copying(CHANGED)?);
     }
@@ -243,7 +276,7 @@ fn kernel_memory(env: &TestEnv, vellum: &Path, memory: &str, bytes: u64) -> Resu
 /// Is a bare VM until its standard input ends.
 fn bare_vm(bytes: u64) -> Result<(), Failed> {
     let config = MemoryConfig { backing: Backing::Memfd, ..MemoryConfig::new(bytes) };
-    let memory = Memory::map(vellum_kvm::arch::layout::RAM, config)?;
+    let memory = Memory::map(layout::RAM, config)?;
     let vm = Vm::new(&vellum_kvm::vm::open()?, memory)?;
     let _vcpu = vm.create_vcpu(0)?;
     std::io::stdout().write_all(b"V")?;

@@ -331,10 +331,12 @@ impl<P: SaveState> MigratableMachine<P> {
                 self.tell(Event::SnapshotOver {});
                 self.operation.end();
             }
-            SenderEvent::Forked { base, written } => {
+            SenderEvent::Forked { parts: (parts, time), base, written } => {
                 let stood = self.operation.leaving().and_then(|leaving| leaving.stood);
                 self.tell(Event::Forked {
                     us: stood.map_or(0, |time| time.as_micros() as u64),
+                    parts,
+                    parts_us: time.as_micros() as u64,
                     base,
                     written: written.into(),
                 });

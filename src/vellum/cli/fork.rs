@@ -417,7 +417,9 @@ fn forked(name: &str, machine: &mut Client) -> Result<(Point, u64, u64), Failure
         }
         let Some(line) = heard(machine, Some(of), "it was forked")? else { continue };
         match serde_json::from_value::<Event>(line) {
-            Ok(Event::Forked { us, base, written }) => return Ok((Point::of(0, false, written), us, base)),
+            Ok(Event::Forked { us, base, written, .. }) => {
+                return Ok((Point::of(0, false, written), us, base));
+            }
             Ok(Event::NotForked { why }) => {
                 return Err(Failure::host(format!("{name} was not forked: {why}")));
             }

@@ -7,8 +7,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use crate::{Failed, Need};
+
+/// In this time the kernel brings `memory.stat` up to date.
+const FLUSH: Duration = Duration::from_millis(2500);
 
 /// The group. It is removed on drop, when its processes have ended.
 pub struct Group {
@@ -49,7 +53,7 @@ impl Group {
                 }
                 let own_file = directory.join("memory.kmem.usage_in_bytes").exists();
                 let group = Self { directory, own_file };
-                match group.kernel() {
+                match group.kernel_now() {
                     Ok(_) => return Ok(group),
                     Err(error) => {
                         why = format!("needs a memory control group: {}", error.message().unwrap_or(""))
@@ -78,6 +82,15 @@ impl Group {
 
     /// The bytes of the kernel's own memory that its processes take.
     pub fn kernel(&self) -> Result<u64, Failed> {
+        if !self.own_file {
+            // A change of less than 64 pages on each CPU is in memory.stat only after the kernel has
+            // collected it, which it does every 2 s (FLUSH_TIME in mm/memcontrol.c).
+            std::thread::sleep(FLUSH);
+        }
+        self.kernel_now()
+    }
+
+    fn kernel_now(&self) -> Result<u64, Failed> {
         let number = |text: &str| text.trim().parse().ok();
         let (name, found) = if self.own_file {
             let name = "memory.kmem.usage_in_bytes";
