@@ -6,7 +6,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::process::Command;
 
-use support::env::{TestEnv, process};
+use support::env::{TestEnv, children, process};
 use support::hosts::{kvm, real, slow_if_emulated};
 use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_control::Do;
@@ -195,9 +195,40 @@ fn what_a_machine_that_has_dropped_root_names_is_opened_as_its_user() -> Result<
             ensure(running.as_deref() == Some("running"), || format!("{running:?}"))?;
         }
         succeeds(&env.vellum("ctl m stop")?)?;
-        machine.end_with(&["vellum-guard", "vellum-share"])?;
+        let ended = machine.end_with(&["vellum-guard", "vellum-share"])?;
+        // The process that was to take over has said why it does not.
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        let names_it = said.contains(&*shared.to_string_lossy());
+        ensure(names_it != is_upgraded, || format!("{more}: {said}"))?;
     }
     Ok(())
+}
+
+/// The guard of a machine that has dropped root removes the names of its sockets as root before an
+/// upgrade. After it, the machine has said these names, and only the control socket's is known to be
+/// right.
+#[test(kvm(), root())]
+fn root_removes_no_name_that_a_machine_without_root_has_chosen() -> Result<(), Failed> {
+    let env = TestEnv::new()?;
+    let (kernel, vsock) = (counting(&env)?, env.path("vsock"));
+    let line = format!("run --kernel {} --memory 16m,backing=memfd --serial null", kernel.display());
+    let machine = env.run("m", &format!("{line} --vsock {} --user 65534:65533", vsock.display()))?;
+    succeeds(&env.vellum(&format!("ctl m upgrade --downtime 1m {VELLUM}"))?)?;
+    let pid = pid(&env, "m")?;
+    // A guard drops root after it has been started.
+    eventually(LIMIT, "one of two guards drops root", || {
+        let mut users = Vec::new();
+        for child in children(pid)? {
+            let status = fs::read_to_string(format!("/proc/{child}/status"))?;
+            let line = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+            users.push(line.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
+        }
+        users.sort();
+        Ok((users == [vec!["0"; 4], vec!["65534"; 4]]).then_some(()))
+    })?;
+    succeeds(&env.vellum("ctl m stop")?)?;
+    machine.end_with(&["vellum-guard"])?;
+    eventually(LIMIT, "the control socket is removed", || Ok((!env.socket("m").exists()).then_some(())))
 }
 
 fn root() -> Need {

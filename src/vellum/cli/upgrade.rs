@@ -43,7 +43,11 @@ pub(super) fn run(machine: &str, binary: &Path, downtime: Duration) -> Result<Ex
     if !has.forked {
         has_a_descriptor(machine, &has).map_err(|why| Failure::usage(format!("upgrade: {why}")))?;
     }
-    let (list, descriptors) = borrow(&mut client)?;
+    let (mut list, descriptors) = borrow(&mut client)?;
+    if let Some(control) = list.control.as_mut().filter(|_| list.user.is_some()) {
+        // Its guard is root and removes this name, which the machine's process does not choose.
+        control.path = std::path::absolute(path).map_err(Failure::host)?;
+    }
     let [link, other_link] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     let [supervisor, other_supervisor] = <[UnixStream; 2]>::from(UnixStream::pair().map_err(Failure::host)?);
     // No descriptor has all of a forked memory, so it is copied.

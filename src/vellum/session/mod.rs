@@ -23,6 +23,7 @@ pub mod supervisor;
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -103,8 +104,8 @@ pub struct Session {
     gdb: Option<Listener>,
     /// Subscribers of the event loop other than signals.
     served: Vec<SubscriberId>,
-    /// The guard, until it has closed this process's descriptors.
-    guard: Option<guard::Started>,
+    /// The guards, until they have closed this process's descriptors.
+    guards: Vec<guard::Started>,
 }
 
 /// The subscriber for signals.
@@ -145,6 +146,12 @@ impl MutEventSubscriber for Wakes {
     fn process(&mut self, _: Events, _: &mut EventOps<'_>) {}
 }
 
+/// Whether only root gives names in this directory.
+fn is_of_root(directory: Option<&Path>) -> bool {
+    let about = directory.and_then(|directory| std::fs::metadata(directory).ok());
+    about.is_some_and(|about| about.uid() == 0 && about.mode() & 0o022 == 0)
+}
+
 impl Session {
     /// Takes over the process: blocks signals, starts the guard and binds the control socket. The
     /// guard removes the control socket and `sockets` when this process ends, and gives the file of
@@ -169,11 +176,25 @@ impl Session {
         // The guard starts first, so that it inherits none of the sockets bound below. It uses
         // their names only after this process has ended.
         let door = config.gdb.as_ref().map(|gdb| gdb.socket.as_path());
-        let names = config.control.as_deref().into_iter().chain(door).chain(sockets);
+        let own = config.control.as_deref().into_iter().chain(door);
+        // Root removes no name that the machine's user has chosen or can give to another file.
+        let user = config.user.filter(|_| config.opens_as_user);
+        let is_users = |path: &Path| user.is_some() && !is_of_root(path.parent());
+        let (mut names, mut of_user): (Vec<_>, Vec<_>) = own.partition(|path| !is_users(path));
+        if user.is_some() { &mut of_user } else { &mut names }.extend(sockets);
+        let names_of =
+            |paths: Vec<&Path>| paths.into_iter().filter_map(|path| Name::new(path).ok()).collect();
         let confined = OfGuard::new(config.sandbox);
-        let names = names.filter_map(|path| Name::new(path).ok()).collect();
-        let guard = guard::start(names, config.log.as_deref(), naming, || confined.enter())
-            .map_err(|error| Error::Host("the guard of its sockets", error))?;
+        let failed = |error| Error::Host("the guard of its sockets", error);
+        let guard = guard::start(names_of(names), config.log.as_deref(), naming, || confined.enter());
+        let mut guards = vec![guard.map_err(failed)?];
+        if let Some(user) = user {
+            let confine = || {
+                user::drop_privileges(user).map_err(|error| error.source)?;
+                confined.enter()
+            };
+            guards.push(guard::start(names_of(of_user), None, None, confine).map_err(failed)?);
+        }
         let control = config.control.as_deref().map(bind).transpose();
         let control = control.map_err(Error::Control)?;
         if let Some(log) = &config.log {
@@ -203,7 +224,7 @@ impl Session {
             stands_in: config.lent.as_ref().map(|_| caught),
             gdb,
             served: Vec::new(),
-            guard: Some(guard),
+            guards,
         };
         if let Some(control) = session.control.clone().filter(|_| session.stands_in.is_none()) {
             session.serve(control);
@@ -217,7 +238,7 @@ impl Session {
     /// # Errors
     /// The kernel refuses.
     pub(crate) fn confine(&mut self) -> Result<Sandbox, Error> {
-        self.guard = None;
+        self.guards.clear();
         if let Some(user) = self.config.user {
             user::drop_privileges(user)?;
         }
