@@ -597,7 +597,14 @@ impl Source {
             let (point, us, of) = forked(name, &mut machine)?;
             freeze(&files[0]).map_err(Failure::host)?;
             // On the same connection: by the path, another process may answer by now.
-            let (answer, base) = machine.ask_for(&Do::ForkBase {}).map_err(failure)?;
+            let (answer, base) = match machine.ask_for(&Do::ForkBase {}) {
+                // Another client's fork has memory show a new base just now. It must be over first.
+                Err(Error::Refused(_)) => {
+                    another_ends(&mut machine)?;
+                    continue;
+                }
+                answer => answer.map_err(failure)?,
+            };
             // Another client may have forked it since, on a new base.
             if answer["base"] == of {
                 let base = base.into_iter().next().ok_or_else(|| Failure::host("no base came"))?;
