@@ -16,6 +16,7 @@ use support::linux::{WORKERS, empty, for_this_bed, holds};
 use support::{Failed, LIMIT, Need, ensure, eventually, test};
 use vellum_sys::clock;
 
+use crate::hang::Watch;
 use crate::machines::{kept, refuses, restore, succeeds};
 
 /// How often the kernel is replaced.
@@ -76,7 +77,7 @@ fn outlives(version: &str) -> Result<(), Failed> {
     let (env, past) = (TestEnv::new()?, kexec::past());
     let guest = Guest { env: &env };
     tap()?;
-    let serial = match past {
+    let (serial, _watch) = match past {
         0 => guest.boots(version)?,
         _ => guest.comes_back(past)?,
     };
@@ -150,7 +151,7 @@ impl Serial {
 
 impl Guest<'_> {
     /// Starts it, and its work.
-    fn boots(&self, version: &str) -> Result<Serial, Failed> {
+    fn boots(&self, version: &str) -> Result<(Serial, Watch), Failed> {
         let (dir, disk) = (image(version)?, kept("disk"));
         empty(&disk)?;
         let (flags, cmdline) = for_this_bed();
@@ -187,11 +188,19 @@ impl Guest<'_> {
             until: Some("/enough".into()),
         };
         writeln!(serial.port, "{}", serde_json::to_string(&Request::Memory(work))?)?;
-        Ok(serial)
+        let watch = self.watch(&serial);
+        Ok((serial, watch))
+    }
+
+    /// Watches it. From now on its memory's writer says something each second.
+    fn watch(&self, serial: &Serial) -> Watch {
+        let heard = serial.heard.clone();
+        let length = move || heard.lock().unwrap_or_else(PoisonError::into_inner).len();
+        Watch::start(self.env.socket(NAME), length)
     }
 
     /// Restores it, and compares it with what it was.
-    fn comes_back(&self, past: u32) -> Result<Serial, Failed> {
+    fn comes_back(&self, past: u32) -> Result<(Serial, Watch), Failed> {
         let before: Before = serde_json::from_slice(&fs::read(kept("before"))?)?;
         if past == 1 {
             self.is_refused_with_another_disk()?;
@@ -201,6 +210,7 @@ impl Guest<'_> {
         let said = succeeds(self.env, &restore(&format!("{NAME} --clock {clock}")))?;
         eprint!("kernel {past}, after {:.1} s: {said}", start - before.saved);
         let serial = Serial::open(&fs::read_to_string(self.env.path(&format!("vellum/{NAME}.log")))?)?;
+        let watch = self.watch(&serial);
         let [from, to] = self.ahead()?;
         let [least, most] = before.ahead;
         let gone = if stands { start - before.saved } else { 0.0 };
@@ -219,7 +229,7 @@ impl Guest<'_> {
         eventually(LIMIT, "the guest knows that its vsock connection is gone", || {
             Ok((self.sleepers()? == 0).then_some(()))
         })?;
-        Ok(serial)
+        Ok((serial, watch))
     }
 
     /// A disk that was written to since is named. With the disk as it was, the machine runs.

@@ -1,6 +1,7 @@
 //! What outlives the kernel of a host (`support::kexec`).
 
 mod handover;
+mod hang;
 mod linux;
 mod machines;
 mod systemd;
