@@ -13,7 +13,7 @@ use vellum_control::Do;
 use vellum_control::client::Client;
 
 /// What an operator copies.
-const RESOURCES: [(&str, &str); 5] = [
+const RESOURCES: [(&str, &str); 4] = [
     (
         "vellum-live-update-save.service",
         include_str!("../../resources/systemd/vellum-live-update-save.service"),
@@ -24,11 +24,16 @@ const RESOURCES: [(&str, &str); 5] = [
     ),
     ("session-.scope.d/vellum-login.conf", include_str!("../../resources/systemd/vellum-login.conf")),
     ("one.service.d/vellum-machine.conf", include_str!("../../resources/systemd/vellum-machine.conf")),
-    ("two.service.d/vellum-machine.conf", include_str!("../../resources/systemd/vellum-machine.conf")),
 ];
 
-/// The machines: those with units, and the one that root has started after a login.
+/// The drop-in of a template, in which `%p` would be the template's name.
+const TEMPLATE: (&str, &str) =
+    ("vm@.service.d/vellum-machine.conf", include_str!("../../resources/systemd/vellum-machine.conf"));
+
+/// The machines: those with units, the second an instance of a template, and the one that root has
+/// started after a login.
 const WITH_UNITS: [&str; 2] = ["one", "two"];
+const OF_MACHINES: [&str; 2] = ["one", "vm@two"];
 const BY_HAND: &str = "hand";
 const ALL: [&str; 3] = ["one", "two", "hand"];
 
@@ -142,20 +147,21 @@ fn write(path: &str, content: &str) -> Result<(), Failed> {
 
 /// As the page says, with units for two machines.
 fn set_up() -> Result<(), Failed> {
-    for name in WITH_UNITS {
-        let unit = format!("[Service]\nExecStart={}\n[Install]\nWantedBy=multi-user.target\n", run(name));
-        write(&format!("{name}.service"), &unit)?;
+    for (name, unit) in [("one", "one"), ("%i", "vm@")] {
+        let content = format!("[Service]\nExecStart={}\n[Install]\nWantedBy=multi-user.target\n", run(name));
+        write(&format!("{unit}.service"), &content)?;
     }
     for (path, content) in RESOURCES {
         write(path, content)?;
     }
+    write(TEMPLATE.0, &TEMPLATE.1.replace("%p", "%i"))?;
     // An emulated host's kernel measures its TSC anew, and finds another frequency.
     write(
         &format!("{RESTORE}.service.d/tsc.conf"),
         "[Service]\nExecStart=\nExecStart=/usr/bin/vellum live-update restore --if-any --tsc-mismatch allow\n",
     )?;
     succeeds("systemctl daemon-reload")?;
-    succeeds(&format!("systemctl enable --now {SAVE} {RESTORE} {}", WITH_UNITS.join(" ")))?;
+    succeeds(&format!("systemctl enable --now {SAVE} {RESTORE} {}", OF_MACHINES.join(" ")))?;
     // A login's session is such a scope (pam_systemd(8)), which has no other order at the shutdown.
     succeeds(&format!(
         "systemd-run --scope --unit session-9 --slice user-0.slice {} < /dev/null > /dev/null 2>&1 &",
@@ -208,21 +214,21 @@ fn all_go_on() -> Result<(), Failed> {
         let cgroup = cgroup(name)?;
         ensure(cgroup.contains(RESTORE), || format!("{name} is in {cgroup}"))?;
     }
-    for name in WITH_UNITS {
-        is_skipped(name)?;
+    for (name, unit) in WITH_UNITS.into_iter().zip(OF_MACHINES) {
+        is_skipped(name, unit)?;
         let before = status(name)?["pid"].clone();
-        succeeds(&format!("systemctl start {name}"))?;
-        is_skipped(name)?;
+        succeeds(&format!("systemctl start {unit}"))?;
+        is_skipped(name, unit)?;
         ensure(status(name)?["pid"] == before, || format!("{name} was started anew"))?;
     }
     nothing_is_saved()
 }
 
 /// A machine's unit has left the restored machine alone.
-fn is_skipped(name: &str) -> Result<(), Failed> {
-    let [state, result] = [property(name, "ActiveState")?, property(name, "Result")?];
-    ensure(state == "inactive" && result == "exec-condition", || format!("{name} is {state}, {result}"))?;
-    let journal = journal(0, name)?;
+fn is_skipped(name: &str, unit: &str) -> Result<(), Failed> {
+    let [state, result] = [property(unit, "ActiveState")?, property(unit, "Result")?];
+    ensure(state == "inactive" && result == "exec-condition", || format!("{unit} is {state}, {result}"))?;
+    let journal = journal(0, unit)?;
     ensure(journal.contains(&format!("{name} runs\n")), || journal)
 }
 
@@ -238,9 +244,9 @@ fn ends_right(name: &str) -> Result<(), Failed> {
 
 /// The units have started their machines anew, as after any boot.
 fn are_new() -> Result<(), Failed> {
-    for name in WITH_UNITS {
+    for (name, unit) in WITH_UNITS.into_iter().zip(OF_MACHINES) {
         has_written(name, 0)?;
-        let [state, pid] = [property(name, "ActiveState")?, property(name, "MainPID")?];
+        let [state, pid] = [property(unit, "ActiveState")?, property(unit, "MainPID")?];
         let own = status(name)?["pid"].to_string();
         ensure(state == "active" && pid == own, || format!("{name} is {state}: {pid}, and not {own}"))?;
     }
@@ -266,7 +272,7 @@ fn systemd_saves_machines_before_a_kexec_and_restores_them() -> Result<(), Faile
             for name in ALL {
                 ends_right(name)?;
             }
-            succeeds(&format!("systemctl start {}", WITH_UNITS.join(" ")))?;
+            succeeds(&format!("systemctl start {}", OF_MACHINES.join(" ")))?;
             succeeds(
                 "systemd-run --unit other vellum run --name other --memory 16m,backing=anonymous --passes 0",
             )?;
@@ -293,8 +299,8 @@ fn systemd_saves_machines_before_a_kexec_and_restores_them() -> Result<(), Faile
         _ => {
             said(-1, SAVE, " is saved, ", 0)?;
             are_new()?;
-            for name in WITH_UNITS {
-                succeeds(&format!("systemctl stop {name}"))?;
+            for (name, unit) in WITH_UNITS.into_iter().zip(OF_MACHINES) {
+                succeeds(&format!("systemctl stop {unit}"))?;
                 ensure(every_page_is_right(&result(name))?, || format!("{name} has a page that is wrong"))?;
             }
             is_up()
