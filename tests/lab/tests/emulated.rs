@@ -9,7 +9,7 @@ use std::time::Duration;
 use lab::Error;
 use lab::artifacts::{Kernel, Programs};
 use lab::cache::Cache;
-use lab::hosts::{self, Emulated, HOSTS, HostKernel, Outcome, Request};
+use lab::hosts::{self, Emulated, HOSTS, HostKernel, Outcome, Pace, Request};
 use support::{Failed, Need, Tests, ensure, test};
 
 fn main() -> ExitCode {
@@ -34,6 +34,11 @@ fn switch() -> Need {
         true => Err("KVM of such hosts has no module, and its second stage no switch".into()),
         false => Ok(()),
     }
+}
+
+/// A test host that can run in real time.
+fn real_time() -> Need {
+    asked()?.has_pace(Pace::Real).map_err(Into::into)
 }
 
 fn boot(change: impl FnOnce(&mut Request), script: &str) -> Result<Outcome, Error> {
@@ -148,4 +153,12 @@ fn a_host_that_panics_leaves_its_tail() -> Result<(), Failed> {
         }
         other => Err(format!("the host lived: {other:?}").into()),
     }
+}
+
+/// Such a host may lose its timer's interrupt. Another one has the emulator look again.
+#[test(host(), real_time())]
+fn a_silent_host_in_real_time_receives_bytes() -> Result<(), Failed> {
+    let script = "until grep -q ' rx:[1-9]' /proc/tty/driver/serial; do sleep 1; done";
+    let outcome = boot(|request| request.pace = Pace::Real, script)?;
+    ensure(outcome.code() == 0, || format!("exit code {}", outcome.code()))
 }

@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
@@ -188,6 +188,8 @@ impl From<String> for End {
 struct Host<'a> {
     request: &'a Request,
     emulator: Process,
+    /// Where bytes go to the results line of a host whose time does not count instructions.
+    line: Option<ChildStdin>,
     frames: Receiver<io::Result<Option<Frame>>>,
     progress: Progress,
     /// The host's time at its last frame.
@@ -199,8 +201,11 @@ impl<'a> Host<'a> {
         let (mut command, results) = start.request.host.command(start)?;
         let errors = errors(start);
         let stderr = File::create(&errors).map_err(Error::file("create", &errors))?;
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr);
+        // A byte that comes from outside would make counted time differ between runs.
+        let stdin = if start.request.pace == Pace::Counted { Stdio::null() } else { Stdio::piped() };
+        command.stdin(stdin).stdout(Stdio::piped()).stderr(stderr);
         let mut emulator = Process(spawn(&mut command)?);
+        let line = emulator.0.stdin.take();
         let stdout = emulator.0.stdout.take().expect("stdout is piped");
         let frames = match results {
             Results::Stdout => frames(move || Ok(stdout)),
@@ -209,7 +214,7 @@ impl<'a> Host<'a> {
             Results::Fifo(path) => frames(move || File::open(path)),
         };
         let progress = Progress::of(emulator.0.id());
-        Ok(Self { request: start.request, emulator, frames, progress, heard: Duration::ZERO })
+        Ok(Self { request: start.request, emulator, line, frames, progress, heard: Duration::ZERO })
     }
 
     /// Passes every frame to `watch` until the host is done.
@@ -255,7 +260,13 @@ impl<'a> Host<'a> {
                     return Err(format!("the emulated host ended {when}").into());
                 }
                 Ok(Err(error)) => return Err(error.to_string().into()),
-                Err(RecvTimeoutError::Timeout) if up => (),
+                // The host may have lost the interrupt of its timer ([`super::svm`]). An emulator that has
+                // ended closes the frames too.
+                Err(RecvTimeoutError::Timeout) if up => {
+                    if let Some(mut line) = self.line.as_ref() {
+                        let _ = line.write_all(&[0]);
+                    }
+                }
                 // An emulator that ends before it opens its FIFO never closes the line.
                 Err(RecvTimeoutError::Timeout) => {
                     if let Ok(Some(status)) = self.emulator.0.try_wait() {

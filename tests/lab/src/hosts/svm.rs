@@ -10,6 +10,15 @@
 //! interrupt causes the next exit, so this is rare. One CPU in real time has no time slices, so
 //! Linux guests run there.
 //!
+//! QEMU 7.2 also loses interrupts of a host in real time. VMRUN and #VMEXIT change the CPU's
+//! `interrupt_request` without a lock and not atomically (`CPU_INTERRUPT_VIRQ` in svm_helper.c), while
+//! the emulator's main thread sets a bit in it for the local APIC. If that is the timer's interrupt, it
+//! stays in the APIC's IRR, and no timer of the host is armed any more: its guests run on without
+//! timers, and nothing else does. This was seen once in some fifteen minutes of guests with two vCPUs:
+//! the vector of the timer in IRR, nothing in ISR, `interrupt_request` 0, and the host went on when the
+//! bit was set from outside. Any other interrupt has the APIC look again, so a silent host gets a byte
+//! on its results line each second (`hosts/run.rs`).
+//!
 //! Two CPUs in parallel have no time slices either, but do not live long under load. While a
 //! guest's balloon was filled and emptied in a loop, the guest ended by a triple fault after 2 to
 //! 20 minutes, and once the host did. Code patching also fails while the other CPU runs the code: a
