@@ -33,8 +33,9 @@ const BEFOREHAND: u64 = 1 << 28;
 /// takes as long as the copy of three pages, and memory of the kernel's own.
 const MAPPED_PAGES: u64 = 16;
 
-/// The most runs of pages that a fork maps. Each may be two more mappings of the process.
-const MAX_MAPPED_RUNS: usize = 10_000;
+/// The most runs of pages that a fork maps. Each is up to two more mappings of the process, which may
+/// have some 65,000 (vm.max_map_count).
+const MAX_MAPPED_RUNS: usize = 5_000;
 
 /// Why no machine is made.
 enum End {
@@ -380,8 +381,9 @@ fn map_layer(place: &Place, layers: &Layers) -> Result<Vec<Range<u64>>, End> {
         .map(|(at, run, _)| (*at, (run.end - run.start) * PAGE_SIZE, run.start * PAGE_SIZE))
         .collect();
     let mapped = place.ram.map_layer(file, &ranges);
-    mapped.map_err(|error| End::Gone(format!("{name}: mapping it: {error}")))?;
-    Ok(runs.into_iter().map(|(_, run, _)| run).collect())
+    let mapped = mapped.map_err(|error| End::Gone(format!("{name}: mapping it: {error}")))?;
+    // The others are copied.
+    Ok(runs.into_iter().take(mapped).map(|(_, run, _)| run).collect())
 }
 
 /// Opens layers and reads their maps.

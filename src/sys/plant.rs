@@ -106,11 +106,15 @@ pub enum Mistake {
     PageAfterSave,
     /// A fork goes on from the middle of a new base only when it is cancelled.
     HeldHalfway,
+    /// What the guest has written before a part of memory shows a new base is not collected.
+    PartUncollected,
+    /// A new machine forgets the first run of pages that it maps from the file of its fork.
+    LayerLeftOut,
 }
 
 impl Mistake {
     /// The mistakes by the names that `VARIABLE` takes.
-    pub const NAMES: [(&str, Self); 41] = [
+    pub const NAMES: [(&str, Self); 43] = [
         ("dropped-bit", Self::DroppedBit),
         ("read-before-clear", Self::ReadBeforeClear),
         ("no-last-harvest", Self::NoLastHarvest),
@@ -152,6 +156,8 @@ impl Mistake {
         ("timer-lost", Self::TimerLost),
         ("page-after-save", Self::PageAfterSave),
         ("held-halfway", Self::HeldHalfway),
+        ("part-uncollected", Self::PartUncollected),
+        ("layer-left-out", Self::LayerLeftOut),
     ];
 }
 

@@ -162,7 +162,9 @@ fn goes_right(mistake: Option<&'static str>, backing: &str) -> Result<bool, Fail
     let env = TestEnv::planted(mistake)?;
     // A faster writer takes long to check.
     let write = "--workload write,order=random,rate=50000,write=80";
-    let memory = format!("--memory 8m,slots=3,backing={backing}");
+    // Memory that is copied comes to show its base in several parts.
+    let size = if backing == "anonymous" { 40 } else { 8 };
+    let memory = format!("--memory {size}m,slots=3,backing={backing}");
     let here = env.run("here", &format!("run --cpus 2 {memory} --passes 0 {write}"))?;
     env.has_written("here", 8000)?;
     let mut right = true;
@@ -175,6 +177,29 @@ fn goes_right(mistake: Option<&'static str>, backing: &str) -> Result<bool, Fail
         let now = env.done("here")?;
         env.has_written("here", now + 8000)?;
         right &= forked.end()?;
+    }
+    Ok(stop(&env, "here", here)?.status.success() && right)
+}
+
+/// Forks a machine that maps pages of its fork's file, with this fault planted. Returns whether all pages
+/// of all machines are right.
+fn layers_go_right(mistake: Option<&'static str>) -> Result<bool, Failed> {
+    let env = TestEnv::planted(mistake)?;
+    let write = "--workload write,order=sequential,rate=1000,warm";
+    let here = env.run("here", &format!("run --memory 32m,slots=3,backing=memfd --passes 0 {write}"))?;
+    env.has_written("here", 8192)?;
+    fork_one(&env, "here", "first")?.ends_right()?;
+    let own = env.done("here")?;
+    env.has_written("here", own + 300)?;
+    env.ctl("here pause")?;
+    let one = fork_one(&env, "here", "one")?;
+    ensure(many::mapped(one.pid, "vellum-fork-pages")? > 0, || "no run is mapped".into())?;
+    let again = fork_one(&env, "one", "again")?;
+    env.ctl("here resume")?;
+    let mut right = true;
+    for machine in [again, one] {
+        env.ctl(&format!("{} resume", machine.name))?;
+        right &= machine.end()?;
     }
     Ok(stop(&env, "here", here)?.status.success() && right)
 }
@@ -216,6 +241,12 @@ fn add_planted(tests: &mut Tests) {
             ensure(goes_right(None, backing)?, || "a page is wrong".into())
         });
     }
+    tests.add("without_a_mistake_a_fork_of_a_fork_is_right", kvm(), || {
+        ensure(layers_go_right(None)?, || "a page is wrong".into())
+    });
+    tests.add("planted_layer-left-out_is_caught", kvm(), || {
+        is_caught(|| layers_go_right(Some("layer-left-out")))
+    });
     tests.add("without_a_mistake_each_fork_has_a_generation_id_of_its_own", kvm(), || {
         ensure(generations_differ(None)?, || "two machines have the same".into())
     });
@@ -225,7 +256,7 @@ fn add_planted(tests: &mut Tests) {
         });
     }
     let of_memfd = ["piece-left-shared", "parted-left-out", "copied-after-resume", "layer-off-by-a-slot"];
-    let of_anonymous = ["dropped-bit", "read-before-clear"];
+    let of_anonymous = ["dropped-bit", "read-before-clear", "part-uncollected"];
     let all = of_memfd.map(|mistake| (mistake, "memfd")).into_iter();
     for (mistake, backing) in all.chain(of_anonymous.map(|mistake| (mistake, "anonymous"))) {
         tests.add(format!("planted_{mistake}_is_caught"), kvm(), move || {
