@@ -18,13 +18,14 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use vellum_kvm::memory::slices::Slices;
 
-use medium::Medium;
+pub use medium::Medium;
 use overlay::Overlay;
 use qcow2::Qcow2;
 
@@ -44,12 +45,30 @@ pub struct DiskImage {
     /// If it is an overlay that does not outlive its machine: whether the file was whole when the
     /// disk was paused last.
     pub overlay: Option<AtomicBool>,
+    /// Syncs it, for the requests of a guest with a raw image too. Machines with other images are not
+    /// saved.
+    pub medium: Arc<Medium>,
+}
+
+impl DiskImage {
+    /// Syncs what was written, and the file's times, to the medium.
+    ///
+    /// # Errors
+    /// The host's. After the first each sync fails, the guest's too.
+    pub fn sync(&self) -> io::Result<()> {
+        self.medium.sync_all(&self.file)
+    }
+
+    /// Whether the host has lost some of what was written.
+    pub fn has_failed(&self) -> bool {
+        self.medium.has_failed()
+    }
 }
 
 /// The target of the guest's requests.
 pub enum Image {
     /// A raw image or a block device.
-    Raw(File, Medium),
+    Raw(File, Arc<Medium>),
     /// A qcow2 image.
     Qcow2(Box<Qcow2>),
     /// An overlay: writes go to a file beside the image.
@@ -59,7 +78,7 @@ pub enum Image {
 impl Image {
     /// A raw image or a block device.
     pub fn raw(file: File) -> Self {
-        Self::Raw(file, Medium::default())
+        Self::Raw(file, Arc::default())
     }
 
     /// Reads from `at` on into the next bytes of `data`, at most 1 MiB. Returns the number of bytes.

@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// Syncs one file, and remembers a failure. Linux tells a program once that pages could not be
+/// Syncs one file, and remembers a failure. Whoever syncs the file does it by the same of these: the
+/// kernel tells of lost pages once for each time that the file was opened. Linux tells a program once that pages could not be
 /// written back, and then takes them for clean (errseq_t, Documentation/core-api/errseq.rst): the
 /// next fdatasync(2) succeeds, and the data is lost. So after a failure each sync fails.
 #[derive(Debug, Default)]
@@ -22,17 +23,33 @@ impl Medium {
         self.remember(|| file.sync_data())
     }
 
+    /// The same, with the file's times (fsync(2)).
+    ///
+    /// # Errors
+    /// The first that there was.
+    pub(crate) fn sync_all(&self, file: &File) -> io::Result<()> {
+        self.remember(|| file.sync_all())
+    }
+
+    /// From now on each sync fails with `error`.
+    pub(crate) fn fail(&self, error: &io::Error) {
+        self.failure.store(error.raw_os_error().unwrap_or(libc::EIO), Ordering::Relaxed);
+        tracing::error!(
+            "a disk: the host could not write all of it: {error}; each flush fails from now on, until the machine is started anew"
+        );
+    }
+
+    /// Whether some of what was written is lost.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.load(Ordering::Relaxed) != 0
+    }
+
     fn remember(&self, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let before = self.failure.load(Ordering::Relaxed);
         if before != 0 {
             return Err(io::Error::from_raw_os_error(before));
         }
-        sync().inspect_err(|error| {
-            self.failure.store(error.raw_os_error().unwrap_or(libc::EIO), Ordering::Relaxed);
-            tracing::error!(
-                "a disk: the host could not write all of it: {error}; each flush fails from now on, until the machine is started anew"
-            );
-        })
+        sync().inspect_err(|error| self.fail(error))
     }
 
     /// In tests, a medium that has failed.

@@ -184,6 +184,8 @@ pub(crate) struct Moving {
     pub pagemap: Option<Arc<Pagemap>>,
     /// Throttles the vCPUs.
     pub throttle: Throttle,
+    /// The disks, which stay where they are.
+    pub disks: Vec<vellum_machine::Disk>,
 }
 
 /// A command from the event loop's thread.

@@ -73,6 +73,12 @@ pub fn will_need(file: &File, offset: u64, len: u64) {
     let _ = rustix::fs::fadvise(file, offset, NonZeroU64::new(len), Advice::WillNeed);
 }
 
+/// Drops what the page cache has of `file`, but for what is not written back or is mapped. A refusal
+/// has no consequences.
+pub fn will_not_need(file: &File) {
+    let _ = rustix::fs::fadvise(file, 0, None, Advice::DontNeed);
+}
+
 /// Starts write-back of `len` bytes of `file` from `offset` on, without waiting for it
 /// (sync_file_range(2)). A later fsync(2) then has less to do. This guarantees nothing, and a
 /// refusal has no consequences.

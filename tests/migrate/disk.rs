@@ -1,14 +1,17 @@
 //! The disk of a guest that migrates has one writer at a time, and flushed data stays.
 
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use support::env::TestEnv;
 use support::hosts::real;
-use support::{Failed, LIMIT, ensure, eventually, test};
+use support::{Failed, LIMIT, Need, ensure, eventually, test};
+use vellum_sys::host::is_root;
 
 use crate::relay::unconfirmed;
-use crate::{numbered, succeeds, with};
+use crate::{ends_with, numbered, succeeds, with};
 
 /// A target that runs the guest has its disk locked. `resume --force` then changes nothing on the
 /// source until the target is gone.
@@ -36,6 +39,83 @@ fn a_guest_whose_disk_the_target_has_locked_is_not_taken_back() -> Result<(), Fa
     eventually(LIMIT, "it goes on here", || Ok((fs::metadata(&out)?.len() > before).then_some(())))?;
     drop((release, client, here));
     Ok(())
+}
+
+/// Loop devices on one file: each has a page cache of its own, as hosts have that share a block device.
+struct Loops(Vec<String>);
+
+impl Loops {
+    fn new(file: &Path, count: usize) -> Result<Self, Failed> {
+        let mut loops = Self(Vec::new());
+        for _ in 0..count {
+            let device = Command::new("losetup").args(["--find", "--show"]).arg(file).output()?;
+            ensure(device.status.success(), || format!("losetup: {device:?}"))?;
+            loops.0.push(String::from_utf8(device.stdout)?.trim().to_owned());
+        }
+        Ok(loops)
+    }
+}
+
+impl Drop for Loops {
+    fn drop(&mut self) {
+        for device in &self.0 {
+            let _ = Command::new("losetup").args(["-d", device]).status();
+        }
+    }
+}
+
+/// Requires loop devices.
+fn loops() -> Need {
+    if !is_root() {
+        return Err("needs root: run the tests with sudo".into());
+    }
+    let made = TestEnv::new().and_then(|env| {
+        fs::write(env.path("file"), [0; 4096])?;
+        Loops::new(&env.path("file"), 2)
+    });
+    made.map(drop).map_err(|error| {
+        format!("needs loop devices: modprobe loop ({})", error.message().unwrap_or_default())
+    })
+}
+
+/// The host of the source has unwritten pages of the device, and that of the target old ones.
+/// Nothing of either is left when the guest goes on there.
+#[test(real().and(loops()))]
+fn a_block_device_of_two_hosts_has_what_was_written_before_the_guest_goes_on() -> Result<(), Failed> {
+    const PAGE: usize = 4096;
+    let env = TestEnv::new()?;
+    let [kernel, disk] = ["kernel", "disk"].map(|name| env.path(name));
+    fs::write(&kernel, numbered::without_flushes())?;
+    fs::write(&disk, [0; 16 * PAGE])?;
+    let loops = Loops::new(&disk, 2)?;
+    let devices = |at: usize, serial: &str| {
+        format!("--disk {} --serial file={}", loops.0[at], env.path(serial).display())
+    };
+    let line = format!("run --kernel {} --memory 32m {}", kernel.display(), devices(0, "out"));
+    let here = env.run("here", &line)?;
+    numbered::has_printed(&env, "out")?;
+    // While a device is open, its pages are not written back at once. A write of the guest's host
+    // stands for one of the guest.
+    let open = |at: usize| fs::OpenOptions::new().read(true).write(true).open(&loops.0[at]);
+    let (source, target) = (open(0)?, open(1)?);
+    let there = env.receive("there", &devices(1, "far"))?;
+    let (mut bytes, written) = ([0; PAGE], [7; PAGE]);
+    target.read_exact_at(&mut bytes, 8 * PAGE as u64)?;
+    source.write_all_at(&written, 8 * PAGE as u64)?;
+    succeeds(&env.migrate("here", "there", "--downtime 1s")?)?;
+    ends_with(here, 15)?;
+    let image = fs::read(&disk)?;
+    let said = fs::read(env.path("out"))?;
+    let last = said.as_chunks::<4>().0.iter().map(|number| u32::from_le_bytes(*number)).max();
+    let sectors = image.chunks(512).take(numbered::SECTORS as usize);
+    let first = |sector: &[u8]| sector.first_chunk().map(|number| u32::from_le_bytes(*number));
+    let newest = sectors.filter_map(first).max();
+    ensure(last.is_some() && newest >= last, || format!("{newest:?} on the disk, and {last:?} printed"))?;
+    target.read_exact_at(&mut bytes, 8 * PAGE as u64)?;
+    ensure(bytes == written, || format!("the target's host has {} there", bytes[0]))?;
+    succeeds(&env.vellum("ctl there stop")?)?;
+    ends_with(there, 0)?;
+    numbered::go_on(&env)
 }
 
 /// The guest writes numbers to its disk, flushes, and prints each. The target is killed while it

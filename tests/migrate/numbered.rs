@@ -143,6 +143,17 @@ pub fn kernel() -> Vec<u8> {
     Code(bytes.to_vec()).elf64()
 }
 
+/// The same kernel, which never flushes.
+pub fn without_flushes() -> Vec<u8> {
+    // mov eax, 3; call 5f
+    const FLUSHES: [u8; 6] = [0xb8, 3, 0, 0, 0, 0xe8];
+    const NOP: u8 = 0x90;
+    let mut image = kernel();
+    let at = image.windows(FLUSHES.len()).position(|bytes| bytes == FLUSHES).expect("it flushes");
+    image[at..at + FLUSHES.len() + 4].fill(NOP);
+    image
+}
+
 /// The arguments for the disk, and for a serial port that leads to the file `serial`.
 pub fn devices(env: &TestEnv, serial: &str) -> String {
     format!("--disk {} --serial file={}", env.path("disk").display(), env.path(serial).display())

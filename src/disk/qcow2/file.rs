@@ -41,6 +41,9 @@ pub(super) fn read_or_zero(file: &File, mut bytes: &mut [u8], mut at: u64) -> io
     Ok(())
 }
 
+/// Data is copied in sectors. What is written in less is an entry of a table.
+const SMALLEST_DATA: usize = 512;
+
 /// A file, with what has to be synced of it.
 pub(super) struct Synced {
     pub(super) file: Arc<File>,
@@ -206,7 +209,15 @@ impl Storage for ImageFile {
         self.own.settle()?;
         self.own.unsynced_table.store(true, Ordering::Relaxed);
         for part in bufv.into_inner() {
-            self.own.file.write_all_at(&part, offset)?;
+            // imago takes an entry of the L1 or refcount table that could not be written for written,
+            // and never writes it again.
+            let is_entry = part.len() < SMALLEST_DATA;
+            let lost = |error: &io::Error| {
+                if is_entry {
+                    self.own.medium.fail(error)
+                }
+            };
+            self.own.file.write_all_at(&part, offset).inspect_err(lost)?;
             self.own.note(offset, part.len() as u64);
             offset += part.len() as u64;
         }

@@ -208,6 +208,7 @@ impl<P: SaveState> MigratableMachine<P> {
             ram: self.machine.ram(),
             pagemap: self.pagemap.clone(),
             throttle: self.machine.throttle(),
+            disks: self.machine.disks(),
         }
     }
 

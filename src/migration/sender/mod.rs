@@ -87,6 +87,7 @@ pub(crate) struct Sending {
     pagemap: Option<Arc<Pagemap>>,
     plan: Plan,
     throttle: Throttle,
+    disks: Vec<vellum_machine::Disk>,
     /// When the guest was last throttled.
     napped: Instant,
     began: Instant,
@@ -127,7 +128,7 @@ impl Sending {
         give_up: GiveUp,
     ) -> Result<(Self, Vec<Lane>, Option<Server>), link::Error> {
         let faults = options.postcopies.then(|| sockets.pop()).flatten();
-        let Moving { describe, memory, ram, pagemap, throttle } = what;
+        let Moving { describe, memory, ram, pagemap, throttle, disks } = what;
         let further = sockets.split_off(1);
         let socket = sockets.remove(0);
         let connections = further.len() as u32 + 1;
@@ -174,6 +175,7 @@ impl Sending {
             pagemap,
             plan: Plan::new(options.downtime, options.timeout, cap).throttling(options.throttling),
             throttle,
+            disks,
             napped: now,
             began: now,
             paused: None,

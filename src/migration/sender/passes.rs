@@ -9,6 +9,7 @@ use crate::events::{Demand, Done, Said, SenderEvent};
 use crate::message::Message;
 use crate::pending::At;
 use crate::plan::{Decision, Measured};
+use crate::snapshot::disk;
 use crate::source::{Event, State};
 use crate::threads::Orphaned;
 use crate::verify::{self, Sums};
@@ -108,6 +109,11 @@ impl Sending {
 
     fn begin(&mut self, last: Option<Last>) {
         self.passes += 1;
+        if last.is_none() {
+            // Little is left to flush in the pause then. Flushing here would keep this thread from
+            // the target.
+            disk::begin_flush(&self.disks);
+        }
         let until = if last.is_some() { self.until() } else { None };
         if let Some(link) = &mut self.link {
             link.set_until(until);
@@ -149,6 +155,13 @@ impl Sending {
             Done::Failed(why) => return self.give_up_for(why),
             _ => return self.give_up_for("the machine cannot be saved".into()),
         };
+        // A process on another host reads the disks past this host's page cache. Memory is handed
+        // over within one host.
+        if !self.options.hands_over
+            && let Err(why) = disk::flush(&self.disks)
+        {
+            return self.give_up_for(why);
+        }
         // After saving the state: saving a vCPU makes KVM write to guest memory.
         let skipped = plant::is(Mistake::NoLastHarvest) || plant::is(Mistake::HarvestBeforeSave);
         if !skipped && let Err(error) = self.collect() {

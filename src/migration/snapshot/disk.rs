@@ -15,7 +15,7 @@ use std::time::Duration;
 use vellum_control::Disk;
 use vellum_machine as machine;
 use vellum_sys::clock;
-use vellum_sys::file::{clone_into, copy_into};
+use vellum_sys::file::{begin_write_back, clone_into, copy_into};
 
 /// The longest tick of the clock that file systems use for timestamps (CONFIG_HZ=100).
 const TICK: Duration = Duration::from_millis(10);
@@ -59,9 +59,19 @@ fn said<'a>(disk: &'a machine::Disk, what: &'static str) -> impl Fn(io::Error) -
 /// # Errors
 /// A disk cannot be flushed. The error names it.
 pub fn flush(disks: &[machine::Disk]) -> Result<(), String> {
-    let lasts = |disk: &&machine::Disk| !disk.image.readonly && disk.image.overlay.is_none();
-    let mut written = disks.iter().filter(lasts);
-    written.try_for_each(|disk| disk.image.file.sync_all().map_err(said(disk, "flushing it")))
+    let mut written = disks.iter().filter(|disk| lasts(disk));
+    written.try_for_each(|disk| disk.image.sync().map_err(said(disk, "flushing it")))
+}
+
+/// Starts to write back what [`flush`] would flush, and does not wait for it.
+pub fn begin_flush(disks: &[machine::Disk]) {
+    for disk in disks.iter().filter(|disk| lasts(disk)) {
+        begin_write_back(&disk.image.file, 0, 0);
+    }
+}
+
+fn lasts(disk: &machine::Disk) -> bool {
+    !disk.image.readonly && disk.image.overlay.is_none()
 }
 
 /// Clones the disks into `clones`, which has one file for each disk, or none.
@@ -164,7 +174,7 @@ mod tests {
         let file = options.read(true).write(true).create(true).truncate(true).open(&path).unwrap();
         file.set_len(4096).unwrap();
         std::fs::remove_file(&path).unwrap();
-        let image = DiskImage { file, path, readonly: false, overlay: None };
+        let image = DiskImage { file, path, readonly: false, overlay: None, medium: Arc::default() };
         machine::Disk { name: "disk0".into(), image: Arc::new(image) }
     }
 

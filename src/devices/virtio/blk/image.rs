@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
@@ -13,7 +14,7 @@ use crate::virtio::{OpenError, StartError};
 use vellum_disk::format::Format;
 use vellum_disk::overlay::{self, Base, Overlay, Place};
 use vellum_disk::qcow2::{self, Named, Qcow2};
-use vellum_disk::{DiskImage, Image};
+use vellum_disk::{DiskImage, Image, Medium};
 use vellum_host::block;
 use vellum_sys::diagnose::{Diagnose, ErrorOrigin, Field};
 use vellum_sys::file::{Lock, is_locked, lock};
@@ -195,6 +196,8 @@ pub struct Files {
     named: Named,
     /// The overlay. A reader has it only if it exists and has been written to.
     over: Option<Over>,
+    /// Syncs a raw image, for the guest's requests and for those who save the machine.
+    medium: Arc<Medium>,
 }
 
 /// The file of an overlay.
@@ -223,12 +226,13 @@ impl Files {
             Some(Place::File(over)) => open_overlay(config, over)?,
             _ => None,
         };
-        Ok(Self { config: reader, file, format, named, over })
+        Ok(Self { config: reader, file, format, named, over, medium: Arc::default() })
     }
 
     /// A raw image that is open.
     pub(super) fn raw(config: BlkConfig, file: File) -> Self {
-        Self { config, file, format: ImageFormat::Raw, named: Named::default(), over: None }
+        let (named, medium) = (Named::default(), Arc::default());
+        Self { config, file, format: ImageFormat::Raw, named, over: None, medium }
     }
 
     /// The files of a machine's disk on the image in `file`, and the disk's size in bytes. A raw
@@ -290,12 +294,14 @@ impl Files {
                 path: absolute(&self.config.path)?,
                 readonly: self.config.readonly,
                 overlay: None,
+                medium: self.medium.clone(),
             },
             Some(Over { path, file, lasts }) => DiskImage {
                 file: file.try_clone()?,
                 path: absolute(if *lasts { path } else { &self.config.path })?,
                 readonly: false,
                 overlay: (!lasts).then(|| AtomicBool::new(true)),
+                medium: Arc::default(),
             },
         })
     }
@@ -339,7 +345,7 @@ impl Files {
         // The second descriptor has the same lock.
         let file = self.file.try_clone().map_err(|source| self.open_error(source))?;
         let image = match self.format {
-            ImageFormat::Raw => Image::raw(file),
+            ImageFormat::Raw => Image::Raw(file, self.medium),
             ImageFormat::Qcow2 => {
                 let failed = |source| BlkError::Qcow2 { path: path.clone(), source };
                 let mut image = Qcow2::open(file, writable, self.named).map_err(failed)?;

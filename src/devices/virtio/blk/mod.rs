@@ -14,6 +14,7 @@ use std::fs::File;
 use std::io;
 use std::iter;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,6 +52,9 @@ const MAX_ZERO_SEGMENTS: u32 = 16;
 
 /// Why a disk with an overlay cannot move to another process.
 const OVERLAY_STAYS: &str = "only this process has the map of its overlay";
+/// Why a disk whose host has lost writes cannot move: elsewhere, a flush would succeed.
+const LOST_STAYS: &str =
+    "the host could not write all that its guest has written; the machine must be started anew";
 /// Why a disk on a qcow2 image cannot move to another process.
 const QCOW2_STAYS: &str = "only this process has the latest tables of its qcow2 image; a raw image can move";
 
@@ -215,6 +219,9 @@ pub struct Blk {
     worker: Option<Worker<Disk>>,
     /// Why the disk cannot move to another process, if so.
     stays: Option<&'static str>,
+    /// It was opened before this machine has it, and this process may have read what another host
+    /// writes since.
+    is_ahead: bool,
     /// The disk is Vellum's own and unknown to the user, not one of the user's disks.
     own: bool,
 }
@@ -258,9 +265,10 @@ impl Blk {
     /// No descriptor is left.
     pub(crate) fn in_memory(file: File, bytes: u64, name: &str) -> io::Result<Self> {
         let config = BlkConfig { readonly: true, ..BlkConfig::new(name) };
-        let image = DiskImage { file: file.try_clone()?, path: name.into(), readonly: true, overlay: None };
+        let files = Files::raw(config, file);
+        let image = DiskImage { path: name.into(), ..files.written()? };
         let state = State { sectors: bytes / SECTOR, readonly: true, serial: String::new() };
-        Ok(Self { own: true, ..Self::new(Files::raw(config, file), image, state, 1) })
+        Ok(Self { own: true, ..Self::new(files, image, state, 1) })
     }
 
     /// Like [`Blk::open`], but without a lock until [`VirtioDevice::retake`].
@@ -269,7 +277,7 @@ impl Blk {
     /// The image cannot be used as a disk.
     pub fn open_unlocked(config: &BlkConfig) -> Result<Self, BlkError> {
         let (file, format) = open_image(config, false)?;
-        Self::on(config, file, format)
+        Ok(Self { is_ahead: true, ..Self::on(config, file, format)? })
     }
 
     /// A disk on an open image.
@@ -311,8 +319,17 @@ impl Blk {
             image: Arc::new(image),
             worker: None,
             stays: None,
+            is_ahead: false,
             own: false,
         }
+    }
+}
+
+/// Drops what this host has cached of a block device, which another host may have written. Files on
+/// network file systems are read anew when they are locked, and others have one host.
+fn forget_cached(file: &File) {
+    if file.metadata().is_ok_and(|data| data.file_type().is_block_device()) {
+        vellum_sys::file::will_not_need(file);
     }
 }
 
@@ -378,11 +395,16 @@ impl VirtioDevice for Blk {
     }
 
     fn retake(&mut self) -> Result<(), OpenError> {
-        Ok(self.lock()?)
+        self.lock()?;
+        if std::mem::take(&mut self.is_ahead) {
+            forget_cached(&self.image.file);
+        }
+        Ok(())
     }
 
     fn stays(&self) -> Option<(&'static str, &'static str)> {
-        self.stays.map(|why| (KIND.key, why))
+        let lost = self.image.has_failed().then_some(LOST_STAYS);
+        self.stays.or(lost).map(|why| (KIND.key, why))
     }
 
     fn is_copied_by_forks(&self) -> bool {
