@@ -19,9 +19,10 @@ use rustix::thread::{Pid, gettid};
 
 use super::mmap::PAGE_SIZE;
 
-/// The signal: the first real-time signal that glibc and musl leave to programs.
+/// The signal: a standard one that nothing else sends. A real-time signal is queued, and is lost when
+/// the user's processes have as many queued as they may (`ulimit -i`).
 pub fn signal() -> libc::c_int {
-    libc::SIGRTMIN()
+    libc::SIGSTKFLT
 }
 
 extern "C" fn nothing(_: libc::c_int) {}
@@ -231,8 +232,7 @@ mod tests {
         });
         let kick = kick.recv_timeout(Duration::from_secs(60)).unwrap();
         // Repeat until a signal arrives during the call: an earlier one interrupts nothing there.
-        // Every real-time signal that is sent is queued. A thread that receives them faster than it
-        // handles them would never reach its call.
+        // A thread that receives one after the other would never reach its call.
         while !thread.is_finished() {
             kick.kick();
             std::thread::sleep(Duration::from_millis(1));
