@@ -330,6 +330,21 @@ fn packets_are_bounded() -> Result<(), Failed> {
     client.0.write_all(&[&b"$m"[..], &[b'0'; 5000]].concat())?;
     let left = client.0.read_to_end(&mut Vec::new());
     ensure(left.is_ok_and(|count| count == 0), || "an endless packet".into())?;
+    // gdbstub takes x for the digit 0, and ignores what follows a second comma.
+    for length in ["xfffffff", "fffffff,", "fffffff,9"] {
+        let mut client = eventually(LIMIT, "another is served", || Ok(Client::connect(&socket).ok()))?;
+        client.send(&format!("m{RAM_VA:x},{length}"))?;
+        let mut said = Vec::new();
+        client.0.read_to_end(&mut said)?;
+        ensure(said.len() <= 16 << 10, || format!("{length}: {} bytes", said.len()))?;
+    }
+    // More than waits here, from a client that stays and closes nothing.
+    let mut flood = eventually(LIMIT, "another is served", || Ok(Client::connect(&socket).ok()))?;
+    flood.0.set_write_timeout(Some(LIMIT))?;
+    let _ = flood.0.write_all(&[&b"$"[..], &[b'a'; 400_000]].concat());
+    let mut good = eventually(LIMIT, "another is served", || Ok(Client::connect(&socket).ok()))?;
+    ensure(good.ask("?")?.starts_with("T05"), || "why it stands".into())?;
+    drop((flood, good));
     env.ctl("g stop")?;
     ensure(machine.end()?.status.success(), || "its end".into())
 }

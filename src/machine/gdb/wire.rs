@@ -20,6 +20,10 @@ pub(super) const MAX_PACKET: usize = 4096;
 /// GDB then asks for the rest.
 const MAX_READ: usize = MAX_PACKET / 2;
 
+/// The maximum number of bytes of an answer that wait. The longest answer is one to a read. A request
+/// that this file does not shorten and that asks for more ends the connection.
+const MAX_ANSWER: usize = 4 * MAX_PACKET;
+
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
 
@@ -30,6 +34,8 @@ pub struct Wire {
     /// The output to the client, until the protocol begins.
     out: Option<Out>,
     inbox: Inbox,
+    /// Nobody serves the client any longer. What it still sends is dropped, up to its end.
+    hung_up: bool,
     /// The client has closed its end, or is to be dropped.
     gone: bool,
 }
@@ -112,6 +118,9 @@ impl Connection for Out {
     type Error = io::Error;
 
     fn write(&mut self, byte: u8) -> io::Result<()> {
+        if self.unsent.len() == MAX_ANSWER {
+            return Err(io::Error::other(format!("an answer has more than {MAX_ANSWER} bytes")));
+        }
         self.unsent.push(byte);
         Ok(())
     }
@@ -128,7 +137,7 @@ impl Connection for Out {
 
 impl Wire {
     pub(super) fn new(listener: Listener) -> Self {
-        Self { listener, client: None, out: None, inbox: Inbox::default(), gone: false }
+        Self { listener, client: None, out: None, inbox: Inbox::default(), hung_up: false, gone: false }
     }
 
     /// The output to a client that has just connected.
@@ -163,6 +172,7 @@ impl Wire {
         if let Some(client) = &self.client {
             // The shutdown wakes the event loop, which removes the descriptor before it is closed.
             let _ = rustix::net::shutdown(client, rustix::net::Shutdown::Both);
+            self.hung_up = true;
         }
         self.inbox = Inbox::default();
         self.out = None;
@@ -180,7 +190,8 @@ impl Wire {
             if ops.add(Events::with_data(&Raw(&client), CLIENT, EventSet::IN)).is_err() {
                 continue;
             }
-            (self.client, self.out, self.gone) = (Some(client), Some(Out::new(copy)), false);
+            (self.client, self.out) = (Some(client), Some(Out::new(copy)));
+            (self.hung_up, self.gone) = (false, false);
             self.inbox = Inbox::default();
         }
     }
@@ -191,6 +202,7 @@ impl Wire {
         while self.inbox.bytes.len() < MAX_INBOX {
             match socket::receive_some(client, &mut buffer) {
                 Ok(0) => break,
+                Ok(_) if self.hung_up => continue,
                 Ok(count) => {
                     self.inbox.bytes.extend(&buffer[..count]);
                     continue;
