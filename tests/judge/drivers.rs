@@ -2,7 +2,6 @@
 //! documented API, any program by a command, and what a driver cannot do.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
 use support::env::{Process, TestEnv, process};
@@ -369,8 +368,7 @@ fn what_a_vmm_says_before_it_ends_is_the_reason() -> Result<(), Failed> {
     ] {
         let env = TestEnv::new()?;
         let qemu = env.path("qemu-system-x86_64");
-        fs::write(&qemu, format!("#!/bin/sh\n{script}\n"))?;
-        fs::set_permissions(&qemu, fs::Permissions::from_mode(0o755))?;
+        support::executable(&qemu, format!("#!/bin/sh\n{script}\n").as_bytes())?;
         let limit = if script.contains("while") { "2s" } else { "2m" };
         let mut command = env.command(&format!("judge run --vmm qemu --scenario boot --limit {limit}"));
         let output = command.env("PATH", env.dir()).output()?;
@@ -472,8 +470,7 @@ fn a_vmm_that_accepts_no_connection_hangs() -> Result<(), Failed> {
         listener.bind(sys.argv[sys.argv.index('--api-socket') + 1])\n\
         listener.listen(0)\nsignal.pause()\n";
     let program = vmms.join("cloud-hypervisor");
-    fs::write(&program, text)?;
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    support::executable(&program, text.as_bytes())?;
     let line = "judge run --vmm cloud-hypervisor --scenario boot --limit 1s";
     let output = env.command(line).env("VELLUM_VMMS", vmms).output()?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -12,7 +12,6 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -481,8 +480,7 @@ fn a_source_of_qemu_that_goes_on_is_named() -> Result<(), Failed> {
         second.display(),
         real.display()
     );
-    fs::write(bin.join("qemu-system-x86_64"), script)?;
-    fs::set_permissions(bin.join("qemu-system-x86_64"), fs::Permissions::from_mode(0o755))?;
+    support::executable(&bin.join("qemu-system-x86_64"), script.as_bytes())?;
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let mut command = env.command("judge run --vmm qemu --memory 16m --scenario migrate --format ktap");
     let driver = Process::spawn(command.env("PATH", path).stdout(Stdio::piped()).stderr(Stdio::piped()))?;

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -68,9 +67,7 @@ impl Server {
     fn client(&self, env: &TestEnv, last: &str) -> Result<(), Failed> {
         let rest = std::env::var("PATH").unwrap_or_default();
         let script = format!("#!/bin/sh\nREST='{rest}' DIR='{}'\n{last}\n", env.dir().display());
-        let ssh = self.bin.join("ssh");
-        fs::write(&ssh, script)?;
-        Ok(fs::set_permissions(&ssh, fs::Permissions::from_mode(0o755))?)
+        support::executable(&self.bin.join("ssh"), script.as_bytes())
     }
 
     fn path(&self) -> String {

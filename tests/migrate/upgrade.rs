@@ -238,8 +238,8 @@ fn root() -> Need {
 /// A program that runs `script`. `exec vellum "$@"` at its end makes it Vellum.
 fn build(env: &TestEnv, name: &str, script: &str) -> Result<PathBuf, Failed> {
     let path = env.path(name);
-    fs::write(&path, format!("#!/bin/sh\n{}\n", script.replace("exec vellum", &format!("exec {VELLUM}"))))?;
-    fs::set_permissions(&path, Permissions::from_mode(0o755))?;
+    let script = script.replace("exec vellum", &format!("exec {VELLUM}"));
+    support::executable(&path, format!("#!/bin/sh\n{script}\n").as_bytes())?;
     Ok(path)
 }
 

@@ -1,7 +1,7 @@
 //! The machine under test, in whatever process it runs, and the operations that move it.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -185,8 +185,7 @@ pub fn script(run: &Run, first: &str) -> Result<PathBuf, Failed> {
     let path = run.env.path("build");
     // A new file each time, because a running one cannot be written.
     let _ = fs::remove_file(&path);
-    fs::write(&path, format!("#!/bin/sh\n{first}\nexec {VELLUM} \"$@\"\n"))?;
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+    support::executable(&path, format!("#!/bin/sh\n{first}\nexec {VELLUM} \"$@\"\n").as_bytes())?;
     Ok(path)
 }
 

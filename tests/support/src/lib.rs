@@ -45,7 +45,7 @@ pub use libtest_mimic::{Arguments, Completion, Failed};
 
 pub use random::Random;
 use record::{Line, Outcome, Record};
-pub use scratch::Scratch;
+pub use scratch::{Scratch, executable};
 /// Makes a function a test, under its own name. The attribute lists what it needs, each a [`Need`].
 /// They are evaluated when the program starts. The function returns `Result<(), Failed>`, or
 /// `Result<Completion, Failed>` if it may find out while it runs that it cannot test anything on

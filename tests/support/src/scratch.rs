@@ -1,8 +1,12 @@
 //! Directories for the files of a test.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::{env, fs, io, process};
+
+use crate::{Failed, ensure};
 
 /// An empty directory. It is removed with its contents when this is dropped.
 #[derive(Debug)]
@@ -32,6 +36,17 @@ impl Scratch {
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
+}
+
+/// Writes a program. Another process does: a child that another thread starts meanwhile has this
+/// process's descriptors until it is executed, and a program that is open for writing cannot be
+/// started (ETXTBSY).
+pub fn executable(path: &Path, content: &[u8]) -> Result<(), Failed> {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "cat >\"$1\" && chmod 755 \"$1\"", "sh"]).arg(path).stdin(Stdio::piped());
+    let mut shell = shell.spawn()?;
+    shell.stdin.take().ok_or("no pipe")?.write_all(content)?;
+    ensure(shell.wait()?.success(), || format!("{} cannot be written", path.display()))
 }
 
 impl Drop for Scratch {
