@@ -64,7 +64,7 @@ pub fn flush(disks: &[machine::Disk]) -> Result<(), String> {
 }
 
 /// Starts to write back what [`flush`] would flush, and does not wait for it.
-pub fn begin_flush(disks: &[machine::Disk]) {
+pub(crate) fn begin_flush(disks: &[machine::Disk]) {
     for disk in disks.iter().filter(|disk| lasts(disk)) {
         begin_write_back(&disk.image.file, 0, 0);
     }

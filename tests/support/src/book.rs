@@ -372,6 +372,7 @@ pub const PAGES: &[Page] = &[
             ("kexec…", Nothing(OTHER_PROGRAM)),
             ("mkdir /etc/systemd…", Nothing("installs what a host with systemd has")),
             ("cp resources/systemd…", Nothing("installs what a host with systemd has")),
+            ("sed s/%p…", Nothing("installs what a host with systemd has")),
             ("systemctl…", Nothing(OTHER_PROGRAM)),
             ("cargo lab test live-update…", Nothing(LAB)),
         ]
