@@ -262,14 +262,22 @@ pub fn with_file<T, E>(
 }
 
 /// A file without a name, which lasts as long as it is open. It is in the directory for temporary
-/// files, or in memory.
+/// files, or in memory, which is said.
 ///
 /// # Errors
 /// The kernel's error, if neither works.
 pub fn unnamed() -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600);
-    options.open(std::env::temp_dir()).or_else(|_| mmap::memfd(c"vellum-overlay", 0, None))
+    let directory = std::env::temp_dir();
+    options.open(&directory).or_else(|error| {
+        let directory = directory.display();
+        tracing::warn!(
+            "what the guest writes to its disk is kept in memory, because it cannot be kept in {directory}: {error}; TMPDIR=DIRECTORY names \
+             another"
+        );
+        mmap::memfd(c"vellum-overlay", 0, None)
+    })
 }
 
 /// Reads the header of a file. A header of version 1 is padded with zeroes.

@@ -257,7 +257,11 @@ impl Storage for ImageFile {
         &self.helper
     }
 
+    /// Only grows: a data file may be longer than its disk.
     fn resize(&self, new_size: u64, _: storage::PreallocateMode) -> io::Result<()> {
-        self.own.file.set_len(new_size)
+        match file_size(&self.own.file)? < new_size {
+            true => self.own.file.set_len(new_size),
+            false => Ok(()),
+        }
     }
 }

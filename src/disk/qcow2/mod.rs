@@ -161,6 +161,8 @@ pub struct Named {
 pub struct Qcow2 {
     access: FormatAccess<ImageFile>,
     version: u32,
+    /// The number of snapshots inside the image.
+    snapshots: u32,
     raised: u64,
     /// The file with the tables, and how many clusters imago may read of it for a write.
     tables: Arc<Synced>,
@@ -253,6 +255,7 @@ impl Qcow2 {
             trace,
             access: access(image.clone(), &header, writable, named.backing, data)?,
             version: header.version,
+            snapshots: header.snapshots,
             raised,
             tables: image,
             most_reads: (MAX_LOOKED_AT / each).max(MIN_READS),
@@ -275,10 +278,24 @@ impl Qcow2 {
     /// Grows the disk to `size` bytes. The new part reads as zeroes.
     ///
     /// # Errors
-    /// The kernel's error, or the image cannot grow, such as one with snapshots in version 2.
+    /// The kernel's error, or the image cannot grow.
     pub fn grow(&mut self, size: u64) -> io::Result<()> {
+        let has_backing = self.extents.is_none();
+        let unfit = match self.version {
+            2 if self.snapshots > 0 => Some("snapshots, which have no size of their own"),
+            2 if has_backing => Some("a backing file, whose old data would appear"),
+            _ => None,
+        };
+        if let Some(why) = unfit {
+            let why = format!(
+                "it is of version 2 and has {why}; `qemu-img amend -o compat=1.1` makes it version 3"
+            );
+            return Err(io::Error::new(ErrorKind::Unsupported, why));
+        }
         self.forget(0, u64::MAX);
-        self.access.resize_grow(size, PreallocateMode::None)?;
+        // What the backing file has beyond the old end must not appear.
+        let mode = if has_backing { PreallocateMode::Zero } else { PreallocateMode::None };
+        self.access.resize_grow(size, mode)?;
         self.flush()
     }
 
@@ -548,6 +565,28 @@ mod tests {
             };
             println!("clusters of {cluster} bytes, backing file: {has_backing}, data file: {has_data}");
             power::is_survived(again(vec![made, data]), &original, &begin, 150, &trace, &again);
+        }
+    }
+
+    /// The backing file is longer than the disk. What it has there never was the disk's.
+    #[test]
+    fn what_a_disk_grows_by_reads_as_zeroes() {
+        let below = file(&base(1 << 20));
+        for (cluster, at) in [(512, 70 * 512), (65536, 3 * 65536 + 512)] {
+            let made = file(&[]);
+            let image = ImageFile::new(made.try_clone().unwrap());
+            let builder = Driver::create_builder(image).size(at).cluster_size(cluster);
+            builder.backing("below".into(), "raw".into()).create().unwrap();
+            let named = || Named { backing: Some(below.try_clone().unwrap()), data: None };
+            let mut image = Qcow2::open(made.try_clone().unwrap(), true, named()).unwrap();
+            image.grow(1 << 20).unwrap();
+            drop(image);
+            let image = Qcow2::open(made, true, named()).unwrap();
+            let (mut old, mut new) = (vec![0; at as usize], vec![1; (1 << 20) - at as usize]);
+            image.read_exact_at(&mut old, 0).unwrap();
+            image.read_exact_at(&mut new, at).unwrap();
+            assert_eq!(old, base(at as usize), "{cluster}");
+            assert!(new.iter().all(|byte| *byte == 0), "{cluster}");
         }
     }
 

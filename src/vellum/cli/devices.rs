@@ -160,6 +160,12 @@ impl<const FOR_KERNEL: bool> DeviceArgs<FOR_KERNEL> {
         self.0.iter().any(|config| (&**config as &dyn Any).downcast_ref().is_some_and(lacks))
     }
 
+    /// Whether what the guest writes to a disk outlives it.
+    pub fn keeps_writes(&self) -> bool {
+        let keeps = |disk: &BlkConfig| !disk.readonly && disk.overlay != Some(Place::Discard);
+        self.0.iter().filter_map(of_disk).any(keeps)
+    }
+
     /// The names of the disks with an overlay.
     pub fn overlays(&mut self) -> Vec<String> {
         let has = |config: &Arc<dyn DeviceConfig>| of_disk(config).is_some_and(|disk| disk.overlay.is_some());

@@ -62,10 +62,18 @@ pub(crate) fn run(args: &SshArgs) -> Result<Exit, Failure> {
     Err(Failure::host(format!("ssh: {error}: apt install openssh-client")))
 }
 
+/// Options with which ssh(1) gives up a guest that does not answer.
+const ENDS: [&str; 4] = ["-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5"];
+
 /// The ssh(1) command for machine `name`.
 fn ssh(config: &Path, name: &str, command: &[String]) -> Command {
+    with_options(config, &[], name, command)
+}
+
+/// The same, with options.
+fn with_options(config: &Path, options: &[&str], name: &str, command: &[String]) -> Command {
     let mut ssh = Command::new("ssh");
-    ssh.arg("-F").arg(config).arg(name);
+    ssh.arg("-F").arg(config).args(options).arg(name);
     if !command.is_empty() {
         ssh.arg("--").args(command);
     }
@@ -96,7 +104,7 @@ pub(super) fn beside(
     let (output, child_output) = io::pipe().map_err(host)?;
     let (ready, word) = io::pipe().map_err(host)?;
     let (child_output, word) = (OwnedFd::from(child_output), OwnedFd::from(word));
-    let (mode, keep) = (process.sandbox, args.image.keep);
+    let (mode, keeps) = (process.sandbox, args.devices.keeps_writes());
     match fork(&child_output).map_err(|error| Failure::host(format!("fork: {error}")))? {
         Forked::Child => {
             drop((output, ready));
@@ -122,8 +130,8 @@ pub(super) fn beside(
             }
             let status = ssh(&ssh_config, name, &[]).status();
             // The guest may have been switched off from inside.
-            if keep {
-                let _ = ssh(&ssh_config, name, &["sync".into()]).status();
+            if keeps {
+                let _ = with_options(&ssh_config, &ENDS, name, &["sync".into()]).status();
             }
             let _ = machine.ask(&Do::Stop {});
             child.wait().map_err(Failure::host)?;
