@@ -113,8 +113,10 @@ impl Kernel {
         // If /lib is not a symbolic link, a package has one of the two.
         let places = ["lib/modules", "usr/lib/modules"].map(|place| root.join(place).join(release));
         let place = places.iter().find(|place| place.is_dir()).unwrap_or(&places[0]).clone();
+        check_within(root, &place)?;
         let mut modules = BTreeMap::new();
         let objects = place.join("kernel");
+        check_within(root, &objects)?;
         index(&objects, &mut modules);
         Ok(Self { image, config, place, objects, modules })
     }
@@ -177,6 +179,16 @@ impl Kernel {
             }
         }
         Ok(loaded)
+    }
+}
+
+/// Refuses a directory of the package in `root` that is elsewhere. What is in it becomes the guest's.
+fn check_within(root: &Path, dir: &Path) -> Result<(), Error> {
+    match (root.canonicalize(), dir.canonicalize()) {
+        (Ok(all), Ok(found)) if !found.starts_with(&all) => {
+            Err(Error::Outside { path: dir.into(), root: root.into() })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -255,6 +267,32 @@ mod tests {
             assert_eq!(loaded.iter().map(|module| &module.name[..]).collect::<Vec<_>>(), ["two", "a_one"]);
         }
         fs::remove_dir_all(tree).unwrap();
+    }
+
+    /// A package may come from a stranger, and the guest reads its modules' directory.
+    #[test]
+    fn what_a_package_s_links_lead_out_to_is_not_the_guest_s() {
+        let dir = scratch("links");
+        let (root, out) = (dir.join("root"), dir.join("out"));
+        put(&root.join("boot/vmlinuz-1"), b"");
+        put(&root.join("lib/modules/1/kernel/one.ko"), &module(""));
+        put(&out.join("kernel/two.ko"), &module(""));
+        put(&out.join("secret"), b"it is secret\n");
+        let place = root.join("lib/modules/1");
+        // Debian's package has such links to the headers; the guest follows them in its own files.
+        std::os::unix::fs::symlink(&out, place.join("build")).unwrap();
+        std::os::unix::fs::symlink(out.join("secret"), place.join("modules.builtin")).unwrap();
+        let kernel = Kernel::find(&root, "").unwrap();
+        assert!(kernel.has("one"));
+        let found = crate::modules::of(&kernel).unwrap();
+        assert!(found.beside.iter().all(|(_, content)| !content.windows(6).any(|part| part == b"secret")));
+        for (link, to) in [(place.join("kernel"), out.join("kernel")), (place.clone(), out.clone())] {
+            fs::remove_dir_all(&link).unwrap();
+            std::os::unix::fs::symlink(to, &link).unwrap();
+            let refused = Kernel::find(&root, "").unwrap_err().to_string();
+            assert!(refused.contains("leads out of"), "{refused}");
+        }
+        fs::remove_dir_all(dir).unwrap();
     }
 
     /// Each level of a recursion would take stack.

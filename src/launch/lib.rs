@@ -35,6 +35,14 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
+    /// A link in the directory leads to another, which would be the guest's to read.
+    #[error("{path}: it leads out of {root}, and a kernel's files are all below its directory")]
+    Outside {
+        /// The link, or what is behind one.
+        path: PathBuf,
+        /// The directory.
+        root: PathBuf,
+    },
     /// The directory has no kernel.
     #[error(
         "{0}: not a built kernel tree (arch/x86/boot/bzImage) or an unpacked linux-image package (boot/vmlinuz-*)"
@@ -106,6 +114,13 @@ impl Diagnose for Error {
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open::for_reading(path, open::Kind::Regular)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// As [`read`], unless it is a symbolic link. A stranger's package names no other file of this host.
+fn read_unlinked(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open::for_reading(path, open::Kind::Unlinked)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 

@@ -62,9 +62,10 @@ pub fn of(kernel: &Kernel) -> Option<Modules> {
     }
     let mut beside: Vec<Named> = KEPT
         .iter()
-        .filter_map(|name| Some(((*name).to_owned(), super::read(&kernel.place.join(name)).ok()?)))
+        .filter_map(|name| Some(((*name).to_owned(), super::read_unlinked(&kernel.place.join(name)).ok()?)))
         .collect();
-    let builtin = super::read_text(&kernel.place.join("modules.builtin")).unwrap_or_default();
+    let builtin = super::read_unlinked(&kernel.place.join("modules.builtin"));
+    let builtin = builtin.ok().and_then(|text| String::from_utf8(text).ok()).unwrap_or_default();
     let builtin = builtin.lines().filter_map(|line| {
         let name = line.rsplit('/').next()?.strip_suffix(".ko")?;
         Some((name.replace('-', "_"), String::new()))
