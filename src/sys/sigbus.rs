@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::seccomp::{exit_now, write_stderr};
+use super::terminal;
 
 /// A file that is mapped from its start to its end.
 struct Watched {
@@ -22,6 +23,7 @@ static WATCHED: Mutex<Vec<Watched>> = Mutex::new(Vec::new());
 static LINE: AtomicPtr<String> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn report(_: libc::c_int) {
+    terminal::restore();
     let line = LINE.load(Ordering::Acquire);
     if !line.is_null() {
         // SAFETY: a stored line is never freed or modified.

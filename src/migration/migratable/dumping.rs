@@ -67,6 +67,8 @@ impl<P: Inspect> MigratableMachine<P> {
             tracing::error!("{}: the guest has panicked, and is not dumped: {error}", to.name);
             return false;
         }
+        // No request or debugger lets it run while its memory is written.
+        self.held.dump = true;
         match to.file.try_clone() {
             Ok(file) => self.begin_dump(file, None, Some((exit, to))),
             Err(error) => {
