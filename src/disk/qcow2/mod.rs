@@ -288,7 +288,7 @@ impl Qcow2 {
         };
         if let Some(why) = unfit {
             let why = format!(
-                "it is of version 2 and has {why}; `qemu-img amend -o compat=1.1` makes it version 3"
+                "it is of version 2 and has {why}; `qemu-img amend` with compat=1.1 makes it version 3"
             );
             return Err(io::Error::new(ErrorKind::Unsupported, why));
         }
