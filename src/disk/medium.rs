@@ -4,10 +4,10 @@ use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// Syncs one file, and remembers a failure. Whoever syncs the file does it by the same of these: the
-/// kernel tells of lost pages once for each time that the file was opened. Linux tells a program once that pages could not be
-/// written back, and then takes them for clean (errseq_t, Documentation/core-api/errseq.rst): the
-/// next fdatasync(2) succeeds, and the data is lost. So after a failure each sync fails.
+/// Syncs one file, and remembers a failure. Linux tells of pages that could not be written back once
+/// for each open file, and then takes them for clean (errseq_t, Documentation/core-api/errseq.rst):
+/// the next fdatasync(2) succeeds, and the data is lost. So after a failure each sync fails, and all
+/// who sync a file share one of these.
 #[derive(Debug, Default)]
 pub struct Medium {
     /// The errno of the first failure, or 0.
