@@ -130,7 +130,8 @@ impl Kernel {
         for line in order.lines() {
             let path = line.strip_prefix("kernel/").unwrap_or(line);
             let path = tree.join(path).with_extension("ko");
-            if let Some(name) = name(&path).filter(|_| path.is_file()) {
+            let is_own = || path.is_file() && check_within(tree, &path).is_ok();
+            if let Some(name) = name(&path).filter(|_| is_own()) {
                 modules.insert(name, path);
             }
         }
@@ -215,7 +216,7 @@ fn index(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) {
 
 /// A module's content, unpacked.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    let packed = super::read(path).map_err(file(path))?;
+    let packed = super::read_unlinked(path).map_err(file(path))?;
     unpack(packed).map_err(|why| Error::Module { path: path.into(), why })
 }
 
@@ -282,8 +283,11 @@ mod tests {
         // Debian's package has such links to the headers; the guest follows them in its own files.
         std::os::unix::fs::symlink(&out, place.join("build")).unwrap();
         std::os::unix::fs::symlink(out.join("secret"), place.join("modules.builtin")).unwrap();
+        std::os::unix::fs::symlink(out.join("secret"), place.join("kernel/three.ko")).unwrap();
         let kernel = Kernel::find(&root, "").unwrap();
-        assert!(kernel.has("one"));
+        assert!(kernel.has("one") && kernel.load(&["one"]).is_ok());
+        let refused = kernel.load(&["three"]).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("symbolic link"), "{refused}");
         let found = crate::modules::of(&kernel).unwrap();
         assert!(found.beside.iter().all(|(_, content)| !content.windows(6).any(|part| part == b"secret")));
         for (link, to) in [(place.join("kernel"), out.join("kernel")), (place.clone(), out.clone())] {

@@ -108,7 +108,7 @@ fn modinfo_of(path: &Path) -> Option<Vec<u8>> {
             Some(content.get(start..start.checked_add(usize::try_from(size).ok()?)?)?.to_vec())
         });
     }
-    let file = open::for_reading(path, open::Kind::Regular).ok()?;
+    let file = open::for_reading(path, open::Kind::Unlinked).ok()?;
     modinfo(|offset, size| {
         let mut part = vec![0; usize::try_from(size).ok()?];
         file.read_exact_at(&mut part, offset).ok()?;
